@@ -1,0 +1,1 @@
+"""What every stage stands on: standard library only, no torch, no Hugging Face at import."""

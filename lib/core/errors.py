@@ -1,0 +1,103 @@
+"""Errors that a person caused or can cure, and the exit codes that tell a launcher which.
+
+StageError
+├── UsageError      2   bad usage or bad input
+├── ArtifactError   3   an artifact is missing, unfinished or corrupt
+├── DiskFullError   4   no room to write
+└── Preempted      75   stopped by a signal after saving; run the same command again to go on
+
+Anything else that escapes a stage is a bug: its traceback is kept and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import errno
+
+EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL, EXIT_PREEMPTED = 0, 1, 2, 3, 4, 75
+_DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class StageError(Exception):
+    """What was expected, what was found, and what to do about it.
+
+    problem: one sentence. found, expected, run: further lines under it (`run` is a command).
+    """
+
+    code = EXIT_BUG
+
+    def __init__(self, problem: str, *, expected: str = "", found: str = "", run: str = "") -> None:
+        super().__init__(problem)
+        self.problem, self.expected, self.found, self.run = problem, expected, found, run
+
+    def render(self) -> str:
+        """Return the message as it is printed, one `label: text` line per known part."""
+        lines = [f"error: {self.problem}"]
+        for label in ("expected", "found", "run"):
+            if text := getattr(self, label):
+                first, *rest = text.splitlines()
+                lines.append(f"  {label + ':':<9} {first}")
+                lines += [f"  {'':<9} {line}" for line in rest]
+        return "\n".join(lines)
+
+
+class UsageError(StageError):
+    """Bad usage or bad input."""
+
+    code = EXIT_USAGE
+
+
+class ArtifactError(StageError):
+    """An artifact is missing, unfinished or corrupt."""
+
+    code = EXIT_ARTIFACT
+
+
+class DiskFullError(StageError):
+    """No room to write."""
+
+    code = EXIT_DISK_FULL
+
+
+class Preempted(StageError):
+    """A signal asked the run to stop, and it stopped after saving."""
+
+    code = EXIT_PREEMPTED
+
+
+class Problems:
+    """Collects what is wrong with the input, so that a person hears all of it at once.
+
+    >>> problems = Problems()
+    >>> problems.add("--lr must be above 0, got -1")
+    >>> problems.raise_if_any()      # UsageError listing every problem
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[StageError] = []
+
+    def add(self, problem: str | StageError, **parts: str) -> None:
+        """Note a problem: a sentence (a UsageError) or an error of any kind."""
+        is_error = isinstance(problem, StageError)
+        self._errors.append(problem if is_error else UsageError(problem, **parts))
+
+    def raise_if_any(self) -> None:
+        """Raise one error that tells all problems; its class is that of the first."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            rendered = [e.render().removeprefix("error: ") for e in self._errors]
+            listing = "\n".join(f"{i}. {text}" for i, text in enumerate(rendered, 1))
+            raise type(self._errors[0])(f"{len(self._errors)} problems:\n{listing}")
+
+
+def from_os_error(error: OSError) -> StageError | None:
+    """Return the StageError for an OSError that the machine or the user caused, else None."""
+    where = f": {error.filename}" if error.filename else ""
+    if error.errno in _DISK_FULL_ERRNOS:
+        return DiskFullError(f"no room to write{where} ({error.strerror})",
+                             found="nothing was published under a final name",
+                             expected="free space there (`df -h`), then run the same command again")
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
+                       errno.ENAMETOOLONG}:
+        return UsageError(f"{error.strerror}{where}")
+    return None

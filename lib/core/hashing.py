@@ -1,0 +1,71 @@
+"""Content digests, written as `algorithm:hex` so that a manifest says how to check itself.
+
+xxh3 guards against damage at the speed of the disk; sha256 guards what will be unpickled or
+crosses an air gap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from lib.core.errors import ArtifactError
+
+try:
+    import xxhash
+except ImportError:  # written without xxhash, a manifest holds sha256 instead: slower, never weaker
+    xxhash = None
+
+FAST = "xxh3" if xxhash else "sha256"
+_CHUNK = 1 << 22
+
+
+class Hasher(Protocol):
+    """What hashlib and xxhash share."""
+
+    def update(self, data: bytes) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def new(algorithm: str = FAST) -> Hasher:
+    """Return a hasher for `xxh3` (128 bits) or `sha256`; ArtifactError when it cannot be had."""
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    if algorithm == "xxh3" and xxhash:
+        return xxhash.xxh3_128()
+    raise ArtifactError(f"cannot check a digest of kind {algorithm!r} here",
+                        run="pip install xxhash" if algorithm == "xxh3" else "")
+
+
+def digest(hasher: Hasher, algorithm: str = FAST) -> str:
+    """Return the digest string of what the hasher has seen."""
+    return f"{algorithm}:{hasher.hexdigest()}"
+
+
+def file_digest(path: Path, algorithm: str = FAST) -> str:
+    """Return the digest string of a file's content, read in pieces of 4 MiB."""
+    hasher = new(algorithm)
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            hasher.update(chunk)
+    return digest(hasher, algorithm)
+
+
+def bytes_digest(data: bytes, algorithm: str = FAST) -> str:
+    """Return the digest string of a byte string."""
+    hasher = new(algorithm)
+    hasher.update(data)
+    return digest(hasher, algorithm)
+
+
+def matches(path: Path, expected: str) -> bool:
+    """Tell whether a file's content has the digest string that a manifest holds."""
+    return file_digest(path, expected.partition(":")[0]) == expected
+
+
+def fingerprint(value: Any) -> str:
+    """Return 16 hex digits that identify a JSON-like value, whatever the order of its keys."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,0 +1,66 @@
+"""Rank-aware logging: rank 0 speaks on the console, every rank writes its own file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+_logger = logging.getLogger("pipeline")
+
+
+class _Console(logging.StreamHandler):
+    """Prints plain lines; warnings carry their level, other ranks than 0 their number."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        return text if rank() == 0 else f"[rank={rank()}] {text}"
+
+
+def rank() -> int:
+    """Return this process's rank under torchrun, 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def setup() -> None:
+    """Send log lines to the console: all of rank 0's, warnings of the others."""
+    console = _Console(sys.stdout)
+    console.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
+    _logger.handlers = [console]
+    _logger.setLevel(logging.INFO)
+    _logger.propagate = False
+
+
+def add_file(path: Path) -> None:
+    """Also append every line of this rank, with its time, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _logger.addHandler(handler)
+
+
+def info(text: str) -> None:
+    """Tell the reader of the log something expected."""
+    _logger.info(text)
+
+
+def warn(text: str) -> None:
+    """Tell the reader of the log something that wants attention."""
+    _logger.warning(text)
+
+
+def error(text: str) -> None:
+    """Note in this rank's file what ends the run (the console gets it from the stage's exit)."""
+    for handler in _logger.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(_logger.makeRecord(_logger.name, logging.ERROR, "", 0, text, (), None))
+
+
+def table(rows: dict[str, object], indent: int = 2) -> None:
+    """Print a plan or a summary: one aligned `name  value` line per row."""
+    width = max(map(len, rows), default=0)
+    for name, value in rows.items():
+        info(f"{'':{indent}}{name:<{width}}  {value}")

@@ -1,0 +1,130 @@
+"""`manifest.json`: what an artifact is made of, written last, so its presence means finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lib.core import hashing
+from lib.core.errors import ArtifactError
+from lib.core.paths import MANIFEST
+
+_PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that shape an artifact."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def file_entry(root: Path, path: Path, algorithm: str = hashing.FAST) -> dict[str, Any]:
+    """Return the entry of a file: path relative to `root`, bytes, digest."""
+    return {"path": path.relative_to(root).as_posix(), "bytes": path.stat().st_size,
+            "digest": hashing.file_digest(path, algorithm)}
+
+
+def write(directory: Path, *, kind: str, stage: str, identity: dict[str, Any],
+          options: dict[str, Any], files: Iterable[dict[str, Any]], summary: dict[str, Any],
+          ) -> None:
+    """Write and fsync `<directory>/manifest.json`.
+
+    kind: `name/version` of the format. identity: options and inputs that decide the content.
+    files: entries as `file_entry` makes them. summary: whatever later stages want to know.
+    """
+    content = {"kind": kind, "stage": stage,
+               "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+               "identity": identity, "options": options, "versions": versions(),
+               "summary": summary, "files": list(files)}
+    write_json(directory / MANIFEST, content)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON through a temporary file, fsync and rename: whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read(directory: Path, kind: str, what: str, run: str = "") -> dict[str, Any]:
+    """Return the manifest of a finished artifact.
+
+    what: the artifact in words, for the message; run: the command that makes it.
+    Raises ArtifactError when the directory is missing, unfinished, unreadable or of another kind.
+    """
+    if not directory.is_dir():
+        raise ArtifactError(f"{what} {directory} does not exist", found=_unfinished(directory),
+                            run=run)
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = content["kind"]
+    except FileNotFoundError:
+        raise ArtifactError(f"{what} {directory} is not finished (no {MANIFEST})",
+                            found=_unfinished(directory), run=run) from None
+    except (ValueError, KeyError, TypeError):
+        raise ArtifactError(f"{path} is damaged", expected="a JSON object with a `kind`",
+                            run=run) from None
+    if found != kind:
+        raise ArtifactError(f"{directory} is not {what}", expected=f"kind {kind}",
+                            found=f"kind {found}", run=run)
+    return content
+
+
+def read_if_any(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of a directory, or None when there is no readable one."""
+    try:
+        content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "kind" in content else None
+
+
+def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
+    """Return what is wrong with the files of an artifact, one sentence each.
+
+    deep: also hash the content; otherwise only presence and size are looked at.
+    """
+    found = []
+    for entry in content["files"]:
+        path = directory / entry["path"]
+        if not path.is_file():
+            found.append(f"{path} is missing")
+        elif (size := path.stat().st_size) != entry["bytes"]:
+            found.append(f"{path} holds {size} bytes instead of {entry['bytes']}")
+        elif deep and not hashing.matches(path, entry["digest"]):
+            found.append(f"{path} has other content than when it was written")
+    return found
+
+
+def check(directory: Path, content: dict[str, Any], what: str, run: str = "",
+          deep: bool = False) -> None:
+    """Raise ArtifactError naming every damaged file of an artifact."""
+    if found := damages(directory, content, deep):
+        shown = "\n".join(found[:10]) + (f"\n… and {len(found) - 10} more" if found[10:] else "")
+        raise ArtifactError(f"{what} {directory} is damaged", found=shown, run=run)
+
+
+def _unfinished(directory: Path) -> str:
+    """Describe what an interrupted run left beside a missing artifact."""
+    left = sorted(directory.parent.glob(f"{directory.name}.partial-*")) \
+        if directory.parent.is_dir() else []
+    if not left:
+        return ""
+    age_min = (time.time() - left[0].stat().st_mtime) / 60
+    return f"{left[0]} ({age_min:.0f} min old), left by a run that did not finish"

@@ -1,0 +1,207 @@
+"""Command-line options that a YAML file can also fill.
+
+Order of precedence: command line, then `--config run.yaml`, then the default. `--src-dir` and
+`--src_dir` are the same option, on the command line and in YAML.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lib.core.errors import UsageError
+
+Options = argparse.Namespace
+
+# Options that say how to work, not what comes out: no part of an artifact's identity.
+VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
+_SECRET = re.compile(r"token$|password|secret|api_key")
+_REDACTED = "[redacted]"
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the docstring's layout and ends each help text with its default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if default is None or default is argparse.SUPPRESS or default is False \
+                or "default" in text or not action.option_strings:
+            return text
+        shown = "on" if default is True else default
+        return f"{text} (default: {shown})".replace("%", "%%") if shown != [] else text
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with both spellings, YAML, and errors that name the nearest option."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
+
+    def add_common(self, workers: str) -> None:
+        """Add the options that every stage has; `workers` says what the worker processes do."""
+        common = self.add_argument_group("common")
+        common.add_argument("--config", type=Path, metavar="FILE",
+                            help="YAML file with options (`key: value`); the command line wins")
+        common.add_argument("--dry-run", action="store_true",
+                            help="print the plan and touch nothing")
+        common.add_argument("--overwrite", action="store_true",
+                            help="replace an existing artifact made from other inputs or options")
+        common.add_argument("--num-workers", type=positive_int, default=os.cpu_count() or 1,
+                            metavar="N", help=f"processes that {workers} (default: one per core)")
+        common.add_argument("--no-progress", action="store_true", help="show no progress")
+
+    def parse(self, argv: Sequence[str]) -> Options:
+        """Return the options; UsageError when one is unknown or has a wrong value."""
+        argv = [_dashed(arg) for arg in argv]
+        if not (config := self._config_of(argv)):
+            return self._parse_known(argv)
+        given = {self._option_strings(arg.partition("=")[0]) for arg in argv}
+        from_yaml: list[str] = []
+        for key, value in _read_yaml(config).items():
+            flag = "--" + str(key).replace("_", "-")
+            if flag not in self._option_string_actions:
+                raise UsageError(f"{config}: unknown key {key!r}{self._nearest(flag)}")
+            if flag == "--config" or self._option_strings(flag) not in given:
+                from_yaml += self._as_arguments(flag, value, config)
+        try:
+            self._parse_known(from_yaml)
+        except UsageError as error:
+            raise UsageError(f"{config}: {error.problem}") from None
+        return self._parse_known(from_yaml + argv)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting, so that a stage reports all errors in one way."""
+        raise UsageError(re.sub(r"^argument ([^:]+):", r"\1:", message),
+                         run=f"python {Path(sys.argv[0]).name} --help")
+
+    def _parse_known(self, argv: list[str]) -> Options:
+        options, unknown = self.parse_known_args(argv)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            self.error(f"unknown option {flag}{self._nearest(flag)}" if flag.startswith("-")
+                       else f"unexpected argument {flag!r}")
+        return options
+
+    def _option_strings(self, flag: str) -> str:
+        action = self._option_string_actions.get(flag)
+        return action.dest if action else flag
+
+    def _config_of(self, argv: Sequence[str]) -> Path | None:
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        finder.add_argument("--config", type=Path)
+        try:
+            return finder.parse_known_args(argv)[0].config
+        except argparse.ArgumentError:
+            return None
+
+    def _nearest(self, flag: str) -> str:
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
+        return f"; the nearest is {near[0]}" if near else ""
+
+    def _as_arguments(self, flag: str, value: Any, config: Path) -> list[str]:
+        action = self._option_string_actions[flag]
+        if flag == "--config" or isinstance(value, dict):
+            raise UsageError(f"{config}: {flag[2:]!r} takes a plain value, got {value!r}")
+        if value is None:
+            return []
+        if action.nargs == 0:  # a flag such as --dry-run
+            if not isinstance(value, bool):
+                raise UsageError(f"{config}: {flag[2:]!r} takes true or false, got {value!r}")
+            return [flag] if value else []
+        values = value if isinstance(value, list) else [value]
+        return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
+
+
+def _dashed(argument: str) -> str:
+    """Turn `--src_dir=a_b` into `--src-dir=a_b`."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"--config: no such file: {path}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config: {path} is no valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"--config: {path} must hold `key: value` lines")
+    return content
+
+
+def resolved(options: Options) -> dict[str, Any]:
+    """Return the options as plain values to store: paths as strings, secrets redacted."""
+    def plain(key: str, value: Any) -> Any:
+        if value is not None and _SECRET.search(key):
+            return _REDACTED
+        return str(value) if isinstance(value, Path) else value
+    return {key: plain(key, value) for key, value in vars(options).items()}
+
+
+def redacted_argv(argv: Sequence[str]) -> list[str]:
+    """Return a command line with the values of secret options replaced."""
+    shown: list[str] = []
+    hide_next = False
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        is_secret = name.startswith("--") and bool(_SECRET.search(name.replace("-", "_")))
+        shown.append(_REDACTED if hide_next else name + "=" + _REDACTED
+                     if is_secret and equals else argument)
+        hide_next = is_secret and not equals
+    return shown
+
+
+def identity(options: Options, *leave_out: str) -> dict[str, Any]:
+    """Return the options that decide what an artifact contains."""
+    skip = VOLATILE | set(leave_out)
+    return {key: value for key, value in resolved(options).items() if key not in skip}
+
+
+def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str,
+            ) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not accept(value):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+        return value
+    return parse
+
+
+_FINITE = float("inf")
+positive_int = _number(int, lambda n: n > 0, "a whole number above 0")
+count = _number(int, lambda n: n >= 0, "a whole number, 0 or more")
+positive = _number(float, lambda x: 0 < x < _FINITE, "a number above 0")
+non_negative = _number(float, lambda x: 0 <= x < _FINITE, "a number, 0 or more")
+fraction = _number(float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1")
+percent = _number(float, lambda x: 0 <= x < 100, "a percentage from 0 to below 100")
+
+
+def on_off(text: str) -> bool:
+    """Parse `on` or `off`."""
+    try:
+        return {"on": True, "true": True, "off": False, "false": False}[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"expected on or off, got {text!r}") from None
+
+
+def byte_size(text: str) -> int:
+    """Parse a size such as `5GB`."""
+    from lib.core import units
+    try:
+        return units.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,54 @@
+"""Where artifacts lie: the only place that spells their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+def model_dir_name(model_name: str) -> str:
+    """Return the directory name of a model: `mistralai/Mathstral` → `mistralai--Mathstral`."""
+    return model_name.strip("/").replace("/", "--")
+
+
+def models_root(cache_dir: Path) -> Path:
+    """Return the directory that stage 03 fills with models."""
+    return cache_dir / "models"
+
+
+def tokens_root(cache_dir: Path) -> Path:
+    """Return the directory that stage 04 fills with token stores."""
+    return cache_dir / "tokens"
+
+
+class Experiment:
+    """The tree that a training run leaves under `outputs/<experiment>/`."""
+
+    def __init__(self, save_dir: Path, name: str) -> None:
+        self.root = save_dir / name
+        self.config = self.root / "config.yaml"
+        self.model = self.root / "model"
+        self.state = self.root / "state.json"
+        self.metrics = self.root / "metrics.jsonl"
+        self.events = self.root / "events.jsonl"
+        self.tensorboard = self.root / "tb"
+        self.plot = self.root / "loss.png"
+        self.logs = self.root / "logs"
+        self.checkpoints = self.root / "checkpoints"
+        self.exports = self.root / "export"
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the log file of a rank."""
+        return self.logs / f"rank_{rank:05d}.log"
+
+
+def step_name(step: int) -> str:
+    """Return the directory name of a step's checkpoint or export: 1000 → `step_00001000`."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a directory name stands for, or None when it is no such name."""
+    digits = name.removeprefix("step_")
+    return int(digits) if name.startswith("step_") and digits.isdigit() else None

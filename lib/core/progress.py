@@ -1,0 +1,55 @@
+"""Progress of long work: a bar on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from lib.core import log, units
+
+_LINE_EVERY_S = 15.0
+
+
+class Progress:
+    """Counts work done towards a total and shows it.
+
+    total: in `unit`s, None when it is not known. unit: `B` prints as kB, MB, ….
+    On a terminal it is a tqdm bar; elsewhere a log line at most every 15 seconds.
+    """
+
+    def __init__(self, what: str, total: int | None, unit: str, enabled: bool = True) -> None:
+        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self._began = self._last_line = time.monotonic()
+        self._enabled = enabled and log.rank() == 0
+        self._bar = None
+        if self._enabled and sys.stderr.isatty():
+            from tqdm import tqdm
+            self._bar = tqdm(desc=what, total=total, unit=unit, unit_scale=True, leave=False)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, amount: int = 1) -> None:
+        """Note that `amount` more units are done."""
+        self.done += amount
+        if self._bar is not None:
+            self._bar.update(amount)
+        elif self._enabled and time.monotonic() - self._last_line > _LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            log.info(self._line())
+
+    def _line(self) -> str:
+        rate = self.done / max(time.monotonic() - self._began, 1e-9)
+        show = units.size if self.unit == "B" else lambda n: f"{units.count(n)} {self.unit}"
+        if not self.total:
+            return f"{self.what}: {show(self.done)}, {show(rate)}/s"
+        left = units.duration((self.total - self.done) / max(rate, 1e-9))
+        share = 100 * self.done / self.total
+        return f"{self.what}: {show(self.done)} of {show(self.total)} ({share:.0f} %), " \
+               f"{show(rate)}/s, {left} left"

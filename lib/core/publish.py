@@ -1,0 +1,190 @@
+"""Atomic publish: an artifact appears under its final name whole, or not at all.
+
+It is built in `<target>.partial-<id>`, gets its manifest last, and is renamed. The partial
+directory is locked while a process builds in it, so leftovers can be told from work in progress.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lib.core import hashing, log, manifest, units
+from lib.core.errors import DiskFullError, UsageError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool) -> bool:
+    """Tell whether `target` already holds what would be built.
+
+    identity: `{"options": …, "inputs": …}`. Returns False when it has to be built.
+    Raises UsageError when something else is there and `overwrite` is off, or when what is there
+    was not made by this stage (that is never replaced).
+    """
+    target = target.resolve()
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return False
+    there = manifest.read_if_any(target) if target.is_dir() else None
+    if there is None or there["kind"].partition("/")[0] != kind.partition("/")[0]:
+        raise UsageError(f"{target} exists and was not made by this stage",
+                         expected="a name that is free, or an artifact of this stage",
+                         found=f"an artifact of kind {there['kind']}" if there else
+                         "a directory without manifest.json" if target.is_dir() else "a file",
+                         run="choose another name, or move it away")
+    if overwrite:
+        return False
+    if differences := [*_kind_change(there, kind), *_differences(there["identity"], identity)]:
+        raise UsageError(f"{target} exists, made from other inputs or options",
+                         found="\n".join(differences),
+                         run="add --overwrite to replace it, or choose another name")
+    return True
+
+
+def _kind_change(there: dict[str, Any], kind: str) -> list[str]:
+    return [] if there["kind"] == kind else [f"format: {there['kind']} there, {kind} now"]
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines = []
+        for key in sorted(old.keys() | new.keys()):
+            lines += _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        return lines
+    label = path.removeprefix("inputs.")
+    if path.startswith("options."):
+        label = "--" + path.removeprefix("options.").replace("_", "-")
+    return [] if old == new else [f"{label}: {old} there, {new} now"]
+
+
+class Build:
+    """A directory in the making.
+
+    >>> with Build(target, "splits/1", identity, overwrite) as build:
+    ...     (build.dir / "files.jsonl").write_text(…)
+    ...     build.publish(stage=…, options=…, files=[…], summary=…)
+
+    Left without `publish` (an error, Ctrl-C) the partial directory is removed, unless `resumable`:
+    then the next run with the same identity finds in `dir` what this one finished.
+    Raises UsageError when another process is building the same thing.
+    """
+
+    def __init__(self, target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
+                 resumable: bool = False) -> None:
+        self.target = target.resolve()
+        self.kind, self.identity, self.overwrite = kind, identity, overwrite
+        self.resumable = resumable
+        self.published = False
+        suffix = hashing.fingerprint(identity)[:8]
+        self.dir = self.target.with_name(f"{self.target.name}.partial-{suffix}")
+        self._lock = -1
+
+    def __enter__(self) -> Build:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        self.dir.mkdir(exist_ok=True)
+        self._lock = _lock(self.dir)
+        if self._lock < 0:
+            raise UsageError(f"another process is building {self.target} now",
+                             found=str(self.dir), run="wait for it, or stop it")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if not self.published and not self.resumable:
+            shutil.rmtree(self.dir, ignore_errors=True)
+        os.close(self._lock)
+
+    def publish(self, *, stage: str, options: dict[str, Any],
+                files: Iterable[dict[str, Any]], summary: dict[str, Any]) -> None:
+        """Write the manifest, make everything durable, give the directory its final name."""
+        files = list(files)
+        for entry in files:
+            fsync(self.dir / entry["path"])
+        manifest.write(self.dir, kind=self.kind, stage=stage, identity=self.identity,
+                       options=options, files=files, summary=summary)
+        for directory in {self.dir, *((self.dir / entry["path"]).parent for entry in files)}:
+            fsync(directory)
+        if self.target.exists() and any(self.target.iterdir()):
+            if not self.overwrite:
+                raise UsageError(f"{self.target} appeared while this run was building it",
+                                 run="choose another name, or add --overwrite")
+            _replace(self.dir, self.target)
+        else:
+            self.dir.replace(self.target)
+        fsync(self.target.parent)
+        self.published = True
+
+    def _remove_leftovers(self) -> None:
+        """Delete what killed runs left, and bring back an artifact caught in mid-replacement."""
+        siblings = [path for path in self.target.parent.iterdir() if path.is_dir()]
+        aside = [path for path in siblings if path.name.startswith(f"{self.target.name}.old-")]
+        if aside and not self.target.exists():
+            aside.pop().replace(self.target)
+        partial = [path for path in siblings
+                   if path.name.startswith(f"{self.target.name}.partial-")
+                   and not (path == self.dir and self.resumable)]
+        for left in aside + partial:
+            lock = _lock(left)
+            if lock >= 0:
+                shutil.rmtree(left)
+                os.close(lock)
+                log.info(f"removed {left.name}, left by a run that did not finish")
+
+
+def _lock(directory: Path) -> int:
+    """Return a descriptor that holds the lock on a directory, or -1 when another process has it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            os.close(descriptor)
+            return -1
+        # A file system without locks: go on without; only two runs at once would notice.
+    return descriptor
+
+
+def _replace(new: Path, old: Path) -> None:
+    """Put `new` in the place of `old` and delete the latter.
+
+    Linux swaps the two names in one step; where a file system cannot, a kill between the two
+    renames leaves `<old>.old-…`, which the next run brings back.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 and renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old),
+                               _RENAME_EXCHANGE) == 0:
+        shutil.rmtree(new)
+        return
+    aside = old.with_name(f"{old.name}.old-{os.getpid()}")
+    old.replace(aside)
+    new.replace(old)
+    shutil.rmtree(aside)
+
+
+def fsync(path: Path) -> None:
+    """Make a file's content, or a directory's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_space(directory: Path, needed: int, what: str) -> None:
+    """Raise DiskFullError when `directory`'s file system has less than `needed` bytes free."""
+    there = directory.resolve()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise DiskFullError(f"not enough room for {what} under {directory}",
+                            expected=f"about {units.size(needed)} free",
+                            found=f"{units.size(free)} free")

@@ -1,0 +1,48 @@
+"""Numbers for people: bytes, counts, durations."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+
+
+def size(count: float) -> str:
+    """Return a byte count in decimal units: 1_500_000 → `1.5 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of `5GB` (decimal), `512MiB` (binary) or a plain number; ValueError else."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is no size; write for example 5GB, 512MiB or 1000000")
+    number, prefix, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def count(number: float) -> str:
+    """Return a count in short form: 3_212_749_824 → `3.21B`."""
+    for unit in ("", "K", "M", "B"):
+        if abs(number) < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, secs = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {secs:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours // 24} d {hours % 24:02d} h"

@@ -1,0 +1,1 @@
+"""From a tree of raw files to Arrow shards of text."""

@@ -1,0 +1,1 @@
+"""From text to numbered samples of token ids."""

@@ -1,0 +1,1 @@
+"""The parts that the training loop of stage 04 calls."""
