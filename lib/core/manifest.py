@@ -68,7 +68,7 @@ def read(directory: Path, kind: str, what: str, run: str = "") -> dict[str, Any]
     Raises ArtifactError when the directory is missing, unfinished, unreadable or of another kind.
     """
     if not directory.is_dir():
-        raise ArtifactError(f"{what} {directory} does not exist", found=_unfinished(directory),
+        raise ArtifactError(f"{what} {directory} does not exist", found=unfinished(directory),
                             run=run)
     path = directory / MANIFEST
     try:
@@ -76,7 +76,7 @@ def read(directory: Path, kind: str, what: str, run: str = "") -> dict[str, Any]
         found = content["kind"]
     except FileNotFoundError:
         raise ArtifactError(f"{what} {directory} is not finished (no {MANIFEST})",
-                            found=_unfinished(directory), run=run) from None
+                            found=unfinished(directory), run=run) from None
     except (ValueError, KeyError, TypeError):
         raise ArtifactError(f"{path} is damaged", expected="a JSON object with a `kind`",
                             run=run) from None
@@ -120,8 +120,8 @@ def check(directory: Path, content: dict[str, Any], what: str, run: str = "",
         raise ArtifactError(f"{what} {directory} is damaged", found=shown, run=run)
 
 
-def _unfinished(directory: Path) -> str:
-    """Describe what an interrupted run left beside a missing artifact."""
+def unfinished(directory: Path) -> str:
+    """Describe what an interrupted run left beside a missing artifact; empty when nothing."""
     left = sorted(directory.parent.glob(f"{directory.name}.partial-*")) \
         if directory.parent.is_dir() else []
     if not left:

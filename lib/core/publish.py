@@ -41,9 +41,10 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool) 
                          run="choose another name, or move it away")
     if overwrite:
         return False
-    if differences := [*_kind_change(there, kind), *_differences(there["identity"], identity)]:
+    changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
+    if changes:
         raise UsageError(f"{target} exists, made from other inputs or options",
-                         found="\n".join(differences),
+                         found="\n".join(changes),
                          run="add --overwrite to replace it, or choose another name")
     return True
 
@@ -52,16 +53,21 @@ def _kind_change(there: dict[str, Any], kind: str) -> list[str]:
     return [] if there["kind"] == kind else [f"format: {there['kind']} there, {kind} now"]
 
 
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Return one line per option or input that differs between two identities."""
     if isinstance(old, dict) and isinstance(new, dict):
         lines = []
         for key in sorted(old.keys() | new.keys()):
-            lines += _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            lines += differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         return lines
     label = path.removeprefix("inputs.")
     if path.startswith("options."):
         label = "--" + path.removeprefix("options.").replace("_", "-")
     return [] if old == new else [f"{label}: {old} there, {new} now"]
+
+
+class AlreadyBuilding(UsageError):
+    """Another process is building the same artifact."""
 
 
 class Build:
@@ -73,7 +79,7 @@ class Build:
 
     Left without `publish` (an error, Ctrl-C) the partial directory is removed, unless `resumable`:
     then the next run with the same identity finds in `dir` what this one finished.
-    Raises UsageError when another process is building the same thing.
+    Raises AlreadyBuilding when another process is at the same thing.
     """
 
     def __init__(self, target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
@@ -92,8 +98,11 @@ class Build:
         self.dir.mkdir(exist_ok=True)
         self._lock = _lock(self.dir)
         if self._lock < 0:
-            raise UsageError(f"another process is building {self.target} now",
-                             found=str(self.dir), run="wait for it, or stop it")
+            raise AlreadyBuilding(f"another process is building {self.target} now",
+                                  found=str(self.dir), run="wait for it, or stop it")
+        if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
+            self.__exit__(None, None, None)
+            raise AlreadyBuilding(f"another process has just built {self.target}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,

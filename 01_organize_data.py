@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""Stage 01: deal the files of any tree into splits of equal number and even size.
+
+  python 01_organize_data.py
+  python 01_organize_data.py --src-dir raw_text --dst-root splits --num-dirs 20
+  python 01_organize_data.py --src-dir /data/crawl --mode symlink --exclude '*.log' --dry-run
+
+Reads any directory tree and never changes it. Writes splits/split_00 … with the files (hard
+links by default, so they take no room) under their relative paths, splits/files.jsonl with one
+line for every file seen, taken or skipped and why, and splits/manifest.json. Never goes online.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from lib.core import log, manifest, options, publish, stage, units
+from lib.core.errors import UsageError
+from lib.corpus import balance, place
+from lib.corpus.scan import Entry, Rules, inputs, reasons, scan, taken
+
+STAGE, KIND = "01_organize_data.py", "splits/1"
+
+
+def parse(argv: Sequence[str]) -> options.Options:
+    """Return the options of this stage."""
+    parser = options.Parser(__doc__)
+    add = parser.add_argument
+    add("--src-dir", type=Path, default=Path("raw_text"), metavar="DIR",
+        help="directory with the raw files, in any layout")
+    add("--dst-root", type=Path, default=Path("splits"), metavar="DIR",
+        help="directory to create")
+    add("--num-dirs", type=options.positive_int, default=20, metavar="N",
+        help="number of splits; fewer when there are fewer files")
+    add("--mode", choices=("hardlink", "symlink", "copy"), default="hardlink",
+        help="how a file gets into its split; hardlink falls back to copy where it must")
+    add("--include", action="append", default=[], metavar="GLOB",
+        help="take only files whose relative path or basename matches; `*` also matches `/`; "
+             "may be repeated")
+    add("--exclude", action="append", default=[], metavar="GLOB",
+        help="leave out files and directories that match; may be repeated")
+    add("--follow-symlinks", action="store_true",
+        help="also take what symbolic links lead to, inside or outside the source "
+             "(without it, no link is followed)")
+    parser.add_common("look into and place files (threads)")
+    return parser.parse(argv)
+
+
+def check_paths(src: Path, dst: Path) -> None:
+    """Raise UsageError when the source is no directory or lies inside the destination."""
+    if not src.is_dir():
+        raise UsageError(f"--src-dir {src} {'is a file' if src.exists() else 'does not exist'}",
+                         expected="a directory with raw text files",
+                         run=f"python {STAGE} --src-dir DIR")
+    if src.resolve().is_relative_to(dst.resolve()):
+        raise UsageError(f"--dst-root {dst} is or contains --src-dir {src}",
+                         expected="a destination that can be created without touching the source")
+
+
+def identity_of(opts: options.Options, entries: Sequence[Entry]) -> dict:
+    """Return what decides the content of the splits, wherever source and destination lie."""
+    found = inputs(taken(entries))
+    if opts.mode == "symlink":  # the links name the place
+        found["source"] = str(opts.src_dir.resolve())
+    return {"options": options.identity(opts, "src_dir", "dst_root"), "inputs": found}
+
+
+def require_files(opts: options.Options, entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries that are taken; UsageError when there are none."""
+    if files := taken(entries):
+        return files
+    raise UsageError(f"no file to take in {opts.src_dir}", expected="files that hold text",
+                     found=reasons(entries) or "an empty directory")
+
+
+def assign(files: Sequence[Entry], num_dirs: int) -> list[tuple[Entry, str]]:
+    """Return every file with the name of its split."""
+    splits = min(num_dirs, len(files))
+    digits = max(2, len(str(splits - 1)))
+    numbers = balance.deal([entry.bytes for entry in files], splits)
+    return [(entry, f"split_{number:0{digits}}")
+            for entry, number in zip(files, numbers, strict=True)]
+
+
+def print_plan(opts: options.Options, entries: Sequence[Entry],
+               files: Sequence[tuple[Entry, str]]) -> tuple[Counter, Counter]:
+    """Print what will be made; return files and bytes per split."""
+    counts, sizes = Counter(), Counter()
+    for entry, split in files:
+        counts[split] += 1
+        sizes[split] += entry.bytes
+    if len(counts) < opts.num_dirs:
+        log.warn(f"{len(files)} files make {len(counts)} splits, not --num-dirs {opts.num_dirs}")
+    kinds = Counter(entry.kind for entry, _ in files)
+    log.info(f"organize {opts.src_dir} → {opts.dst_root}")
+    log.table({
+        "take": f"{len(files):,} files, {units.size(sum(sizes.values()))} "
+                f"({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())})",
+        "skip": reasons(entries) or "nothing",
+        "splits": f"{len(counts)}, each with {_range(min(counts.values()), max(counts.values()))} "
+                  f"files, {units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
+        "mode": opts.mode,
+    })
+    return counts, sizes
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} or {high:,}"
+
+
+def write_list(path: Path, entries: Sequence[Entry], files: Sequence[tuple[Entry, str]]) -> None:
+    """Write one JSON line per entry, sorted by the bytes of its path.
+
+    Bytes of a name that are no UTF-8 stand as `\\udcXX`, which json.loads and os.fsencode reverse.
+    """
+    split_of = {entry.path: split for entry, split in files}
+    with path.open("w", encoding="ascii") as file:
+        for entry in entries:
+            line: dict[str, object] = {"path": entry.path, "bytes": entry.bytes}
+            if entry.skipped:
+                line["skipped"] = entry.skipped
+            else:
+                line |= {"kind": entry.kind, "split": split_of[entry.path]}
+            file.write(json.dumps(line) + "\n")
+
+
+def main(argv: list[str]) -> None:
+    """Run the stage."""
+    opts = parse(argv)
+    began = time.monotonic()
+    progress = not opts.no_progress
+
+    # Check the inputs.
+    check_paths(opts.src_dir, opts.dst_root)
+    rules = Rules(tuple(opts.include), tuple(opts.exclude), opts.follow_symlinks)
+    entries = scan(opts.src_dir, rules, opts.dst_root, progress)
+    require_files(opts, entries)
+    identity = identity_of(opts, entries)
+    next_command = f"python 02_build_hf_dataset.py --data-folder {shlex.quote(str(opts.dst_root))}"
+    if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite):
+        log.info(f"already done: {opts.dst_root} holds these files")
+        log.info(f"next: {next_command}")
+        return
+
+    # Plan.
+    place.sniff_all(opts.src_dir, entries, opts.num_workers, progress)
+    files = assign(require_files(opts, entries), opts.num_dirs)
+    counts, sizes = print_plan(opts, entries, files)
+    if opts.dry_run:
+        log.info("dry run: nothing was written")
+        return
+
+    with publish.Build(opts.dst_root, KIND, identity, opts.overwrite) as build:
+        # Work.
+        total = sum(sizes.values())
+        mode = place.mode_that_works(f"{opts.src_dir}/{files[0][0].path}", build.dir, opts.mode,
+                                     total)
+        ways = place.place_all(opts.src_dir, build.dir, files, mode, opts.num_workers, progress)
+        write_list(build.dir / "files.jsonl", entries, files)
+
+        # Verify and publish.
+        place.verify(build.dir, files)
+        summary = {"files": len(files), "bytes": total, "skipped": len(entries) - len(files),
+                   "placed": ways, "splits": {name: {"files": counts[name], "bytes": sizes[name]}
+                                              for name in sorted(counts)}}
+        build.publish(stage=STAGE, options=options.resolved(opts), summary=summary,
+                      files=[manifest.file_entry(build.dir, build.dir / "files.jsonl")])
+
+    seconds = time.monotonic() - began
+    log.info(f"done in {units.duration(seconds)}, {len(entries) / max(seconds, 1e-9):,.0f} files/s")
+    log.table({
+        "placed": ", ".join(f"{count:,} by {way}" for way, count in ways.items()),
+        "skipped": f"{len(entries) - len(files):,}, listed in {opts.dst_root}/files.jsonl",
+    })
+    log.info(f"next: {next_command}")
+
+
+if __name__ == "__main__":
+    stage.run(main)

@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Stage 04: train a causal language model with FSDP2; run the same command again to resume.
+
+  torchrun 04_train_fsdp.py -e exp -d hf_datasets/corpus
+  torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d corpus -m meta-llama/Llama-3.1-8B \\
+      --global-batch-size 256 --num-epochs 1
+  python 04_train_fsdp.py -e exp -d corpus --dry-run         # the plan, on any machine
+  python 04_train_fsdp.py -e exp -d corpus --prepare-only    # tokenise ahead of time
+
+Reads a dataset of stage 02 and a model of stage 03, never the network. Writes outputs/<exp>/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lib.core import log, options, stage
+from lib.core.errors import Preempted, UsageError
+from lib.core.options import Options
+from lib.core.paths import Experiment
+
+if TYPE_CHECKING:  # imports torch, which --help does not wait for
+    from lib.train.run import Run
+
+
+def parse(argv: list[str]) -> Options:
+    """Return the options of the command line and of --config."""
+    parser = options.Parser(__doc__)
+    run = parser.add_argument_group("the run")
+    run.add_argument("-e", "--experiment-name", metavar="NAME",
+                     help="directory of the run under --save-dir")
+    run.add_argument("-d", "--dataset-name", metavar="DIR",
+                     help="dataset: a directory, or a name under hf_datasets/")
+    run.add_argument("-m", "--model-name", metavar="NAME|DIR",
+                     help="model that stage 03 prepared, or any model directory "
+                          "(default: the one prepared last)")
+    run.add_argument("--save-dir", type=Path, default=Path("outputs"), metavar="DIR",
+                     help="where experiments lie")
+    run.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
+                     help="where prepared models and token stores lie")
+    run.add_argument("--seed", type=options.count, default=0, metavar="N",
+                     help="decides order of samples, initial weights and dropout")
+    run.add_argument("--from-scratch", action="store_true",
+                     help="draw the weights from the seed even if the model has some")
+    run.add_argument("--prepare-only", action="store_true",
+                     help="make the token store and stop")
+    run.add_argument("--resume", default="auto", metavar="auto|never|PATH",
+                     help="go on from the newest valid checkpoint, refuse to, or from this one")
+
+    length = parser.add_argument_group("length and batch")
+    length.add_argument("--num-epochs", type=options.positive_int, metavar="N",
+                        help="passes over the data (default: 1, or endless with --max-steps)")
+    length.add_argument("--max-steps", type=options.positive_int, metavar="N",
+                        help="optimizer steps at most")
+    length.add_argument("-b", "--batch-size", type=options.positive_int, default=1, metavar="N",
+                        help="samples per process in one pass")
+    length.add_argument("--global-batch-size", type=options.positive_int, metavar="N",
+                        help="samples per step over all ranks (instead of --grad-accum-steps)")
+    length.add_argument("--grad-accum-steps", type=options.positive_int, metavar="N",
+                        help="passes per step (default: 1)")
+    length.add_argument("-s", "--seq-length", "--seq-len", type=options.positive_int, metavar="N",
+                        help="tokens per sample (default: 1024, or the model's limit if lower)")
+
+    optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument("--lr", "--max-lr", type=options.positive, metavar="X",
+                           help="peak learning rate (default: 3e-5, from scratch 3e-4)")
+    optimizer.add_argument("--min-lr", type=options.non_negative, metavar="X",
+                           help="learning rate at the last step (default: a tenth of the peak)")
+    optimizer.add_argument("--warmup-steps", type=options.count, metavar="N",
+                           help="steps of linear warm-up (default: 5 %% of all, at most 1000)")
+    optimizer.add_argument("--lr-scheduler", default="cosine", metavar="KIND",
+                           choices=("cosine", "linear", "constant", "wsd"),
+                           help="cosine, linear, constant or wsd (constant, then down in the "
+                                "last fifth)")
+    optimizer.add_argument("--weight-decay", type=options.non_negative, default=0.1, metavar="X",
+                           help="AdamW decay of matrices; norms and biases are not decayed")
+    optimizer.add_argument("--beta1", type=options.non_negative, default=0.9, metavar="X",
+                           help="AdamW decay of the first moment")
+    optimizer.add_argument("--beta2", type=options.non_negative, default=0.95, metavar="X",
+                           help="AdamW decay of the second moment")
+    optimizer.add_argument("--grad-clip", type=options.non_negative, default=1.0, metavar="X",
+                           help="largest global gradient norm, 0 for no limit")
+    optimizer.add_argument("--precision", "--mixed-precision", choices=("bf16", "fp16", "fp32"),
+                           help="compute dtype (default: bf16 where the hardware has it, else "
+                                "fp32); masters are float32")
+
+    watch = parser.add_argument_group("logs, checkpoints and evaluation")
+    watch.add_argument("--log-freq", "--log-interval", type=options.positive_int, default=10,
+                       metavar="N", help="steps between log lines")
+    watch.add_argument("--ckpt-freq", "--checkpoint-interval", type=options.positive_int,
+                       default=500, metavar="N", help="steps between checkpoints")
+    watch.add_argument("--ckpt-keep", type=options.count, default=3, metavar="N",
+                       help="newest checkpoints to keep, 0 for all")
+    watch.add_argument("--eval-freq", type=options.count, default=500, metavar="N",
+                       help="steps between evaluations, 0 for only at the end")
+    watch.add_argument("--eval-batches", type=options.positive_int, default=100, metavar="N",
+                       help="global batches of the validation split in an evaluation")
+    parser.add_common(workers="tokenise")
+    return parser.parse(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Plan, prepare the tokens, and train unless that is already done."""
+    o = parse(argv)
+    if not o.experiment_name or not o.dataset_name:
+        raise UsageError("-e and -d are needed: a name for the run, and a dataset",
+                         run="torchrun 04_train_fsdp.py -e exp -d hf_datasets/corpus")
+    from lib.train import startup
+
+    experiment = Experiment(o.save_dir, o.experiment_name)
+    inputs = startup.find_inputs(o, experiment)
+    if startup.is_complete(o, experiment, inputs):
+        return
+    limits = startup.check(o, inputs)
+    if o.dry_run:
+        startup.print_plan(o, inputs, limits)
+        return
+    store = startup.prepare_tokens(o, inputs, limits)
+    if o.prepare_only:
+        log.info(f"next: torchrun 04_train_fsdp.py -e {o.experiment_name} -d {o.dataset_name}")
+        return
+
+    from lib.train.begin import begin
+
+    run = begin(o, experiment, inputs, limits, store)
+    try:
+        train(run)
+    except BaseException as error:
+        run.failed(error)
+        run.close(in_order=isinstance(error, Preempted))
+        raise
+    run.finish()
+    log.info(startup.next_command(experiment))
+    run.close(in_order=True)
+
+
+def train(run: Run) -> None:
+    """The training loop: from the step the run stands at to its last one."""
+    import torch
+
+    from lib.tokens.loader import Loader
+    from lib.train import distributed
+    from lib.train.loss import token_loss_sum
+    from lib.train.optimizer import set_learning_rate
+
+    plan, world, model, timers = run.plan, run.world, run.model, run.timers
+    batches = iter(Loader(run.train_windows, run.options.seed, plan.division, run.step,
+                          plan.total_steps, world.device))
+    # The loss is a sum over all label tokens of the step, and FSDP averages over the ranks.
+    per_token = world.size / plan.tokens_per_step
+    window_loss, window_steps = torch.zeros((), dtype=torch.float64, device=world.device), 0
+    timers.restart()
+    for step in range(run.step, plan.total_steps):
+        run.stop_request.ask()
+        learning_rate = plan.schedule.lr(step)
+        set_learning_rate(run.optimizer, learning_rate)
+        step_loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        with timers("data"):
+            batch = next(batches)
+        for micro_batch in batch:
+            with timers("data"):
+                on_device = micro_batch.to(world.device)
+            with timers("forward"):
+                loss = token_loss_sum(model, on_device)
+            with timers("backward"):
+                (loss * (per_token * run.loss_scale.scale)).backward()
+            step_loss += loss.detach()
+        with timers("update"):
+            grad_norm, may_step = run.loss_scale.clip(model.parameters(), run.options.grad_clip)
+            if may_step:
+                run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=True)
+        timers.step_done()
+        run.step, window_loss, window_steps = step + 1, window_loss + step_loss, window_steps + 1
+        if not may_step:
+            run.journal.event("skip_step", run.step, reason="fp16 gradients overflowed")
+
+        stopping = run.stop_request.agreed()
+        if run.log_is_due() or run.evaluation_is_due() or stopping:
+            losses = distributed.total([step_loss.item(), window_loss.item()], world)
+            figures = run.figures(losses[0] / plan.tokens_per_step, grad_norm, learning_rate)
+            if run.evaluation_is_due():
+                figures |= run.evaluate()
+            run.report(figures, losses[1] / plan.tokens_per_step / window_steps)
+            window_loss, window_steps = torch.zeros_like(window_loss), 0
+        if run.save_is_due() or stopping:
+            run.save(stopping)
+        if stopping:
+            raise Preempted(f"stopped by {stopping} after step {run.step}, which is saved; run the "
+                            "same command again to go on")
+
+
+if __name__ == "__main__":
+    stage.run(main)

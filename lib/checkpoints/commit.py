@@ -1,0 +1,140 @@
+"""The commit protocol: a checkpoint is a directory that is whole, or it is no checkpoint.
+
+    step_00001000.tmp-<attempt>/    written, hashed and fsynced here …
+        dcp/*.distcp, dcp/.metadata     sharded tensors
+        train_state.json                step, sample cursor, … ; no pickle
+        rng.safetensors                 random states, one row per rank
+        manifest.json                   path, bytes and digest of every file above
+        COMMIT.json                     digest of the manifest, step, world size, fingerprints
+    step_00001000/                  … then renamed. Valid only if name and COMMIT agree.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.core import hashing, log, manifest, paths, publish
+
+COMMIT = "COMMIT.json"
+MANIFEST = paths.MANIFEST
+TENSORS = "dcp"
+TRAIN_STATE = "train_state.json"
+RNG = "rng.safetensors"
+KIND = "checkpoint/1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory under checkpoints/ that bears the name of a step."""
+
+    path: Path
+    step: int
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with COMMIT, manifest and sizes; nothing is hashed but these two."""
+        try:
+            commit = json.loads((self.path / COMMIT).read_text(encoding="utf-8"))
+            manifest_bytes = (self.path / MANIFEST).read_bytes()
+            if hashing.bytes_digest(manifest_bytes, "sha256") != commit["manifest"]:
+                return [f"{MANIFEST} is not the one that {COMMIT} names"]
+            if commit["step"] != self.step:
+                return [f"{COMMIT} is of step {commit['step']}"]
+            return manifest.damages(self.path, self.manifest(), deep=False)
+        except FileNotFoundError as error:
+            return [f"{Path(error.filename).name} is missing"]
+        except (ValueError, KeyError, TypeError) as error:
+            return [f"{COMMIT} or {MANIFEST} cannot be read ({error})"]
+
+    def content_problems(self, part: int, parts: int) -> list[str]:
+        """Return which files have other content than when written, of every `parts`-th file."""
+        entries = self.manifest()["files"][part::parts]
+        return manifest.damages(self.path, {"files": entries}, deep=True)
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the manifest, unchecked."""
+        return json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+
+    def commit(self) -> dict[str, Any]:
+        """Return the content of COMMIT.json, unchecked."""
+        return json.loads((self.path / COMMIT).read_text(encoding="utf-8"))
+
+    def train_state(self) -> dict[str, Any]:
+        """Return step, sample cursor and all other state that is no tensor."""
+        return json.loads((self.path / TRAIN_STATE).read_text(encoding="utf-8"))
+
+
+def scan(checkpoints: Path) -> list[Checkpoint]:
+    """Return the checkpoints by their directory names, newest step first."""
+    if not checkpoints.is_dir():
+        return []
+    named = [(paths.step_of(p.name), p) for p in checkpoints.iterdir() if p.is_dir()]
+    found = [Checkpoint(path, step) for step, path in named if step is not None]
+    return sorted(found, key=lambda c: c.step, reverse=True)
+
+
+def attempt_directory(checkpoints: Path, step: int) -> Path:
+    """Make a fresh directory for one attempt to save a step."""
+    path = checkpoints / f"{paths.step_name(step)}.tmp-{time.time_ns():x}"
+    path.mkdir(parents=True)
+    return path
+
+
+def commit(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[str, Any],
+           world_size: int, facts: dict[str, Any]) -> Checkpoint:
+    """Write manifest and COMMIT, make all durable, and give the attempt its final name."""
+    manifest.write_json(attempt / MANIFEST, {"kind": KIND, "files": files})
+    digest = hashing.file_digest(attempt / MANIFEST, "sha256")
+    manifest.write_json(attempt / COMMIT, {
+        "step": step, "manifest": digest, "world_size": world_size, "identity": identity, **facts})
+    for directory in (attempt / TENSORS, attempt):
+        publish.fsync(directory)
+    final = attempt.parent / paths.step_name(step)
+    if final.exists():  # of an earlier, damaged save of the same step: never mixed, never deleted
+        quarantine(Checkpoint(final, step), "replaced by a new save of the same step")
+    attempt.rename(final)
+    publish.fsync(final.parent)
+    return Checkpoint(final, step)
+
+
+def quarantine(checkpoint: Checkpoint, why: str) -> Path:
+    """Move a checkpoint aside for a person to look at; it is never deleted by a program."""
+    aside = checkpoint.path.parent / "quarantine"
+    aside.mkdir(exist_ok=True)
+    target = aside / f"{checkpoint.path.name}-{time.time_ns():x}"
+    checkpoint.path.rename(target)
+    log.warn(f"{checkpoint.path.name} is set aside in {target}: {why}")
+    return target
+
+
+def supersede(checkpoints: Path, step: int) -> None:
+    """Set aside what is newer than a step that a person chose to go on from."""
+    for checkpoint in scan(checkpoints):
+        if checkpoint.step > step:
+            quarantine(checkpoint, f"newer than step {step}, from which --resume goes on")
+
+
+def clean(checkpoints: Path) -> None:
+    """Remove what killed saves and interrupted deletions left."""
+    if checkpoints.is_dir():
+        for path in checkpoints.iterdir():
+            if ".tmp-" in path.name or path.name.startswith(".trash-"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(checkpoints: Path, keep: int) -> list[int]:
+    """Delete all but the newest `keep` intact checkpoints; return the steps that went.
+
+    keep: 0 keeps all. Damaged ones neither count nor are deleted.
+    """
+    intact = [c for c in scan(checkpoints) if not c.problems()]
+    gone = intact[keep:] if keep else []
+    for checkpoint in gone:
+        trash = checkpoint.path.with_name(f".trash-{checkpoint.path.name}")
+        checkpoint.path.rename(trash)  # from here on it does not count, however the deletion ends
+        shutil.rmtree(trash, ignore_errors=True)
+    return [c.step for c in gone]

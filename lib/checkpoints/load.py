@@ -1,0 +1,103 @@
+"""Loading: newest first, verified before anything is unpickled, agreed by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from lib.checkpoints import commit, state
+from lib.checkpoints.storage import StrictReader, TensorPlanner
+from lib.core import log, paths
+from lib.core.errors import ArtifactError
+
+
+def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
+                 quarantined: Callable[[int, str], None]) -> commit.Checkpoint | None:
+    """Return the newest checkpoint whose every byte is as written; all ranks must call this.
+
+    A damaged one is moved to quarantine (and `quarantined(step, why)` called on rank 0) and the
+    next older is tried. None when there never was one. Raises ArtifactError when there are some
+    and none is valid: training does not silently start again.
+    """
+    rank = dist.get_rank(group)
+    told: list[Any] = [[str(c.path) for c in commit.scan(checkpoints)] if rank == 0 else None]
+    dist.broadcast_object_list(told, src=0, group=group)
+    refused: list[str] = []
+    for path in map(Path, told[0]):
+        candidate = commit.Checkpoint(path, paths.step_of(path.name))
+        problems = _agreed_problems(candidate, group)
+        if not problems:
+            return candidate
+        refused.append(f"{path.name}: {problems[0]}")
+        if rank == 0:
+            commit.quarantine(candidate, problems[0])
+            quarantined(candidate.step, problems[0])
+    if refused:
+        raise ArtifactError(f"no valid checkpoint is left in {checkpoints}",
+                            found="\n".join(refused),
+                            expected="look at checkpoints/quarantine/; to train from the start, "
+                                     "use another experiment name or --overwrite")
+    return None
+
+
+def verified(path: Path, group: dist.ProcessGroup) -> commit.Checkpoint:
+    """Return the checkpoint that a person named, or raise ArtifactError; all ranks must call."""
+    step = paths.step_of(path.name)
+    if step is None or not path.is_dir():
+        raise ArtifactError(f"{path} is no checkpoint", expected="a directory step_…")
+    checkpoint = commit.Checkpoint(path, step)
+    if problems := _agreed_problems(checkpoint, group):
+        raise ArtifactError(f"checkpoint {path} is damaged", found="\n".join(problems))
+    return checkpoint
+
+
+def _agreed_problems(checkpoint: commit.Checkpoint, group: dist.ProcessGroup) -> list[str]:
+    """Return what any rank found wrong; the ranks share the hashing."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    mine = checkpoint.problems() or checkpoint.content_problems(rank, world_size)
+    found: list[list[str]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(found, mine, group=group)
+    return list(dict.fromkeys(problem for part in found for problem in part))
+
+
+def load(checkpoint: commit.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,
+         device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Fill model, optimizer and random states from a verified checkpoint; return its train state.
+
+    All ranks must call this. Raises ArtifactError when names, shapes or dtypes differ.
+    """
+    tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
+    reader = StrictReader(checkpoint.path / commit.TENSORS)
+    _require_same(tensors, reader, checkpoint.path)
+    with torch.no_grad():
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group)
+    train_state = checkpoint.train_state()
+    state.set_optimizer_steps(optimizer, train_state["optimizer_steps"])
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if not state.restore_rng(checkpoint.path / commit.RNG, device, rank, world_size):
+        torch.manual_seed(train_state["seed"] + 1_000_003 * checkpoint.step + rank)
+        log.info("other ranks or devices than at the save: random states are drawn anew")
+    return train_state
+
+
+def _require_same(tensors: dict[str, torch.Tensor], reader: StrictReader, path: Path) -> None:
+    """Compare names, shapes and dtypes: DCP itself ignores extra keys and casts in silence."""
+    saved = reader.read_metadata().state_dict_metadata
+    problems = [f"{name} is missing" for name in tensors.keys() - saved.keys()]
+    problems += [f"{name} is not in the model" for name in saved.keys() - tensors.keys()]
+    for name in tensors.keys() & saved.keys():
+        there = (tuple(saved[name].size), saved[name].properties.dtype)
+        here = (tuple(tensors[name].shape), tensors[name].dtype)
+        if there != here:
+            problems.append(f"{name} is {there[1]} {list(there[0])}, the model has "
+                            f"{here[1]} {list(here[0])}")
+    if problems:
+        shown = "\n".join(sorted(problems)[:8])
+        raise ArtifactError(f"checkpoint {path} is of another model ({len(problems)} differences)",
+                            found=shown, expected="the model that this experiment was begun with")

@@ -1,0 +1,82 @@
+"""What a checkpoint holds: tensors under names that say what they are, and random states.
+
+    model.<parameter>               float32 masters
+    buffer.<name>                   persistent buffers
+    optimizer.exp_avg.<parameter>   first and second moments of AdamW
+    optimizer.exp_avg_sq.<parameter>
+
+Learning rate and betas are functions of the options and the step, so they are not saved.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters (sharded as they are; tied ones once) and persistent buffers."""
+    tensors = {MODEL + name: p for name, p in model.named_parameters()}
+    persistent = model.state_dict().keys()
+    tensors |= {BUFFER + name: b for name, b in model.named_buffers() if name in persistent}
+    return tensors
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the moments of every parameter, making them (zeros) where no step was taken yet."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+        tensors |= {f"{OPTIMIZER}{moment}.{name}": state[moment] for moment in _MOMENTS}
+    return tensors
+
+
+def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many steps the optimizer took (fewer than the run's, where fp16 skipped some)."""
+    for state in optimizer.state.values():
+        return int(state["step"])
+    return 0
+
+
+def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Let the optimizer's bias correction go on from `steps`."""
+    for state in optimizer.state.values():
+        state["step"].fill_(steps)
+
+
+def gather_rng(device: torch.device, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Return the random states of all ranks, uint8 [ranks, bytes] per kind; empty but on rank 0.
+
+    All ranks must call this.
+    """
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if dist.get_rank(group) != 0:
+        dist.gather_object(states, None, group=group)
+        return {}
+    rows: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.gather_object(states, rows, group=group)
+    return {kind: torch.stack([row[kind] for row in rows]) for kind in states}
+
+
+def restore_rng(path: Path, device: torch.device, rank: int, world_size: int) -> bool:
+    """Take up this rank's random states; False when they are of another world size."""
+    states = load_file(path)
+    if len(states["cpu"]) != world_size or (device.type == "cuda") != ("cuda" in states):
+        return False
+    torch.set_rng_state(states["cpu"][rank])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"][rank], device)
+    return True

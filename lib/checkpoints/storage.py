@@ -1,0 +1,129 @@
+"""DCP storage that hashes what it writes and unpickles nothing but what it expects."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from lib.core import hashing
+from lib.core.errors import ArtifactError
+
+# All that the `.metadata` of a checkpoint of plain tensors is made of.
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8",
+              "bool"},
+    "pathlib": {"PosixPath", "Path"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+class _HashingStream(io.RawIOBase):
+    """Passes writes on to a file and hashes them; it cannot seek, so the hash is the content's."""
+
+    def __init__(self, file: BinaryIO, algorithm: str) -> None:
+        self._file, self.algorithm = file, algorithm
+        self.hasher, self.bytes = hashing.new(algorithm), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self.hasher.update(view)
+        self._file.write(view)
+        self.bytes += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.bytes
+
+    def fileno(self) -> int:
+        self._file.flush()
+        return self._file.fileno()
+
+
+class _HashingFileSystem(FileSystem):
+    """Notes bytes and digest of every file that it creates."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        # `.metadata` is what gets unpickled: it is guarded by a cryptographic digest.
+        algorithm = "sha256" if Path(path).name.startswith(".metadata") else hashing.FAST
+        with super().create_stream(path, mode) as file:
+            stream = _HashingStream(file, algorithm)
+            yield stream
+            self.entries[Path(path).name] = (stream.bytes,
+                                             hashing.digest(stream.hasher, algorithm))
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
+
+
+class HashingWriter(FileSystemWriter):
+    """Writes one fsynced file per rank; `entries()` are the manifest entries of this rank's files.
+
+    One thread: with more, an exception in a writer thread is lost and the save "succeeds"
+    (torch up to 2.13, pytorch 191391).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, sync_files=True, thread_count=1, overwrite=False)
+        self.fs = _HashingFileSystem()
+
+    def entries(self, under: str) -> list[dict[str, Any]]:
+        """Return path (below `under`), bytes and digest of each file."""
+        return [{"path": f"{under}/{name}", "bytes": size, "digest": digest}
+                for name, (size, digest) in sorted(self.fs.entries.items())]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise ArtifactError(f"the checkpoint's .metadata wants {module}.{name}",
+                            expected="nothing but the description of tensors; do not use this file")
+
+
+class StrictReader(FileSystemReader):
+    """Reads `.metadata` through an allowlist, once; verify its digest before."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                self._metadata = _Unpickler(file).load()
+            if getattr(self._metadata, "storage_meta", None) is None:
+                self._metadata.storage_meta = StorageMeta()
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Loads tensors; refuses pickled objects, of which our checkpoints have none."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ArtifactError(f"the checkpoint holds a pickled object ({read_item.dest_index.fqn})")

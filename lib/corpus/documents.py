@@ -1,0 +1,155 @@
+"""Takes documents from the readers and turns them into rows, and notes what gave none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from lib.corpus import encoding, strings
+from lib.corpus.parts import Part
+
+TRAIN, VALIDATION = "train", "validation"
+SKIPPED_FILE, SKIPPED, DROPPED_REST = "file skipped", "document skipped", "rest of the file dropped"
+DROPPED, KEPT = "document dropped", "kept"
+# Problems by which a file counts as failed; of the others it simply holds no (clean) text.
+FAILURES = {"syntax", "unreadable", "unsupported", "nesting", "aliases", "cut", "crash"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How documents become rows: the options of stage 02 that readers and rows depend on."""
+
+    fields: tuple[str, ...] = ()
+    strings: str = "joined"
+    min_chars: int = 0
+    validation_percent: float = 0.0
+    keep_source: bool = False
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The names of the splits of the dataset."""
+        return (TRAIN, VALIDATION) if self.validation_percent else (TRAIN,)
+
+
+@dataclass
+class Tally:
+    """What became of some input."""
+
+    documents: int = 0
+    short: int = 0
+    replaced: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+    failed: set[str] = field(default_factory=set)
+    fields_seen: set[str] = field(default_factory=set)
+
+    def add(self, other: Tally) -> None:
+        """Add what became of other input."""
+        self.documents += other.documents
+        self.short += other.short
+        self.replaced += other.replaced
+        self.problems += other.problems
+        self.failed |= other.failed
+        self.fields_seen |= other.fields_seen
+
+
+def problem_line(path: str, offset: int | None, line: int | None, kind: str, message: str,
+                 action: str) -> bytes:
+    """Return a line of errors.jsonl."""
+    return json.dumps({"path": path, "offset": offset, "line": line, "kind": kind,
+                       "message": message, "action": action}).encode() + b"\n"
+
+
+class Documents:
+    """Collects the rows of several files into one part per split.
+
+    parts: by split. errors: where the lines of errors.jsonl go. lines: of JSON Lines, how many the
+    last file (or part of it) had.
+    """
+
+    def __init__(self, shape: Shape, parts: dict[str, Part], errors: BinaryIO) -> None:
+        self.tally = Tally()
+        self.lines = 0
+        self._shape, self._parts, self._errors = shape, parts, errors
+        self._fields = strings.Fields(shape.fields) if shape.fields else None
+        self._validation_below = int(shape.validation_percent / 100 * (1 << 64))
+        self._path = self._source = ""
+        self._replaced_before = self._heard_before = 0
+
+    def begin(self, path: str, source: str) -> None:
+        """Start a file. path: as errors.jsonl names it; source: as the column does."""
+        self._path, self._source = path, source
+        self._replaced_before, self._heard_before = self.tally.replaced, self._heard()
+
+    def end(self, whole: bool) -> None:
+        """Finish a file. whole: it was read from its start to its end, not a part of it."""
+        if whole and self._heard() == self._heard_before:
+            self.problem("empty", "no document in it", SKIPPED_FILE)
+        if replaced := self.tally.replaced - self._replaced_before:
+            self.problem("encoding", f"{replaced} places that are no text replaced by U+FFFD", KEPT)
+        if self._fields:
+            self.tally.fields_seen |= self._fields.seen
+
+    def text(self, data: bytes) -> None:
+        """Take a plain-text file as one document, as it is but for a byte order mark."""
+        text = self.decode(data)
+        if not text or text.isspace():
+            self.problem("empty", "nothing but white space in it", SKIPPED_FILE, 0, 1)
+            return
+        self.tally.documents += 1
+        self._row(text)
+
+    def value(self, value: Any, offset: int | None = None, line: int | None = None,
+              number: int = 0) -> None:
+        """Take a structured document.
+
+        offset (bytes), line (from 1): where it starts. number: its place in the file, from 1,
+        where neither is known.
+        """
+        kept = self._fields.select(value) if self._fields else value
+        found = strings.strings_of(kept)
+        rows = found if self._shape.strings == "rows" else ["\n".join(found)]
+        rows = [row for row in rows if row and not row.isspace()]
+        if not rows:
+            where = f"document {number}: " if number else ""
+            wanted = " under --fields" if self._fields else ""
+            self.problem("no string", f"{where}no string with text in it{wanted}", SKIPPED, offset,
+                         line)
+            return
+        self.tally.documents += 1
+        for row in rows:
+            self._row(row)
+
+    def problem(self, kind: str, message: str, action: str, offset: int | None = None,
+                line: int | None = None) -> None:
+        """Note a line of errors.jsonl for the file at hand."""
+        self._errors.write(problem_line(self._path, offset, line, kind, message, action))
+        self.tally.problems[kind] += 1
+        if kind in FAILURES:
+            self.tally.failed.add(self._path)
+
+    def decode(self, data: bytes) -> str:
+        """Return the text of some bytes of the file, counting replacements."""
+        text, replaced = encoding.decode(data)
+        self.tally.replaced += replaced
+        return text
+
+    def _row(self, text: str) -> None:
+        if len(text) < self._shape.min_chars:
+            self.tally.short += 1
+            return
+        data, replaced = encoding.encode(text)
+        self.tally.replaced += replaced
+        self._parts[self._split_of(data)].add(data, self._source)
+
+    def _split_of(self, data: bytes) -> str:
+        """Draw the split from the text alone, so it stays when files are added, moved or equal."""
+        if not self._validation_below:
+            return TRAIN
+        draw = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+        return VALIDATION if draw < self._validation_below else TRAIN
+
+    def _heard(self) -> int:
+        return self.tally.documents + sum(self.tally.problems.values())

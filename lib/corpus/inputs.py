@@ -1,0 +1,104 @@
+"""What stage 02 reads: the splits of stage 01, or any directory of files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lib.core import log, manifest
+from lib.core.errors import ArtifactError, UsageError
+from lib.corpus.scan import Entry, Rules, reasons, scan, shown, taken
+
+SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
+_ORGANIZE = "python 01_organize_data.py --src-dir raw_text --dst-root"
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file to read.
+
+    path: relative to the data folder. source: relative to where it was collected (equal in a plain
+    directory). mtime_ns: modification time in nanoseconds.
+    """
+
+    path: str
+    source: str
+    bytes: int
+    mtime_ns: int
+
+
+def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[Entry]]:
+    """Return the files of a data folder in the order of their rows, and what is left out.
+
+    Raises ArtifactError when it holds splits that are missing, unfinished or damaged, UsageError
+    when it is no directory or has no file.
+    """
+    if folder.is_file():
+        raise UsageError(f"--data-folder {folder} is a file", expected="a directory")
+    if _is_splits(folder):
+        files, skipped = _of_splits(folder), []
+    else:
+        entries = scan(folder, Rules(), progress=progress)
+        files = [InputFile(entry.path, entry.path, entry.bytes, entry.mtime_ns)
+                 for entry in taken(entries)]
+        skipped = [entry for entry in entries if entry.skipped]
+        log.info(f"{folder} is a plain directory (no splits of stage 01): reading its files")
+    if not files:
+        raise UsageError(f"no file in {folder}", expected="files that hold text",
+                         found=reasons(skipped) or "an empty directory")
+    return files, skipped
+
+
+def _is_splits(folder: Path) -> bool:
+    """Tell splits from a plain directory; ArtifactError when they are missing or unfinished."""
+    run = f"{_ORGANIZE} {folder}"
+    looks_unfinished = ".partial-" in folder.name or (folder / FILE_LIST).exists() \
+        or any(folder.glob("split_[0-9]*"))
+    if not folder.is_dir() or manifest.read_if_any(folder) or looks_unfinished:
+        manifest.read(folder, SPLITS_KIND, "the splits", run)
+        return True
+    return False
+
+
+def _of_splits(folder: Path) -> list[InputFile]:
+    run = f"{_ORGANIZE} {folder} --overwrite"
+    content = manifest.read(folder, SPLITS_KIND, "the splits", run)
+    manifest.check(folder, content, "the splits", run, deep=True)
+    files, missing, changed = [], [], 0
+    with (folder / FILE_LIST).open(encoding="ascii") as lines:
+        for line in lines:
+            entry = json.loads(line)
+            if "split" not in entry:
+                continue
+            path = f"{entry['split']}/{entry['path']}"
+            try:
+                info = os.stat(f"{folder}/{path}")
+            except OSError:
+                missing.append(path)
+                continue
+            changed += info.st_size != entry["bytes"]
+            files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns))
+    if missing:
+        raise ArtifactError(
+            f"the splits {folder} are damaged", run=run,
+            found=f"{len(missing):,} of {len(missing) + len(files):,} files of {FILE_LIST} are "
+                  f"gone, {shown(missing[0])} the first")
+    if changed:
+        log.warn(f"{changed:,} files changed since stage 01 listed them; they are read as they are")
+    if extra := _count_files(folder, content["summary"]["splits"]) - len(files):
+        log.warn(f"{extra:,} files in {folder} are not in {FILE_LIST} and not read; "
+                 "add them to the source and run stage 01 again")
+    return sorted(files, key=lambda file: os.fsencode(file.path))
+
+
+def _count_files(folder: Path, splits: Sequence[str]) -> int:
+    return sum(len(names) for split in splits for _, _, names in os.walk(folder / split))
+
+
+def identity(files: Sequence[InputFile]) -> dict[str, object]:
+    """Return what identifies the files, wherever the folder lies (see scan.inputs)."""
+    from lib.corpus import scan as scanning
+    return scanning.inputs(Entry(file.path, file.bytes, file.mtime_ns) for file in files)

@@ -1,0 +1,73 @@
+"""What a file holds, told from its name and its first bytes: stages 01 and 02 share this."""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+
+HEAD_BYTES = 16_384
+
+_SUFFIXES = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".yaml": "yaml",
+             ".yml": "yaml", ".csv": "csv", ".tsv": "tsv"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz",
+          b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet", b"ARROW1": "arrow"}
+_ARROW_STREAM = b"\xff\xff\xff\xff"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_UTF32_BOM = b"\xff\xfe\x00\x00"
+# What text hardly ever has; tab, line feed, form feed, carriage return and escape are text.
+_CONTROLS = bytes(set(range(0x20)) - set(b"\b\t\n\f\r\x1b")) + b"\x7f"
+_MAX_CONTROL_SHARE = 0.05
+
+
+def sniff(name: str, head: bytes) -> str:
+    """Return the kind of a file: `text`, `json`, `jsonl`, `yaml`, …, `binary` or `empty`.
+
+    name: its path. head: its first HEAD_BYTES bytes (fewer if it is shorter). The content decides
+    what is a container or binary; among text files the suffix does, but JSON Lines are also
+    recognised under `.json` or without any suffix.
+    """
+    if not head:
+        return "empty"
+    suffix = PurePosixPath(name).suffix.lower()
+    for magic, kind in _MAGIC.items():
+        if head.startswith(magic):
+            return kind
+    if suffix == ".arrow" and head.startswith(_ARROW_STREAM):
+        return "arrow"
+    if is_binary(head):
+        return "binary"
+    kind = _SUFFIXES.get(suffix, "text")
+    looks_again = kind == "json" or not suffix
+    return "jsonl" if looks_again and _starts_as_json_lines(head) else kind
+
+
+def is_utf16(head: bytes) -> bool:
+    """Tell whether a file starts with the byte order mark of UTF-16."""
+    return head.startswith(_UTF16_BOMS) and not head.startswith(_UTF32_BOM)
+
+
+def is_binary(head: bytes) -> bool:
+    """Tell whether a file is no text, by its first bytes."""
+    if is_utf16(head):
+        return False
+    controls = len(head) - len(head.translate(None, _CONTROLS))
+    return b"\0" in head or controls > _MAX_CONTROL_SHARE * len(head)
+
+
+def _starts_as_json_lines(head: bytes) -> bool:
+    """Tell whether the first two lines hold a whole JSON object or list each."""
+    first, _, rest = head.partition(b"\n")
+    second, newline, _ = rest.partition(b"\n")
+    first = first.removeprefix(b"\xef\xbb\xbf").strip()
+    if first[:1] not in (b"{", b"[") or second[:1] != first[:1]:
+        return False
+    cut_short = not newline and len(head) >= HEAD_BYTES
+    return _is_json(first) and (cut_short or _is_json(second))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,108 @@
+"""Worker processes that survive a file which kills one of them, and end with their parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+from lib.core import log
+from lib.corpus import work
+from lib.corpus.scan import shown
+from lib.corpus.work import Done, Unit
+
+# Deep enough for what orjson refuses, far from the end of the C stack.
+_RECURSION_LIMIT = 10_000
+
+
+class Pool:
+    """Processes units in worker processes and yields the results in order.
+
+    >>> with Pool(workers) as pool:
+    ...     for done in pool.run(units): …
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._executor = _executor(workers)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, units: Sequence[Unit]) -> Iterator[Done]:
+        """Yield what each unit gave; only a few are in flight, so parts do not pile up."""
+        flying: dict[int, Future[Done]] = {}
+        ahead = 2 * self._workers
+        for position, unit in enumerate(units):
+            for later in range(position, min(position + ahead, len(units))):
+                if later not in flying:
+                    flying[later] = self._submit(units[later])
+            try:
+                done = flying.pop(position).result()
+            except BrokenProcessPool:
+                done = _alone(unit)
+                flying = {later: future for later, future in flying.items() if _is_good(future)}
+            yield done
+
+    def _submit(self, unit: Unit) -> Future[Done]:
+        try:
+            return self._executor.submit(work.process, unit)
+        except BrokenProcessPool:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = _executor(self._workers)
+            return self._executor.submit(work.process, unit)
+
+
+def _executor(workers: int) -> ProcessPoolExecutor:
+    # spawn: a fork would copy pyarrow's threads half-way.
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _prepare)
+
+
+def _prepare() -> None:
+    """Set a worker up: the parent answers Ctrl-C, and no worker outlives it."""
+    sys.setrecursionlimit(_RECURSION_LIMIT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _is_good(future: Future[Done]) -> bool:
+    """Tell whether a future of a broken pool still has its result."""
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _alone(unit: Unit) -> Done:
+    """Process a unit again while nothing else runs; leave out the files that end the process."""
+    if done := _try(unit):
+        return done
+    fatal = frozenset(piece.path for piece in unit.pieces
+                      if not _try(replace(unit, pieces=(piece,))))
+    for path in sorted(fatal):
+        log.warn(f"{shown(path)} ends the worker process that reads it; left out")
+    done = _try(replace(unit, avoid=fatal))
+    if done is None:
+        raise RuntimeError(f"worker processes die on unit {unit.number} ({unit.bytes} bytes)")
+    return done
+
+
+def _try(unit: Unit) -> Done | None:
+    with _executor(1) as executor:
+        try:
+            return executor.submit(work.process, unit).result()
+        except BrokenProcessPool:
+            return None

@@ -1,0 +1,187 @@
+"""Finds the files of a source tree and says why others are left out."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import hashlib
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lib.core.progress import Progress
+
+HIDDEN, EMPTY, SPECIAL, UNREADABLE = "hidden", "empty", "special", "unreadable"
+DANGLES, LOOPS = "link dangles", "link loops"
+OUTSIDE, INSIDE = "link leads outside", "link inside the source"
+PATTERN, OWN_OUTPUT = "pattern", "output of this stage"
+_OUTPUT_SUFFIXES = ("", ".partial-", ".old-")
+
+
+@dataclass(slots=True)
+class Entry:
+    """A file of the source tree, or a directory that is not entered.
+
+    path: relative to the source, `/` between parts and at the end of a directory; bytes that are
+    no UTF-8 as surrogates (os.fsencode gives them back). skipped: why it is left out, "" if not.
+    kind: what it holds, once known. mtime_ns: modification time in nanoseconds.
+    """
+
+    path: str
+    bytes: int = 0
+    mtime_ns: int = 0
+    skipped: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which files a scan takes. A glob matches the relative path or the basename."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    follow_symlinks: bool = False
+
+
+class Scan:
+    """One walk through a source tree; `entries()` yields them in no particular order.
+
+    output: a directory that the walk must not enter, with what unfinished runs left beside it.
+    """
+
+    def __init__(self, root: Path, rules: Rules, output: Path | None = None) -> None:
+        self.root = root.resolve()
+        self.rules = rules
+        self._include, self._exclude = _pattern(rules.include), _pattern(rules.exclude)
+        self._output = str(output.resolve()) if output else None
+
+    def entries(self) -> Iterator[Entry]:
+        """Walk the tree; OSError only when the root itself cannot be read."""
+        stack = [("", _identity(os.stat(self.root)), ())]
+        while stack:
+            prefix, here, above = stack.pop()
+            try:
+                listing = os.scandir(self.root / prefix)
+            except OSError:
+                if not prefix:
+                    raise
+                yield Entry(prefix, skipped=UNREADABLE)
+                continue
+            with listing:
+                for item in listing:
+                    found = self._look(item, prefix + item.name, (*above, here))
+                    if isinstance(found, Entry):
+                        yield found
+                    else:
+                        stack.append((prefix + item.name + "/", found, (*above, here)))
+
+    def _look(self, item: os.DirEntry, path: str, above: tuple) -> Entry | tuple[int, int]:
+        """Return an entry, or the identity of a directory to enter."""
+        try:
+            info = item.stat(follow_symlinks=False)
+            if stat.S_ISLNK(info.st_mode) and not item.name.startswith("."):
+                if reason := self._link_reason(item):
+                    return Entry(path, skipped=reason)
+                info = item.stat()
+        except OSError as error:
+            reason = {errno.ENOENT: DANGLES, errno.ELOOP: LOOPS}.get(error.errno, UNREADABLE)
+            return Entry(path, skipped=reason)
+        if not stat.S_ISDIR(info.st_mode):
+            reason = self._file_reason(item.name, path, info)
+            return Entry(path, info.st_size, info.st_mtime_ns, reason)
+        reason = self._directory_reason(item, path, info, above)
+        return Entry(path + "/", skipped=reason) if reason else _identity(info)
+
+    def _link_reason(self, item: os.DirEntry) -> str:
+        target = os.path.realpath(item.path, strict=True)
+        if self.rules.follow_symlinks:
+            return ""
+        # What a link inside the source points to is seen under its own name: taking the link
+        # as well would train on the same text twice.
+        return INSIDE if _is_within(target, str(self.root)) else OUTSIDE
+
+    def _file_reason(self, name: str, path: str, info: os.stat_result) -> str:
+        if name.startswith("."):
+            return HIDDEN
+        if not stat.S_ISREG(info.st_mode):
+            return SPECIAL
+        excluded = self._exclude and _matches(self._exclude, path)
+        if excluded or (self._include and not _matches(self._include, path)):
+            return PATTERN
+        return "" if info.st_size else EMPTY
+
+    def _directory_reason(self, item: os.DirEntry, path: str, info: os.stat_result,
+                          above: tuple) -> str:
+        if item.name.startswith("."):
+            return HIDDEN
+        if self._output and any(
+                item.path == self._output + suffix if not suffix
+                else item.path.startswith(self._output + suffix) for suffix in _OUTPUT_SUFFIXES):
+            return OWN_OUTPUT
+        if self._exclude and _matches(self._exclude, path):
+            return PATTERN
+        return LOOPS if _identity(info) in above else ""
+
+
+def _identity(info: os.stat_result) -> tuple[int, int]:
+    return info.st_dev, info.st_ino
+
+
+def _is_within(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def _pattern(globs: Iterable[str]) -> re.Pattern[str] | None:
+    """Compile globs; `*` also crosses `/`, and a leading `**/` may stand for nothing."""
+    globs = [glob.removeprefix("./").rstrip("/") for glob in globs]
+    globs += [glob.removeprefix("**/") for glob in globs if glob.startswith("**/")]
+    return re.compile("|".join(map(fnmatch.translate, globs))) if globs else None
+
+
+def _matches(pattern: re.Pattern[str], path: str) -> bool:
+    return bool(pattern.match(path) or pattern.match(path.rpartition("/")[2]))
+
+
+def scan(root: Path, rules: Rules, output: Path | None = None, progress: bool = False,
+         ) -> list[Entry]:
+    """Return all entries of a source tree, sorted by the bytes of their path."""
+    entries = []
+    with Progress("scan", None, "entries", progress) as bar:
+        for entry in Scan(root, rules, output).entries():
+            entries.append(entry)
+            bar.advance()
+    entries.sort(key=lambda entry: os.fsencode(entry.path))
+    return entries
+
+
+def taken(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries that are not left out."""
+    return [entry for entry in entries if not entry.skipped]
+
+
+def reasons(entries: Iterable[Entry]) -> str:
+    """Return why entries were left out, most frequent first: `3 hidden, 1 empty`."""
+    counts = Counter(entry.skipped for entry in entries if entry.skipped)
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+
+
+def inputs(entries: Iterable[Entry]) -> dict[str, object]:
+    """Return what identifies a set of files, wherever it lies: count, bytes and a fingerprint.
+
+    entries: in a fixed order. The fingerprint covers path, size and modification time of each.
+    """
+    hasher, files, total = hashlib.sha256(), 0, 0
+    for entry in entries:
+        hasher.update(b"%b\0%d\0%d\0" % (os.fsencode(entry.path), entry.bytes, entry.mtime_ns))
+        files, total = files + 1, total + entry.bytes
+    return {"files": files, "bytes": total, "fingerprint": hasher.hexdigest()[:16]}
+
+
+def shown(path: str) -> str:
+    """Return a path as valid UTF-8 on one line: other bytes and line breaks become escapes."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return text.replace("\r", "\\r").replace("\n", "\\n")

@@ -1,0 +1,131 @@
+"""YAML: one document per YAML document, with aliases and merge keys expanded up to a limit."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from lib.corpus.documents import DROPPED, DROPPED_REST, Documents
+from lib.corpus.encoding import Locator
+from lib.corpus.source import Source
+
+_MAX_DEPTH = 1024
+# What aliases may expand a document to, in characters and nodes: a file of 289 bytes can stand
+# for a million strings.
+_FREE_EXPANSION, _EXPANSION_PER_CHARACTER = 1_000_000, 10
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Refused(Exception):
+    """A document that is not expanded: (kind of problem, message)."""
+
+
+class _Merge:
+    """Stands for the key `<<`."""
+
+
+def read_yaml(source: Source, documents: Documents) -> None:
+    """Hand on every YAML document up to the first syntax error."""
+    import yaml
+    text = documents.decode(source.read())
+    locator = Locator(text, source.head)
+    if source.damage:  # the last document may be cut anywhere and still be valid
+        text = text[:text.rfind("\n---") + 1]
+    loader = _loader()(text)
+    limit = _FREE_EXPANSION + _EXPANSION_PER_CHARACTER * len(text)
+    try:
+        while loader.check_node():
+            node = loader.get_node()
+            place = locator.at(node.start_mark.index)
+            try:
+                documents.value(_Plain(limit).copy(loader.construct_document(node)), *place)
+            except _Refused as refusal:
+                documents.problem(*refusal.args, DROPPED, *place)
+            except (yaml.constructor.ConstructorError, RecursionError) as error:
+                documents.problem("syntax", f"not valid YAML: {_words(error)}", DROPPED, *place)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        documents.problem("syntax", f"not valid YAML: {_words(error)}", DROPPED_REST,
+                          *(locator.at(mark.index) if mark else ()))
+    finally:
+        loader.dispose()
+    if source.damage:
+        documents.problem("cut", source.damage, DROPPED_REST, *locator.at(len(text)))
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "problem", "") or error).splitlines()[0]
+
+
+class _Plain:
+    """Copies what a loader made into nested dicts and lists without aliases and merge keys."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+        self._open: set[int] = set()
+
+    def copy(self, value: Any, depth: int = 0) -> Any:
+        """Return the copy; _Refused when it is too large or too deep, or contains itself."""
+        self._left -= 1 + (len(value) if isinstance(value, str) else 0)
+        if self._left < 0:
+            raise _Refused("aliases", "aliases expand it beyond the limit")
+        if not isinstance(value, (dict, list)):
+            return value
+        if id(value) in self._open:
+            raise _Refused("aliases", "an alias makes it contain itself")
+        if depth > _MAX_DEPTH:
+            raise _Refused("nesting", f"nested more than {_MAX_DEPTH} levels deep")
+        self._open.add(id(value))
+        if isinstance(value, list):
+            made: Any = [self.copy(item, depth + 1) for item in value]
+        else:
+            made = self._merged(value, depth)
+            made |= {key: self.copy(item, depth + 1) for key, item in value.items()
+                     if key is not _Merge}
+        self._open.discard(id(value))
+        return made
+
+    def _merged(self, mapping: dict, depth: int) -> dict:
+        """Return what the merge key brings in; of several mappings the first counts."""
+        bases = mapping.get(_Merge, {})
+        made: dict = {}
+        for base in reversed(bases if isinstance(bases, list) else [bases]):
+            if isinstance(base, dict):
+                made |= self.copy(base, depth + 1)
+        return made
+
+
+@lru_cache(maxsize=1)
+def _loader() -> type:
+    """Return a loader class (libyaml's when present) that makes strings, dicts and lists.
+
+    Every other scalar becomes a tuple (tag, text): it is no string, yet it can be a key. Nothing is
+    converted, so no date, number or unknown tag can fail.
+    """
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        def flatten_mapping(self, node: Any) -> None:
+            """Leave merge keys to _Plain, which bounds what they expand to."""
+
+    def scalar(loader: Any, node: Any) -> tuple[str, str]:
+        return node.tag, node.value
+
+    def string(loader: Any, node: Any) -> str:
+        return node.value
+
+    def any_tag(loader: Any, node: Any) -> Any:
+        if isinstance(node, yaml.ScalarNode):
+            return node.value
+        made_by = Loader.construct_yaml_seq if isinstance(node, yaml.SequenceNode) \
+            else Loader.construct_yaml_map
+        return made_by(loader, node)
+
+    for name in ("int", "float", "bool", "null", "timestamp", "binary"):
+        Loader.add_constructor(_TAG + name, scalar)
+    Loader.add_constructor(_TAG + "str", string)
+    Loader.add_constructor(_TAG + "merge", lambda loader, node: _Merge)
+    for name in ("omap", "pairs", "set"):
+        Loader.add_constructor(_TAG + name, any_tag)
+    Loader.add_constructor(None, any_tag)
+    return Loader

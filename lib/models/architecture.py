@@ -1,0 +1,134 @@
+"""The shape of a model: its config, and the causal language model built from it without memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from lib.core import log
+from lib.core.errors import ArtifactError, UsageError
+
+CONFIG = "config.json"
+
+
+def read_config(model_dir: Path) -> PretrainedConfig:
+    """Return the config of a model directory, reading nothing but its `config.json`.
+
+    No code of the directory is run: an `auto_map` on a type that transformers knows is ignored.
+    Raises ArtifactError when config.json is missing or broken, UsageError for an unknown type.
+    """
+    path = model_dir / CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"{model_dir} holds no model (no {CONFIG})",
+                            run="python 03_download_model.py --help") from None
+    except ValueError as error:
+        raise ArtifactError(f"{path} is damaged", found=str(error)) from None
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{path} is damaged", expected="a JSON object",
+                            found=type(content).__name__)
+    _check_type(path, content)
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True,
+                                          trust_remote_code=False)
+    except Exception as error:  # each family checks its own fields, with errors of its own kind
+        raise ArtifactError(f"{path} describes no {content['model_type']} model",
+                            found=_first_lines(error)) from error
+
+
+def build_on_meta(model_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """Return the causal language model of a directory, in train mode, on the meta device.
+
+    All parameters are float32 whatever the config's dtype, weights are tied as the config says,
+    `use_cache` is off. `config.dtype` of the result is float32 too: an export must set its own.
+    attention: a name of transformers' attention interface; a family without sdpa gets eager,
+    with a warning. Raises UsageError when the directory holds no causal language model or a
+    quantised one.
+    """
+    config = read_config(model_dir)
+    family = _causal_class(model_dir, config)
+    if attention == "sdpa" and not getattr(family, "_supports_sdpa", True):
+        log.warn(f"{config.model_type} has no sdpa attention: eager is used, which is slower and "
+                 "takes memory that grows with the square of the sequence length")
+        attention = "eager"
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.use_cache = False
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention,
+                trust_remote_code=False)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"cannot build the {config.model_type} model of {model_dir} "
+                         f"with attention {attention!r}", found=_first_lines(error)) from error
+    return model.train()
+
+
+def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the outermost modules that the family says not to split, by name, in order.
+
+    These are the blocks of the network: what is sharded, checkpointed or initialised as one. A
+    family that names none has the elements of its longest ModuleList.
+    """
+    wanted = set(model._no_split_modules or ())
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        # The whole line of classes, since fully_shard puts a class of its own in front.
+        is_block = any(kind.__name__ in wanted for kind in type(module).__mro__)
+        if is_block and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found or _longest_list(model)
+
+
+def _longest_list(model: PreTrainedModel) -> dict[str, nn.Module]:
+    lists = [(len(module), name, module) for name, module in model.named_modules()
+             if isinstance(module, nn.ModuleList)]
+    if not lists:
+        return {}
+    _, name, longest = max(lists, key=lambda entry: entry[0])
+    return {f"{name}.{i}": block for i, block in enumerate(longest)}
+
+
+def _check_type(path: Path, content: dict[str, object]) -> None:
+    kind = content.get("model_type")
+    if not kind or not isinstance(kind, str):
+        raise ArtifactError(f"{path} names no model_type",
+                            expected="the config.json of a Hugging Face model")
+    if kind not in CONFIG_MAPPING:
+        raise UsageError(f"transformers does not know models of type {kind!r}",
+                         found=f"{path}" + (", with code of its own (auto_map)"
+                                            if "auto_map" in content else ""),
+                         expected="a type that the installed transformers has; code that comes "
+                                  "with a model is not run")
+
+
+def _causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that AutoModelForCausalLM takes; UsageError when that cannot be trained."""
+    named = ", ".join(config.architectures or ()) or "no architecture named"
+    found = f"model_type {config.model_type}, {named}"
+    # Encoders such as BERT have a causal class too, but look both ways unless `is_decoder` is set.
+    both_ways = (config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+                 and not getattr(config, "is_decoder", False))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or both_ways or \
+            getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{model_dir} holds no causal language model", found=found,
+                         expected="a decoder such as Llama, Mistral, Qwen, Phi, Falcon or GPT-2")
+    if getattr(config, "quantization_config", None):
+        raise UsageError(f"{model_dir} holds quantised weights, which cannot be trained",
+                         found=found, expected="the unquantised release of the same model")
+    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return family[0] if isinstance(family, tuple) else family
+
+
+def _first_lines(error: Exception, count: int = 3) -> str:
+    return "\n".join(str(error).strip().splitlines()[:count])

@@ -1,0 +1,143 @@
+"""Is this directory a whole model: config, weights and tokenizer that fit each other.
+
+Reads the headers of the weights only, so it takes seconds and no memory at any size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lib.core.errors import ArtifactError
+from lib.models import architecture, keys, tokenizer
+
+_INDEX = "model.safetensors.index.json"
+_FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
+               "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model is: vocabulary, tokens and context are numbers of tokens.
+
+    dtype: of the weights, or of the config where there are none. vocabulary: rows of the
+    embedding. tokens: of the tokenizer.
+    """
+
+    parameters: int
+    dtype: str
+    vocabulary: int
+    tokens: int
+    context: int | None
+
+
+@dataclass
+class Headers:
+    """What the headers of a directory's safetensors files say, by tensor name."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def examine(model_dir: Path, *, weights: bool, name: str = "") -> Facts:
+    """Return the facts of a model directory; ArtifactError with all that does not fit.
+
+    weights: there must be safetensors; otherwise there must be none. name: what to call the
+    directory in messages. Raises UsageError for a kind of model that cannot be trained.
+    """
+    config = architecture.read_config(model_dir)
+    model = architecture.build_on_meta(model_dir)
+    headers = read_headers(model_dir)
+    problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
+    if weights:
+        plan = keys.load_plan(model, headers.shapes)
+        used = {key for recipe in plan.recipes.values() for key in recipe.names()}
+        problems += plan.problems + [
+            f"{key}: expected floating-point numbers, found {headers.dtypes[key]}"
+            for key in sorted(used) if headers.dtypes[key] not in _FLOATING]
+        dtype = _main_dtype(headers, used) or dtype
+    elif headers.files:
+        problems.append(f"weights where none belong: {', '.join(set(headers.files.values()))}")
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokens = len(tokenizer.load(model_dir))
+    if tokens > rows:
+        problems.append(f"the tokenizer has {tokens} tokens, the model only {rows} rows for them")
+    if problems:
+        shown = problems[:_SHOWN] + ([f"… and {len(problems) - _SHOWN} more"]
+                                     if problems[_SHOWN:] else [])
+        raise ArtifactError(f"the files of {name or model_dir} do not make a whole model",
+                            found="\n".join(shown))
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return Facts(sum(p.numel() for p in model.parameters()), dtype, rows, tokens, context)
+
+
+def read_headers(model_dir: Path) -> Headers:
+    """Return the tensors in a directory's safetensors files, reading nothing but the headers."""
+    headers = Headers()
+    for path in sorted(model_dir.glob("*.safetensors")):
+        try:
+            header, data_bytes = _header(path)
+            _add(headers, path.name, header, data_bytes)
+        except (ValueError, TypeError, KeyError, struct.error) as error:
+            headers.problems.append(f"{path.name} is damaged: {error}")
+    index = model_dir / _INDEX
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        headers.problems += [f"{key} is not in {file}, where the index has it"
+                             for key, file in weight_map.items() if headers.files.get(key) != file]
+    return headers
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a file's header and the bytes of data after it; ValueError when it has none.
+
+    The format: 8 bytes little-endian length, that much JSON, data
+    (https://huggingface.co/docs/safetensors, "Format").
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(_LARGEST_HEADER, size - 8):
+            raise ValueError(f"its header would take {length} of {size} bytes")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    return header, size - 8 - length
+
+
+def _add(headers: Headers, file: str, header: dict[str, Any], data_bytes: int) -> None:
+    """Add the tensors of one file and note where header and size contradict each other."""
+    end = 0
+    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        shape, dtype, (first, last) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
+        expected = math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
+        if first != end or (expected and last - first != expected):
+            headers.problems.append(f"{key} in {file} lies at bytes {first} to {last}, expected "
+                                    f"{end} to {end + expected}")
+        if key in headers.shapes:
+            headers.problems.append(f"{key} is in both {headers.files[key]} and {file}")
+        end = last
+        headers.shapes[key], headers.dtypes[key], headers.files[key] = shape, dtype, file
+    if end != data_bytes:
+        headers.problems.append(f"{file} is {'truncated' if data_bytes < end else 'too long'}: "
+                                f"{data_bytes} bytes of data, its header says {end}")
+
+
+def _main_dtype(headers: Headers, used: set[str]) -> str:
+    """Return the dtype that most of the weights have, as torch calls it."""
+    numbers: Counter[str] = Counter()
+    for key in used:
+        numbers[_FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += \
+            math.prod(headers.shapes[key])
+    return numbers.most_common(1)[0][0] if numbers else ""

@@ -1,0 +1,38 @@
+"""What a model directory holds, told from its files alone: no torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lib.core import hashing, manifest
+
+_WEIGHTS = "*.safetensors"
+
+
+def has_weights(model_dir: Path) -> bool:
+    """Tell whether a model directory holds safetensors weights, whole or in shards."""
+    return any(model_dir.glob(_WEIGHTS))
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Identify config and weights wherever the directory lies, without reading all weights.
+
+    A directory of stage 03: the digests of its manifest. One made elsewhere: config.json, and
+    size and header of each safetensors file.
+    """
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    content = manifest.read_if_any(model_dir)
+    if content is not None:
+        weights = [[e["path"], e["digest"]] for e in content["files"]
+                   if e["path"].endswith(".safetensors")]
+    else:
+        weights = [[path.name, path.stat().st_size, _header_digest(path)]
+                   for path in sorted(model_dir.glob(_WEIGHTS))]
+    return hashing.fingerprint([config, weights])
+
+
+def _header_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return hashing.bytes_digest(file.read(min(length, 1 << 26)), "sha256")

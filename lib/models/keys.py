@@ -1,0 +1,223 @@
+"""The map between a model's parameter names and the tensor names of its Hub checkpoint.
+
+Nearly all families use the same names on both sides. For the others transformers holds a registry
+of renamings and conversions (Mixtral's experts are one tensor each on the Hub and one fused tensor
+in the module), and this is the only module that reads it. The functions taken from it are internal
+to transformers, and were the same in 5.17, 5.20 and 5.23.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from lib.models.recipes import Converted, Recipe, Renamed, Shape, stacked
+from lib.models.shards import own_classes
+
+
+def expected_tensors(model: PreTrainedModel) -> dict[str, Shape]:
+    """Return names and shapes of the tensors that `save_pretrained` writes for this model.
+
+    Reads only names, shapes and which parameters are tied, so the model may be on meta or sharded.
+    """
+    return {key: tuple(tensor.shape) for key, tensor in _to_hub(model, _saved(model)).items()}
+
+
+def export_groups(model: PreTrainedModel) -> list[tuple[str, ...]]:
+    """Return the names of all parameters and persistent buffers to export, in groups.
+
+    Each group goes to `hub_tensors` as a whole. Nearly all hold one name; a few families write
+    several parameters into one Hub tensor. Tied duplicates are left out.
+    """
+    saved = _saved(model)
+    groups: list[list[str]] = []
+    writer: dict[str, list[str]] = {}  # the group that writes a Hub tensor
+    for name, tensor in saved.items():
+        keys = _to_hub(model, {name: tensor})
+        group = next((writer[key] for key in keys if key in writer), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(name)
+        writer.update(dict.fromkeys(keys, group))
+    # A renaming that looks at several names at once would come out differently name by name.
+    if writer.keys() != _to_hub(model, saved).keys():
+        return [tuple(saved)]
+    return [tuple(group) for group in groups]
+
+
+def hub_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor],
+                ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the Hub name and content of the tensors that one export group becomes.
+
+    tensors: full (not sharded) values by module name. Results may be views: make them contiguous.
+    """
+    yield from _to_hub(model, tensors).items()
+
+
+@dataclass
+class LoadPlan:
+    """How to fill a model from the tensors of a checkpoint, and what does not fit.
+
+    recipes: by module name. problems: one sentence per missing, unexpected or misshapen tensor.
+    """
+
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def load_plan(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPlan:
+    """Return the plan for a checkpoint with tensors of these shapes, by Hub name.
+
+    Takes every spelling that `from_pretrained` takes: the base model's names without prefix,
+    legacy names, a tied weight under either of its names or both.
+    """
+    plan = LoadPlan()
+    wanted = _named_tensors(model)
+    for name, recipe, shape in _recipes(model, wanted, shapes, plan.problems):
+        if name not in wanted or name in plan.recipes:
+            plan.problems.append(f"unexpected: {', '.join(recipe.names())}")
+            continue
+        plan.recipes[name] = recipe
+        if shape != tuple(wanted[name].shape):
+            plan.problems += _absent(model, name, wanted[name], shapes) or [
+                f"{name}: expected shape {tuple(wanted[name].shape)}, found {shape}"]
+    plan.problems += _missing(model, wanted, plan.recipes, shapes)
+    return plan
+
+
+def same_tensor(model: PreTrainedModel) -> dict[int, list[str]]:
+    """Return the names of each parameter and persistent buffer by its id, several when tied."""
+    names = defaultdict(list)
+    for name, tensor in _named_tensors(model).items():
+        names[id(tensor)].append(name)
+    return dict(names)
+
+
+def _named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers themselves, under all of their names."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, Tensor) and name not in ignored}
+
+
+def _saved(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return what `save_pretrained` saves, by module name, as meta tensors without storage."""
+    shadows = {name: _shadow(tensor.shape) for name, tensor in _named_tensors(model).items()}
+    # Given meta tensors, it looks up in the model which names are the same parameter.
+    return remove_tied_weights_from_state_dict(shadows, model)
+
+
+def _shadow(shape: Shape) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _to_hub(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    with own_classes(model):
+        return revert_weight_conversion(model, dict(tensors))
+
+
+def _recipes(model: PreTrainedModel, wanted: Mapping[str, Tensor], shapes: Mapping[str, Shape],
+             problems: list[str]) -> Iterator[tuple[str, Recipe, Shape]]:
+    """Yield module name, recipe and resulting shape of everything the checkpoint can make.
+
+    Follows transformers' `convert_and_load_state_dict_in_model` without reading a tensor.
+    """
+    with own_classes(model):
+        conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    collected: dict[str, dict[str, list[str]]] = {}  # first target name → pattern → Hub names
+    ignored = _ignored(model)
+    prefix = model.base_model_prefix
+    for key in sorted(shapes, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            if not (ignored and ignored.search(name)):
+                problems.append(f"unexpected: {key}")
+        elif pattern is None:
+            yield name, Renamed(key), tuple(shapes[key])
+        else:
+            collected.setdefault(name, {}).setdefault(pattern, []).append(key)
+    for first, sources in collected.items():
+        converter = by_pattern[next(iter(sources))]
+        yield from _converted(model, first, sources, converter, shapes, problems)
+
+
+def _converted(model: PreTrainedModel, first: str, sources: dict[str, list[str]],
+               converter: WeightConverter, shapes: Mapping[str, Shape], problems: list[str],
+               ) -> Iterator[tuple[str, Recipe, Shape]]:
+    """Yield what one conversion makes; its operations run on meta tensors to learn the shapes."""
+    def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        run = copy.deepcopy(converter)
+        for pattern, keys in sources.items():
+            for key in keys:
+                run.add_tensor(first, key, pattern, tensors[key])
+        made = run.convert(first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value
+                for name, value in made.items()}
+
+    keys = tuple(key for pattern in sources for key in sources[pattern])
+    try:
+        made = convert({key: _shadow(shapes[key]) for key in keys})
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:
+        problems.append(f"{first}: cannot be made of {keys[0]} and its like: {error}")
+        return
+    for name, tensor in made.items():
+        recipe = stacked(converter, sources, tensor.ndim) if len(made) == 1 else None
+        yield name, recipe or Converted(keys, convert, name), tuple(tensor.shape)
+
+
+def _ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
+    """Return the pattern of tensors that old checkpoints hold and no model reads any more."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    # As transformers' `_adjust_missing_and_unexpected_keys`: both were persistent once.
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+
+
+def _missing(model: PreTrainedModel, wanted: Mapping[str, Tensor], recipes: Mapping[str, Recipe],
+             shapes: Mapping[str, Shape]) -> list[str]:
+    """Return a sentence for each Hub tensor that is expected, absent and not made in another way.
+
+    Of a tied weight one name is enough. A buffer may be missing where the family says so.
+    """
+    may_miss = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    problems = []
+    for names in same_tensor(model).values():
+        name = names[0]
+        if any(made in recipes for made in names) or (
+                not isinstance(wanted[name], torch.nn.Parameter)
+                and any(pattern.search(name) for pattern in may_miss)):
+            continue
+        problems += _absent(model, name, wanted[name], shapes) or [f"missing: {name}"]
+    return problems
+
+
+def _absent(model: PreTrainedModel, name: str, tensor: Tensor, shapes: Mapping[str, Shape],
+            ) -> list[str]:
+    """Return a sentence for each Hub tensor of a parameter that the checkpoint lacks."""
+    keys = _to_hub(model, {name: _shadow(tensor.shape)})
+    return [f"missing: {key}" for key in keys if key not in shapes]

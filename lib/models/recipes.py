@@ -1,0 +1,116 @@
+"""How a module's tensor is made of Hub tensors, and how to make only a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+Shape = tuple[int, ...]
+Part = tuple[slice, ...]
+
+
+class Checkpoint(Protocol):
+    """Tensors by Hub name that can be read in part."""
+
+    shapes: Mapping[str, Shape]
+
+    def read(self, key: str, part: Part | None = None) -> Tensor: ...
+
+
+class Recipe(Protocol):
+    """Makes a module's tensor, or the part of it that a rank holds."""
+
+    def names(self) -> tuple[str, ...]: ...
+    def read(self, checkpoint: Checkpoint, part: Part) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """The tensor as it is on the Hub, under another name or the same."""
+
+    key: str
+
+    def names(self) -> tuple[str, ...]:
+        """Return the Hub names it is made of."""
+        return (self.key,)
+
+    def read(self, checkpoint: Checkpoint, part: Part) -> Tensor:
+        """Return the part, read alone."""
+        return checkpoint.read(self.key, part)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """One Hub tensor per expert, stacked; several per expert are joined along `dim`.
+
+    keys: [kind][expert], such as w1 and w3. dim: of the stacked tensor, at least 1. Only the
+    experts and rows that a part covers are read.
+    """
+
+    keys: tuple[tuple[str, ...], ...]
+    dim: int = 1
+
+    def names(self) -> tuple[str, ...]:
+        """Return the Hub names it is made of."""
+        return tuple(key for kind in self.keys for key in kind)
+
+    def read(self, checkpoint: Checkpoint, part: Part) -> Tensor:
+        """Return the part: [experts, …] with the kinds side by side along `dim`."""
+        experts, inner = part[0], list(part[1:])
+        along = self.dim - 1  # the same dimension, counted in one expert's tensor
+        pieces, start = [], 0
+        for kind in self.keys:
+            size = checkpoint.shapes[kind[0]][along]
+            begin, end = (min(max(edge - start, 0), size)
+                          for edge in (part[self.dim].start, part[self.dim].stop))
+            start += size
+            if begin < end or len(self.keys) == 1:
+                inner[along] = slice(begin, end)
+                pieces.append(torch.stack([checkpoint.read(key, tuple(inner))
+                                           for key in kind[experts]]))
+        return torch.cat(pieces, dim=self.dim)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Anything else: all of its Hub tensors are read, and transformers' own operations run.
+
+    Needs the memory of one whole tensor for a moment. convert: Hub tensors by name → module
+    tensors by name, of which `name` is this one.
+    """
+
+    keys: tuple[str, ...]
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    name: str
+
+    def names(self) -> tuple[str, ...]:
+        """Return the Hub names it is made of."""
+        return self.keys
+
+    def read(self, checkpoint: Checkpoint, part: Part) -> Tensor:
+        """Return the part of the converted tensor."""
+        return self.convert({key: checkpoint.read(key) for key in self.keys})[self.name][part]
+
+
+def stacked(converter: WeightConverter, sources: Mapping[str, list[str]], ndim: int,
+            ) -> Stacked | None:
+    """Return the recipe of a conversion that only stacks experts, None for any other.
+
+    sources: Hub names by the converter's pattern, in the order of the experts. ndim: dimensions
+    of the stacked tensor.
+    """
+    merge, *join = converter.operations
+    if type(merge) is not MergeModulelist or merge.dim != 0 or len(join) > 1 or ndim < 2:
+        return None
+    # Concatenate joins in the order of the patterns, whatever the order of the tensors.
+    keys = tuple(tuple(sources[pattern]) for pattern in converter.source_patterns
+                 if pattern in sources)
+    if not join:
+        return Stacked(keys) if len(keys) == 1 else None
+    plain = type(join[0]) is Concatenate and join[0].dim > 0
+    return Stacked(keys, join[0].dim) if plain else None

@@ -1,0 +1,90 @@
+"""Models from scratch: the sizes on offer, and the config files of one of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lib.core import manifest
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+VOCABULARY_MULTIPLE = 64  # rows of the embedding: even shards, and full tiles of matrix units
+
+
+@dataclass(frozen=True)
+class Size:
+    """A decoder of the Llama family: grouped-query attention, RoPE, SwiGLU, RMSNorm.
+
+    hidden, intermediate: features. heads, kv_heads: per layer, each of hidden / heads features.
+    context: tokens. vocabulary: the default of --vocab-size.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    context: int
+    rope_theta: float
+    tied: bool = False
+    vocabulary: int = 32_000
+
+    def parameters(self, vocabulary: int) -> int:
+        """Return the number of parameters with a (padded) vocabulary, from the shapes alone."""
+        kv_features = self.hidden // self.heads * self.kv_heads
+        attention = 2 * self.hidden**2 + 2 * self.hidden * kv_features
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        embeddings = vocabulary * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * layer + self.hidden
+
+
+# Long contexts take the larger RoPE base, as in Llama 3 (arXiv:2407.21783, section 3.2).
+SIZES = {
+    #           layers hidden  inner heads kv context     theta
+    "tiny": Size(4, 256, 512, 8, 2, 2048, 10_000.0, tied=True, vocabulary=4096),
+    "350M": Size(24, 1024, 2816, 16, 8, 2048, 10_000.0),
+    "1B": Size(16, 2048, 8192, 32, 8, 4096, 10_000.0),
+    "3B": Size(28, 3072, 8192, 24, 8, 4096, 10_000.0),
+    "7B": Size(32, 4096, 14336, 32, 8, 8192, 500_000.0),
+    "13B": Size(40, 5120, 16384, 40, 8, 8192, 500_000.0),
+    "30B": Size(64, 6144, 20480, 48, 8, 8192, 500_000.0),
+    "70B": Size(80, 8192, 28672, 64, 8, 8192, 500_000.0),
+}
+
+
+def default_name(size: str) -> str:
+    """Return the name of a model that was given none: `scratch-tiny`."""
+    return f"scratch-{size}"
+
+
+def padded(vocabulary: int) -> int:
+    """Return the rows of an embedding that holds `vocabulary` tokens."""
+    return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def config(size: str, vocabulary: int, bos: int | None, eos: int | None) -> LlamaConfig:
+    """Return the config of a size; the vocabulary is padded, bos and eos are token ids."""
+    from transformers import LlamaConfig
+
+    shape = SIZES[size]
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=padded(vocabulary),
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, head_dim=shape.hidden // shape.heads,
+        max_position_embeddings=shape.context, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=shape.tied, bos_token_id=bos, eos_token_id=eos, dtype="float32")
+
+
+def write(directory: Path, size: str, vocabulary: int, bos: int | None, eos: int | None) -> None:
+    """Write `config.json` and `generation_config.json` of a size into a directory."""
+    made = config(size, vocabulary, bos, eos)
+    made.save_pretrained(directory)
+    generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": True}
+    known = {key: value for key, value in generation.items() if value is not None}
+    manifest.write_json(directory / "generation_config.json", known)

@@ -1,0 +1,57 @@
+"""Which part of a parameter a rank holds, and what sharding hides of a module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# Private, but the only place that knows every placement (uneven, strided, several mesh dimensions);
+# torch's own checkpoint code calls it. The same signature in torch 2.11 to 2.13.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_slice(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the part of the full tensor that this rank holds, one slice per dimension.
+
+    tensor: a DTensor on a mesh of any number of dimensions, or a plain tensor (all of it). A rank
+    that holds nothing gets an empty slice.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(offset, offset + size)
+                 for offset, size in zip(offsets, sizes, strict=True))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part as a plain tensor that shares its memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's own class, which `fully_shard` puts behind one of its making."""
+    line = type(module).__mro__
+    return line[line.index(FSDPModule) + 1] if FSDPModule in line else line[0]
+
+
+@contextlib.contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give all modules their own class back for the while.
+
+    transformers looks up key conversions and initialisation rules by the name of the class, and
+    finds none for FSDPGPTNeoXForCausalLM (5.17 to 5.23).
+    """
+    sharded = [(module, type(module)) for module in model.modules()
+               if isinstance(module, FSDPModule)]
+    try:
+        for module, _ in sharded:
+            module.__class__ = own_class(module)
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind

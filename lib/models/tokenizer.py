@@ -1,0 +1,225 @@
+"""Tokenizers: trained here on a dataset, or copied; always loaded from local files.
+
+The trained one is byte-level BPE, so any string survives a round trip. It puts
+`<|begin_of_text|>` before each text; `<|end_of_text|>` is for whoever joins documents. Text
+that merely looks like one of the two is tokenised as text (`split_special_tokens`): a document
+cannot forge a boundary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core import hashing, manifest, units
+from lib.core.errors import ArtifactError, UsageError
+from lib.core.progress import Progress
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
+SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; this much trains in a minute
+
+# Every file that transformers reads a tokenizer from; none of them is a pickle or runs as code.
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+         "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt",
+         "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json")
+_NEEDED = {"tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
+           "vocab.json", "vocab.txt", "tekken.json"}
+_CONFIG = "tokenizer_config.json"
+
+# Splits text into words before merging: contractions, words with the space before them, up to
+# three digits, runs of punctuation, line ends, other space. As in Llama 3 and GPT-4.
+_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+@dataclass
+class Sample:
+    """What a tokenizer was trained on. bytes_used and bytes_there: UTF-8 of the text column."""
+
+    documents_used: int
+    documents_there: int
+    bytes_used: int
+    bytes_there: int
+
+    def __str__(self) -> str:
+        if self.bytes_used >= self.bytes_there:
+            return f"all {units.count(self.documents_used)} documents " \
+                   f"({units.size(self.bytes_used)} of text)"
+        return f"{units.count(self.documents_used)} of {units.count(self.documents_there)} " \
+               f"documents, evenly spread ({units.size(self.bytes_used)} of " \
+               f"{units.size(self.bytes_there)} of text)"
+
+
+def train(corpus: Path, vocabulary: int, context: int, destination: Path, *, workers: int,
+          show_progress: bool, limit: int = SAMPLE_BYTES) -> tuple[int, Sample]:
+    """Train byte-level BPE on the train split of a dataset and save it.
+
+    vocabulary: tokens wanted, special ones included; a small corpus may give fewer. context:
+    tokens, becomes `model_max_length`. limit: bytes of text to use at most. Returns the number
+    of tokens made and what they were made from. The same text gives the same bytes.
+    """
+    os.environ["RAYON_NUM_THREADS"] = str(workers)  # read once, when tokenizers is first used
+    import pyarrow.compute
+    from tokenizers.trainers import BpeTrainer
+
+    dataset = _open_text(corpus)
+    tokenizer, alphabet = _untrained()
+    trainer = BpeTrainer(vocab_size=vocabulary, special_tokens=[BOS, EOS], show_progress=False,
+                         initial_alphabet=sorted(alphabet))
+    there = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
+    there = there.as_py() or 0
+    sample = Sample(0, len(dataset), 0, there)
+    with Progress("text for the tokenizer", min(limit, there), "B", show_progress) as progress:
+        tokenizer.train_from_iterator(_batches(dataset, sample, limit, progress), trainer)
+    _add_bos(tokenizer)
+    tokenizer.save(str(destination / "tokenizer.json"))
+    manifest.write_json(destination / _CONFIG, {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
+        "model_max_length": context, "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True})
+    return tokenizer.get_vocab_size(), sample
+
+
+def copy(source: Path, context: int, destination: Path) -> None:
+    """Copy the tokenizer files of a directory; `model_max_length` becomes the context."""
+    for path in _files_of(source):
+        shutil.copyfile(path, destination / path.name)
+    config = destination / _CONFIG
+    content = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    manifest.write_json(config, {**content, "model_max_length": context})
+
+
+def load(directory: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a directory, running no code of it; UsageError when it cannot be."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True,
+                                             trust_remote_code=False)
+    except Exception as error:  # whatever a file made elsewhere provokes in there
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UsageError(f"the tokenizer in {directory} does not load", found=said,
+                         expected="tokenizer.json, or the files of a tokenizer that "
+                                  "transformers knows") from None
+
+
+def identity(source: Path) -> str:
+    """Return a fingerprint of a directory's tokenizer files; UsageError when there are none."""
+    return hashing.fingerprint({path.name: hashing.file_digest(path, "sha256")
+                                for path in _files_of(source)})
+
+
+def corpus_identity(corpus: Path) -> str:
+    """Return a fingerprint of a dataset's content without opening it.
+
+    Raises ArtifactError when it is missing, unfinished or damaged, UsageError when it is no
+    dataset or has no train split.
+    """
+    final, partial, _ = str(corpus).partition(".partial-")
+    build = f"python 02_build_hf_dataset.py --save-dir {final}"
+    if partial or not corpus.is_dir():
+        raise ArtifactError(f"the dataset {corpus} " + ("is not finished" if partial else
+                                                        "does not exist"),
+                            found=manifest.unfinished(corpus), run=build)
+    if made := manifest.read_if_any(corpus):
+        manifest.check(corpus, made, "the dataset", f"{build} --overwrite")
+    train_split = _train_split(corpus)
+    digests = {entry["path"]: entry["digest"] for entry in made["files"]} if made else {}
+    state = "" if made else (train_split / "state.json").read_text(encoding="utf-8")
+    shards = {path.relative_to(corpus).as_posix(): path.stat().st_size
+              for path in sorted(train_split.glob("*.arrow"))}
+    return hashing.fingerprint([[name, size, digests.get(name, "")]
+                                for name, size in shards.items()] + [state])
+
+
+def _files_of(source: Path) -> list[Path]:
+    found = [source / name for name in FILES if (source / name).is_file()]
+    if not _NEEDED & {path.name for path in found}:
+        there = sorted(path.name for path in source.iterdir())[:10] if source.is_dir() else []
+        raise UsageError(f"{source} holds no tokenizer", expected="tokenizer.json",
+                         found=(", ".join(there) or "an empty directory") if source.is_dir()
+                         else "no such directory")
+    return found
+
+
+def _train_split(corpus: Path) -> Path:
+    if (corpus / "state.json").is_file():
+        return corpus
+    if (corpus / "train" / "state.json").is_file():
+        return corpus / "train"
+    raise UsageError(f"{corpus} is not a dataset to train a tokenizer on",
+                     expected="a directory written by save_to_disk: a Dataset, or a DatasetDict "
+                              "with a train split",
+                     found=", ".join(sorted(p.name for p in corpus.iterdir())[:10]) or "nothing")
+
+
+def _open_text(corpus: Path) -> Dataset:
+    """Return the text column of the train split; UsageError or ArtifactError when it has none."""
+    from datasets import load_from_disk
+
+    try:
+        dataset = load_from_disk(str(_train_split(corpus)))
+    except (OSError, ValueError, KeyError) as error:
+        raise ArtifactError(f"the dataset {corpus} does not open", found=str(error)) from None
+    kind = getattr(dataset.features.get("text"), "dtype", None)
+    if kind not in ("string", "large_string"):
+        raise UsageError(f"{corpus} has no column of strings called `text`",
+                         found=f"columns {', '.join(dataset.column_names) or '(none)'}")
+    if len(dataset) == 0:
+        raise UsageError(f"{corpus} has no documents to train a tokenizer on")
+    return dataset.select_columns("text").with_format(None)
+
+
+def _batches(dataset: Dataset, sample: Sample, limit: int, progress: Progress,
+             ) -> Iterator[list[str]]:
+    """Yield documents evenly spread over the dataset, `limit` bytes of them at most."""
+    share = min(1.0, limit / max(sample.bytes_there, 1))
+    chosen = max(1, int(len(dataset) * share))
+    step = 256
+    for start in range(0, chosen, step):
+        rows = [i * len(dataset) // chosen for i in range(start, min(start + step, chosen))]
+        texts: list[str] = []
+        for text in dataset[rows]["text"]:
+            encoded = (text or "").encode()[:limit - sample.bytes_used]
+            sample.bytes_used += len(encoded)
+            sample.documents_used += 1
+            progress.advance(len(encoded))
+            texts.append(encoded.decode(errors="ignore"))  # a cut may fall inside a character
+            if sample.bytes_used >= limit:
+                break
+        yield texts
+        if sample.bytes_used >= limit:
+            return
+
+
+def _untrained() -> tuple[Tokenizer, list[str]]:
+    """Return a byte-level BPE without merges, and the 256 characters that stand for bytes."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    to_bytes: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_WORDS), "isolated"), to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre_tokenizers.ByteLevel.alphabet()
+
+
+def _add_bos(tokenizer: Tokenizer) -> None:
+    from tokenizers import processors
+
+    tokenizer.post_processor = processors.Sequence([
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(
+            single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1",
+            special_tokens=[(BOS, tokenizer.token_to_id(BOS))])])

@@ -1,0 +1,59 @@
+"""The order of samples: one endless stream that every world size reads alike.
+
+Sample number g is `permutation(seed, g // n)(g % n)` of the n samples there are. The permutation
+is a keyed 4-round Feistel network with cycle walking: a bijection of [0, n) with O(1) state, so
+the position in the data is one integer and a resume neither skips nor repeats.
+(Luby and Rackoff 1988, "How to construct pseudorandom permutations"; Black and Rogaway 2002,
+"Ciphers with arbitrary finite domains", for cycle walking.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_ROUNDS = 4
+
+
+def sample_numbers(first: int, count: int, n: int, seed: int) -> np.ndarray:
+    """Return which samples the numbers [first, first + count) of the stream stand for.
+
+    n: samples in one epoch. Returns int64 [count], each in [0, n); each epoch has its own order.
+    """
+    numbers = np.arange(first, first + count, dtype=np.int64)
+    epochs, positions = np.divmod(numbers, n)
+    chosen = np.empty(count, np.int64)
+    for epoch in np.unique(epochs):
+        of_epoch = epochs == epoch
+        chosen[of_epoch] = permute(positions[of_epoch], n, seed, int(epoch))
+    return chosen
+
+
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Map positions (int64 [N], in [0, n)) through the epoch's permutation of [0, n)."""
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    values = _feistel(positions.astype(np.uint64), half_bits, keys)
+    outside = values >= n
+    while outside.any():  # the network permutes [0, 4^half_bits), at most 4 times as large as n
+        values[outside] = _feistel(values[outside], half_bits, keys)
+        outside = values >= n
+    return values.astype(np.int64)
+
+
+def _round_keys(seed: int, epoch: int) -> np.ndarray:
+    return np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+
+
+def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Scramble 64-bit words: the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,137 @@
+"""The text that is tokenised: an Arrow dataset of stage 02, or any `save_to_disk` directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.core import hashing, log, manifest
+from lib.core.errors import ArtifactError, UsageError
+from lib.core.paths import MANIFEST
+
+SPLITS = ("train", "validation")
+_DATASETS_ROOT = Path("hf_datasets")
+_ENDS_BYTES = 1 << 20
+_BATCH_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset on disk that has a `text` column.
+
+    fingerprint: identifies the content wherever the directory lies. splits: split name → the
+    directory of its Arrow shards; `train` is always there. ours: written by stage 02.
+    """
+
+    path: Path
+    fingerprint: str
+    splits: dict[str, Path]
+    ours: bool
+
+
+def resolve(name: str) -> Path:
+    """Return the directory that `-d` names: a path, or a dataset under hf_datasets/."""
+    direct, prepared = Path(name), _DATASETS_ROOT / name
+    return prepared if not direct.exists() and prepared.exists() else direct
+
+
+def open_source(path: Path) -> Source:
+    """Check a dataset directory without importing `datasets`, in milliseconds.
+
+    Raises ArtifactError when it is missing, unfinished or truncated, UsageError when it is no
+    dataset of text.
+    """
+    build = f"python 02_build_hf_dataset.py --data-folder splits --save-dir {path}"
+    if not path.is_dir() or not any(path.iterdir()):
+        there = sorted(p.name for p in _DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
+        raise ArtifactError(f"dataset {path} does not exist",
+                            found=_unfinished(path) or f"finished under {_DATASETS_ROOT}/: "
+                            f"{', '.join(there) or 'none'}", run=build)
+    dataset_manifest = manifest.read_if_any(path)
+    if dataset_manifest is not None:
+        if not dataset_manifest["kind"].startswith("dataset/"):
+            raise UsageError(f"{path} is no dataset", found=f"kind {dataset_manifest['kind']}",
+                             run=build)
+        manifest.check(path, dataset_manifest, "dataset", run=f"{build} --overwrite")
+    splits = _splits(path, build)
+    for directory in splits.values():
+        _require_text(directory)
+    fingerprint = _fingerprint_ours(dataset_manifest) if dataset_manifest \
+        else _fingerprint_foreign(splits)
+    return Source(path, fingerprint, splits, dataset_manifest is not None)
+
+
+def check_content(source: Source) -> None:
+    """Hash every shard of a stage 02 dataset; ArtifactError names what is damaged."""
+    if source.ours:
+        manifest.check(source.path, manifest.read(source.path, "dataset/1", "dataset"), "dataset",
+                       deep=True)
+    else:
+        log.info(f"{source.path} was not made by stage 02: no digests to check it against")
+
+
+def documents(directory: Path) -> Iterator[list[str]]:
+    """Yield the texts of a split in order, in lists of about 16 MB."""
+    import datasets
+
+    rows = datasets.load_from_disk(str(directory)).select_columns("text")
+    average = max(1, (rows.data.nbytes or 1) // max(len(rows), 1))
+    size = max(1, min(1000, _BATCH_BYTES // average))
+    for batch in rows.with_format("arrow").iter(batch_size=size):
+        yield [text or "" for text in batch.column("text").to_pylist()]
+
+
+def _unfinished(path: Path) -> str:
+    left = sorted(path.parent.glob(f"{path.name}.partial-*")) if path.parent.is_dir() else []
+    return f"{left[0]}, left by a run that did not finish" if left else ""
+
+
+def _splits(path: Path, build: str) -> dict[str, Path]:
+    """Return the split directories of a DatasetDict, or the directory itself as `train`."""
+    if (path / "dataset_dict.json").exists():
+        named = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        if "train" not in named:
+            raise UsageError(f"dataset {path} has no split `train`",
+                             found=f"splits {', '.join(named)}")
+        return {name: path / name for name in SPLITS if name in named}
+    if (path / "state.json").exists() and (path / "dataset_info.json").exists():
+        return {"train": path}
+    raise UsageError(f"{path} is no dataset directory",
+                     expected="what stage 02 or `Dataset.save_to_disk` writes",
+                     found=", ".join(sorted(p.name for p in path.iterdir())[:8]), run=build)
+
+
+def _require_text(directory: Path) -> None:
+    try:
+        info = json.loads((directory / "dataset_info.json").read_text(encoding="utf-8"))
+        columns = info["features"] or {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{directory} is damaged",
+                            found=f"no readable dataset_info.json ({error})") from None
+    kind = columns.get("text", {}).get("dtype") if isinstance(columns, dict) else None
+    if kind not in ("string", "large_string"):
+        raise UsageError(f"dataset {directory} has no column `text` of strings",
+                         found=f"columns {', '.join(columns) or 'none'}",
+                         run="dataset.rename_column(…, 'text'), or stage 02 with --fields")
+
+
+def _fingerprint_ours(content: dict[str, Any]) -> str:
+    arrow = [e for e in content["files"] if e["path"].endswith(".arrow")]
+    return hashing.fingerprint([[e["path"], e["digest"]] for e in arrow])
+
+
+def _fingerprint_foreign(splits: dict[str, Path]) -> str:
+    """Identify shards that have no digests by names, sizes, both ends and datasets' own mark."""
+    seen: list[Any] = []
+    for name, directory in splits.items():
+        seen.append([name, (directory / "state.json").read_text(encoding="utf-8")])
+        for shard in sorted(directory.glob("*.arrow")):
+            with shard.open("rb") as file:
+                head = file.read(_ENDS_BYTES)
+                file.seek(max(0, shard.stat().st_size - _ENDS_BYTES))
+                ends = hashing.bytes_digest(head + file.read())
+            seen.append([shard.name, shard.stat().st_size, ends])
+    return hashing.fingerprint(seen)

@@ -1,0 +1,77 @@
+"""Process groups: one process on a laptop and many nodes alike."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lib.core import log
+
+_START_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the launch.
+
+    mesh: 1-D over all ranks. control: a gloo group of its own, for small agreements between hosts
+    and for checkpoints, so that neither meets the collectives of training.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+
+
+def launched_size() -> int:
+    """Return the number of ranks that torchrun started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start() -> World:
+    """Join the process group; all ranks must call this."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(local_rank)
+    # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=_START_TIMEOUT)
+    else:  # without torchrun: a group of one that needs no port
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    control = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
+    return World(dist.get_rank(), local_rank, dist.get_world_size(), device, mesh, control)
+
+
+def stop(world: World) -> None:
+    """Leave the process group; all ranks must call this."""
+    dist.barrier(world.control)  # a rank that leaves while another still talks makes gloo abort
+    dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    # torchrun sets OMP_NUM_THREADS=1, meant for GPU work; on a CPU node the cores are the device.
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(threads)
+    log.info(f"no GPU: training on the CPU, {threads} threads per rank ({cores} cores)")
+    return torch.device("cpu")
+
+
+def total(values: list[float] | torch.Tensor, world: World) -> list[float]:
+    """Sum float64 values over all ranks; all ranks must call this, and it waits for the device."""
+    numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    dist.all_reduce(numbers, group=world.control)
+    return numbers.tolist()

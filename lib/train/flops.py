@@ -1,0 +1,63 @@
+"""Floating-point operations of the model and of the device, for TFLOP/s and MFU."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from lib.train.sharding import COMPUTE_DTYPES
+
+# Dense bf16/fp16 tensor-core peaks without sparsity, in FLOP/s, from the vendors' data sheets.
+_PEAKS = {"B300": 2250e12, "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12,
+          "H800": 989e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12,
+          "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A6000": 155e12, "V100": 125e12,
+          "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+def per_token(model: nn.Module, seq_length: int) -> float:
+    """Return the FLOPs of forward and backward per trained token.
+
+    6 N + 12 L H Q T of Chowdhery et al. 2022 ("PaLM", appendix B): N the parameters that take
+    part in a matrix product for a token (of experts, only the chosen), L layers, H heads of size
+    Q, T the sequence length.
+    """
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    active = 0.0
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    for name, parameter in model.named_parameters():
+        share = chosen / experts if chosen and experts and ".experts." in name else 1.0
+        active += 0.0 if parameter is embedding and not tied else parameter.numel() * share
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 6 * active + 12 * config.num_hidden_layers * heads * head_size * seq_length
+
+
+def device_peak(device: torch.device, precision: str) -> tuple[float, str]:
+    """Return the FLOP/s that this rank's device can reach at most, and where that is from.
+
+    Known GPUs: their data sheet. Others and CPUs: a matrix product, timed now.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peak in _PEAKS.items():
+            if known in name and precision != "fp32":
+                return peak, f"data sheet of {name}"
+    return _measure(device, precision), "the best of 5 timed matrix products"
+
+
+def _measure(device: torch.device, precision: str, size: int = 1024) -> float:
+    a = torch.randn(size, size, device=device).to(COMPUTE_DTYPES[precision])
+    best = float("inf")
+    for _ in range(6):  # the first one warms up and is seldom the best
+        began = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best

@@ -1,0 +1,84 @@
+"""What a run tells about itself: config.yaml, state.json and events.jsonl, by rank 0."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lib.core import manifest, options
+from lib.core.paths import Experiment
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Journal:
+    """Writes nothing on other ranks than 0."""
+
+    def __init__(self, experiment: Experiment, rank: int) -> None:
+        self.experiment, self._active = experiment, rank == 0
+
+    def config(self, resolved: dict[str, Any], identity: dict[str, Any], model_dir: Path,
+               ) -> None:
+        """Write config.yaml: resolved options, versions, argv and the commit of the code."""
+        if not self._active:
+            return
+        content = {"options": resolved, "model_dir": str(model_dir), "identity": identity,
+                   "versions": manifest.versions(),
+                   "argv": options.redacted_argv(sys.argv), "git_commit": git_commit()}
+        temporary = self.experiment.config.with_suffix(".tmp")
+        temporary.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        temporary.replace(self.experiment.config)
+
+    def state(self, **facts: Any) -> None:
+        """Replace state.json: a hint for people and launchers, never the truth."""
+        if self._active:
+            facts["updated"] = _now()
+            manifest.write_json(self.experiment.state, facts)
+
+    def event(self, event: str, step: int, **facts: Any) -> None:
+        """Append a line to events.jsonl."""
+        if self._active:
+            with self.experiment.events.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": _now(), "event": event, "step": step, **facts})
+                           + "\n")
+
+
+def read_state(experiment: Experiment) -> dict[str, Any]:
+    """Return state.json, or an empty dict when it is missing or torn."""
+    try:
+        content = json.loads(experiment.state.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_config(experiment: Experiment) -> dict[str, Any]:
+    """Return config.yaml, or an empty dict when it is missing or torn."""
+    try:
+        content = yaml.safe_load(experiment.config.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def git_commit() -> str:
+    """Return the commit of the code, `+` behind it when files differ from it; empty if unknown."""
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True,
+                              text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,89 @@
+"""Figures of a run: metrics.jsonl, TensorBoard and the console, written by rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lib.core import log
+from lib.core.paths import Experiment
+
+_CONSOLE = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "lr",
+            "perf/tokens_per_sec": "tok/s", "perf/mfu": "mfu", "memory/peak_gib": "peak_gib"}
+
+
+class Metrics:
+    """Appends one JSON object per logged step; figures are not rounded, but on the console."""
+
+    def __init__(self, experiment: Experiment, rank: int, step: int) -> None:
+        """step: where the run goes on; what an interrupted run logged after it is dropped."""
+        self._active = rank == 0
+        if not self._active:
+            return
+        _cut(experiment.metrics, step)
+        self._file = experiment.metrics.open("a", encoding="utf-8", buffering=1)
+        self._board = _tensorboard(experiment.tensorboard, step)
+
+    def write(self, figures: dict[str, Any]) -> None:
+        """Write the figures of `figures["step"]`."""
+        if not self._active:
+            return
+        self._file.write(json.dumps(figures) + "\n")
+        if self._board is not None:
+            for key, value in figures.items():
+                if isinstance(value, (int, float)) and key != "step":
+                    self._board.add_scalar(key, value, figures["step"])
+
+    def console(self, figures: dict[str, Any], running_loss: float) -> None:
+        """Print a step's line."""
+        line: dict[str, Any] = {"global_step": figures["step"],
+                                "running_loss": round(running_loss, 4)}
+        line |= {short: _short(figures[key]) for key, short in _CONSOLE.items() if key in figures}
+        line |= {key: round(value, 1) for key, value in figures.items() if key.startswith("time/")}
+        log.info(f"[rank=0] {line}")
+
+    def close(self) -> None:
+        """Flush all sinks."""
+        if self._active:
+            self._file.close()
+            if self._board is not None:
+                self._board.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the logged objects; a line torn by a crash is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def _cut(path: Path, step: int) -> None:
+    """Drop the lines after `step`: the steps they tell of are about to be run again."""
+    rows = read(path)
+    kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
+    if path.exists():
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+
+
+def _tensorboard(directory: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.warn("no TensorBoard files: the package `tensorboard` is not installed")
+        return None
+    return SummaryWriter(str(directory), purge_step=step + 1 if step else None)
+
+
+def _short(value: float | None) -> Any:
+    if value is None:
+        return None
+    return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")

@@ -1,0 +1,169 @@
+"""A run in progress: what the training loop holds, and what it does between steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lib.checkpoints import commit
+from lib.checkpoints.save import save
+from lib.core import log, units
+from lib.core.errors import Preempted, StageError
+from lib.core.options import Options
+from lib.core.paths import Experiment
+from lib.tokens.loader import evaluation_batches
+from lib.tokens.windows import Windows
+from lib.train import distributed, memory, metrics, plot
+from lib.train.distributed import World
+from lib.train.journal import Journal
+from lib.train.loss import evaluate
+from lib.train.metrics import Metrics
+from lib.train.optimizer import LossScale
+from lib.train.plan import Plan
+from lib.train.signals import StopRequest
+from lib.train.timers import Timers
+
+
+@dataclass
+class Run:
+    """step: optimizer steps done. flops: per token, forward and backward. peak: FLOP/s per rank."""
+
+    options: Options
+    experiment: Experiment
+    plan: Plan
+    world: World
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    loss_scale: LossScale
+    train_windows: Windows
+    eval_windows: Windows
+    timers: Timers
+    stop_request: StopRequest
+    journal: Journal
+    metrics: Metrics
+    flops: float
+    peak: float
+    step: int
+    began: float = field(default_factory=time.monotonic)
+    last: dict[str, Any] = field(default_factory=dict)
+
+    def log_is_due(self) -> bool:
+        """Tell whether this step's figures are logged: the first, each --log-freq-th, the last."""
+        return self.step % self.options.log_freq == 0 or self.step in (1, self.plan.total_steps)
+
+    def evaluation_is_due(self) -> bool:
+        """Tell whether the validation loss is measured after this step."""
+        if len(self.eval_windows) == 0:
+            return False
+        every = self.options.eval_freq
+        return self.step == self.plan.total_steps or bool(every and self.step % every == 0)
+
+    def save_is_due(self) -> bool:
+        """Tell whether a checkpoint is written after this step."""
+        return self.step % self.options.ckpt_freq == 0 or self.step == self.plan.total_steps
+
+    def figures(self, loss: float, grad_norm: torch.Tensor, learning_rate: float,
+                ) -> dict[str, Any]:
+        """Return the figures of this step, speeds as means since the last log line."""
+        samples = self.step * self.plan.division.global_batch
+        times = self.timers.read()
+        per_second = self.plan.tokens_per_step / (times["time/total"] / 1000)
+        per_device = per_second / self.world.size
+        return {"step": self.step, "epoch": samples / self.plan.samples,
+                "train/loss": loss, "train/grad_norm": grad_norm.item(),
+                "train/learning_rate": learning_rate,
+                "train/tokens_seen": samples * self.plan.seq_length,
+                "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
+                "perf/tflops": per_device * self.flops / 1e12,
+                "perf/mfu": per_device * self.flops / self.peak,
+                **times, **memory.usage(self.world.device)}
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the validation loss; all ranks must call this."""
+        began = time.monotonic()
+        batches = evaluation_batches(self.eval_windows, self.options.eval_batches,
+                                     self.plan.division)
+        loss = evaluate(self.model, batches, self.world)
+        log.info(f"[rank=0] step {self.step}: validation loss {loss:.4f} "
+                 f"({units.duration(time.monotonic() - began)})")
+        self.timers.restart()
+        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+    def report(self, figures: dict[str, Any], running_loss: float) -> None:
+        """Write a step's figures everywhere. running_loss: mean since the last log line."""
+        self.last = figures
+        self.metrics.write(figures)
+        self.metrics.console(figures, running_loss)
+
+    def save(self, stopping: str = "") -> None:
+        """Commit a checkpoint, then delete old ones; all ranks must call this."""
+        began = time.monotonic()
+        logged = self.last if self.last.get("step") == self.step else {}
+        samples = self.step * self.plan.division.global_batch
+        state = {"step": self.step, "samples": samples, "tokens": samples * self.plan.seq_length,
+                 "seed": self.options.seed, "world_size": self.world.size,
+                 "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
+                 "loss_scale": self.loss_scale.state()}
+        checkpoint = save(self.experiment.checkpoints, self.step, self.model, self.optimizer,
+                          state, self.plan.identity(), self.world.device, self.world.control)
+        self.journal.event("save", self.step, path=checkpoint.path.name)
+        if self.world.rank == 0:
+            if gone := commit.prune(self.experiment.checkpoints, self.options.ckpt_keep):
+                self.journal.event("prune", self.step, steps=gone)
+            self._draw()
+            log.info(f"[rank=0] step {self.step}: saved {checkpoint.path} "
+                     f"({units.duration(time.monotonic() - began)})")
+        done = self.step == self.plan.total_steps
+        self.write_state("complete" if done else "preempted" if stopping else "running")
+        if stopping:
+            self.journal.event("signal", self.step, signal=stopping)
+        self.timers.restart()
+
+    def write_state(self, status: str) -> None:
+        """Write state.json."""
+        samples = self.step * self.plan.division.global_batch
+        checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
+        self.journal.state(status=status, step=self.step, total_steps=self.plan.total_steps,
+                           tokens=samples * self.plan.seq_length, sample_cursor=samples,
+                           samples=self.plan.samples, checkpoints=checkpoints)
+
+    def finish(self) -> None:
+        """Tell how the run ended; the last step has been saved."""
+        self.journal.event("complete", self.step)
+        rows = [row for row in metrics.read(self.experiment.metrics) if "train/loss" in row]
+        if self.world.rank == 0 and rows:
+            log.info(f"done: {self.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens, "
+                     f"{units.duration(time.monotonic() - self.began)}")
+            log.table({"training loss": f"{rows[0]['train/loss']:.4f} at step {rows[0]['step']} → "
+                                        f"{rows[-1]['train/loss']:.4f} at step {rows[-1]['step']}",
+                       "validation loss": _validation(rows),
+                       "plot": self.experiment.plot, "metrics": self.experiment.metrics})
+
+    def failed(self, error: BaseException) -> None:
+        """Note in state.json how the run ended, unless it was stopped after saving."""
+        if not isinstance(error, Preempted):
+            full = isinstance(error, StageError) and error.code == 4
+            self.write_state("disk_full" if full else "failed")
+
+    def close(self, in_order: bool) -> None:
+        """Flush the logs and leave the process group; in_order: all ranks got here."""
+        self.metrics.close()
+        if in_order:
+            distributed.stop(self.world)
+
+    def _draw(self) -> None:
+        name = f"{self.experiment.root.name}: {self.model.config.model_type}, " \
+               f"{self.world.size} × {self.world.device.type}"
+        plot.loss(metrics.read(self.experiment.metrics), self.experiment.plot, name)
+
+
+def _validation(rows: list[dict[str, Any]]) -> str:
+    losses = [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
+    if not losses:
+        return "not measured (the dataset has no validation split)"
+    return f"{losses[-1][1]:.4f} at step {losses[-1][0]}"

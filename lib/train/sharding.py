@@ -1,0 +1,77 @@
+"""FSDP2 for any Hugging Face causal LM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lib.core.errors import UsageError
+from lib.models.architecture import decoder_layers
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> str:
+    """Shard a meta-device model in place and return a sentence that says how.
+
+    Groups, bottom-up: each block of `_no_split_modules`; the input embedding; the final norm with
+    the output layer (one group with the embedding when their weights are tied, since a shared
+    parameter belongs to one group); the rest with the root. Masters, gradients and reductions are
+    float32, compute is `precision`. All ranks must call this, also when there is just one: the
+    mixed-precision policy acts through the sharding. Raises UsageError for a model without blocks:
+    sharding just the root would gather the whole model at once.
+    """
+    compute = COMPUTE_DTYPES[precision]
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    options = {"mesh": mesh, "mp_policy": policy}
+    blocks = list(decoder_layers(model).values())
+    if not blocks:
+        raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
+    for block in blocks:
+        fully_shard(block, **options)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    last = [m for m in (final_norm(model), head) if m is not None]
+    if head is not None and head.weight is embedding.weight:
+        last.insert(1, embedding)
+    else:
+        fully_shard(embedding, **options)
+    if last:
+        # Forward ends and backward begins with these: gathering them twice would be waste.
+        fully_shard(last, reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+    dtypes = {p.dtype for p in model.parameters()}
+    assert dtypes == {torch.float32}, f"masters must be float32, got {dtypes}"
+    name = type(blocks[0]).__mro__[2].__name__  # fully_shard puts a class of its own in front
+    return f"{len(blocks)} × {name}, embedding, output and root over {mesh.size()} ranks; " \
+           f"float32 masters and reductions, {precision} compute"
+
+
+def reshard(model: nn.Module) -> None:
+    """Return to sharded parameters after a forward without backward.
+
+    The groups that stay gathered between forward and backward would stay so for good, and
+    `model.parameters()` be the gathered copies in compute precision instead of the masters.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def final_norm(model: nn.Module) -> nn.Module | None:
+    """Return the normalisation between the last block and the output layer, if it stands alone."""
+    children = model.base_model.children()
+    norms = [child for child in children if "norm" in type(child).__name__.lower()]
+    return norms[-1] if norms else None
+
+
+def default_precision() -> str:
+    """Return bf16 where the hardware computes in it, else fp32."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    return "bf16" if "avx512_bf16" in flags or "amx_bf16" in flags else "fp32"

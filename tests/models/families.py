@@ -1,0 +1,73 @@
+"""Tiny models of many families, made on the spot: configs, and checkpoints with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                          "num_attention_heads": 4, "max_position_embeddings": 128}
+_SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.1, 1.2, 1.3, 1.4],
+             "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64}
+
+
+def _family(kind: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
+    def config(vocabulary: int = 97, **changes: Any) -> PretrainedConfig:
+        return kind(**{**_SIZES, **_SPECIAL, **own, "vocab_size": vocabulary, **changes})
+    return config
+
+
+# Each takes the vocabulary's size (odd by default, so that shards are uneven) and further fields.
+FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
+    "llama": _family(LlamaConfig, num_key_value_heads=2),
+    "llama_tied": _family(LlamaConfig, num_key_value_heads=2, tie_word_embeddings=True),
+    "llama3_rope": _family(LlamaConfig, rope_parameters=_LLAMA3),
+    "mistral": _family(MistralConfig, num_key_value_heads=2, head_dim=8, sliding_window=16),
+    "mixtral": _family(MixtralConfig, num_key_value_heads=2, head_dim=8, num_local_experts=3),
+    "falcon": _family(FalconConfig, new_decoder_architecture=True, num_kv_heads=2, alibi=False),
+    "phi": _family(PhiConfig),
+    "phi3": _family(Phi3Config, num_key_value_heads=2, rope_parameters=_LONGROPE),
+    "gpt_neox": _family(GPTNeoXConfig),
+    "qwen2": _family(Qwen2Config, num_key_value_heads=2, tie_word_embeddings=True),
+    "gemma": _family(GemmaConfig, num_key_value_heads=1, head_dim=8),
+    "gemma3": _family(Gemma3TextConfig, num_key_value_heads=1, head_dim=8, sliding_window=16,
+                      tie_word_embeddings=True),
+    "gpt2": _family(GPT2Config),
+}
+
+
+def make_checkpoint(directory: Path, config: PretrainedConfig, *,
+                    dtype: torch.dtype = torch.float32, **saving: Any) -> PreTrainedModel:
+    """Save a model with weights that are random everywhere (norms and biases too); return it.
+
+    saving: passed on to `save_pretrained`.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    model.to(dtype).save_pretrained(directory, **saving)
+    return model

@@ -1,0 +1,116 @@
+"""What the check of a finished model directory notices."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lib.core.errors import ArtifactError
+from lib.models import check, scratch
+
+WEIGHTS = "model.safetensors"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """Write a tiny model with random bf16 weights and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    scratch.write(tmp_path, "tiny", 300, 0, 1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [])) \
+        .save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def change(model_dir: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(model_dir / WEIGHTS)
+    how(tensors)
+    save_file(tensors, model_dir / WEIGHTS)
+
+
+def problems(model_dir: Path, weights: bool = True) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        check.examine(model_dir, weights=weights)
+    return caught.value.found
+
+
+def test_a_whole_model(model_dir):
+    facts = check.examine(model_dir, weights=True)
+    assert facts == check.Facts(scratch.SIZES["tiny"].parameters(320), "bfloat16", 320, 256, 2048)
+
+
+def test_a_model_from_scratch_has_no_weights(model_dir):
+    assert "weights where none belong" in problems(model_dir, weights=False)
+    (model_dir / WEIGHTS).unlink()
+    scratch.write(model_dir, "tiny", 300, 0, 1)
+    assert check.examine(model_dir, weights=False).dtype == "float32"
+
+
+def test_all_that_does_not_fit_is_told_at_once(model_dir):
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        tensors[Q_PROJ] = tensors[Q_PROJ][:5].clone()
+        tensors["model.layers.9.extra"] = torch.zeros(1)
+        tensors["model.norm.weight"] = torch.ones(256, dtype=torch.int64)
+    change(model_dir, spoil)
+    found = problems(model_dir)
+    for said in ("model.layers.0.mlp.up_proj.weight", Q_PROJ, "(5, 256)", "model.layers.9.extra",
+                 "model.norm.weight: expected floating-point numbers, found I64"):
+        assert said in found
+
+
+@pytest.mark.parametrize("cut", [-1, -1000, 5000, 100, 4, 0])
+def test_a_truncated_file(model_dir, cut):
+    content = (model_dir / WEIGHTS).read_bytes()
+    (model_dir / WEIGHTS).write_bytes(content[:cut])
+    assert WEIGHTS in problems(model_dir)
+
+
+def test_trailing_bytes_and_a_header_that_lies(model_dir):
+    path = model_dir / WEIGHTS
+    content = path.read_bytes()
+    path.write_bytes(content + b"x")
+    assert "too long" in problems(model_dir)
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8:8 + length])
+    header[Q_PROJ]["data_offsets"][0] += 2
+    lying = json.dumps(header).encode().ljust(length)
+    path.write_bytes(struct.pack("<Q", len(lying)) + lying + content[8 + length:])
+    assert f"{Q_PROJ} in {WEIGHTS} lies at" in problems(model_dir)
+    path.write_bytes(struct.pack("<Q", 1 << 62) + content[8:])
+    assert "header would take" in problems(model_dir)
+
+
+def test_an_index_that_does_not_fit_its_shards(model_dir):
+    (model_dir / WEIGHTS).unlink()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    model.save_pretrained(model_dir, max_shard_size="4MB")
+    assert check.examine(model_dir, weights=True).dtype == "float32"
+    index = model_dir / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "model-00001-of-00004.safetensors"
+    index.write_text(json.dumps(content))
+    assert "model.norm.weight is not in model-00001-of-00004.safetensors" in problems(model_dir)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(model_dir):
+    (model_dir / WEIGHTS).unlink()
+    scratch.write(model_dir, "tiny", 64, 0, 1)
+    assert "256 tokens, the model only 64 rows" in problems(model_dir, weights=False)
+
+
+def test_nothing_is_allocated_for_a_large_model(model_dir):
+    (model_dir / WEIGHTS).unlink()
+    scratch.write(model_dir, "70B", 32_000, 0, 1)
+    assert check.examine(model_dir, weights=False).parameters > 68e9

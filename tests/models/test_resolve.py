@@ -1,0 +1,94 @@
+"""A model's name to its directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.core import log, manifest
+from lib.core.errors import ArtifactError
+from lib.models.resolve import resolve
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a cache directory with two prepared models, `org--first` the older."""
+    monkeypatch.chdir(tmp_path)
+    for name, day in (("org--first", 1), ("scratch-tiny", 2)):
+        directory = tmp_path / ".cache/models" / name
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+        files = [manifest.file_entry(directory, directory / "config.json")]
+        manifest.write(directory, kind="model/1", stage="", identity={}, options={}, files=files,
+                       summary={})
+        path = directory / "manifest.json"
+        made = {**json.loads(path.read_text()), "created": f"2025-01-0{day}T00:00:00Z"}
+        path.write_text(json.dumps(made))
+    return Path(".cache")
+
+
+@pytest.mark.parametrize("name", ["org/first", "org--first", ".cache/models/org--first"])
+def test_every_spelling_of_a_prepared_model(cache, name):
+    assert resolve(name, cache) == cache / "models/org--first"
+
+
+def test_none_is_the_one_prepared_last_and_the_log_says_which(cache, capsys):
+    log.setup()
+    assert resolve(None, cache) == cache / "models/scratch-tiny"
+    assert "scratch-tiny, the one prepared last (of 2" in capsys.readouterr().out
+
+
+def test_a_directory_made_elsewhere_is_welcome(cache, capsys):
+    log.setup()
+    Path("saved").mkdir()
+    Path("saved/config.json").write_text("{}")
+    assert resolve("saved", cache) == Path("saved")
+    assert "made elsewhere" in capsys.readouterr().out
+
+
+def test_an_unknown_name_lists_what_there_is(cache):
+    with pytest.raises(ArtifactError) as caught:
+        resolve("org/second", cache)
+    told = caught.value.render()
+    assert "scratch-tiny, org--first" in told
+    assert "python 03_download_model.py --model-name org/second" in told
+
+
+def test_an_unfinished_model_does_not_exist(cache):
+    (cache / "models/org--third.partial-12345678").mkdir()
+    (cache / "models/org--third.partial-12345678/config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="no finished model") as caught:
+        resolve("org/third", cache)
+    assert "org--third.partial-12345678" in caught.value.found
+    with pytest.raises(ArtifactError, match="not finished"):
+        resolve(".cache/models/org--third.partial-12345678", cache)
+    (cache / "models/org--third").mkdir()
+    (cache / "models/org--third/config.json").write_text("{}")
+    with pytest.raises(ArtifactError) as caught:
+        resolve("org/third", cache)
+    assert "incomplete copy" in caught.value.found
+
+
+def test_a_model_that_lost_a_file_is_damaged(cache):
+    (cache / "models/org--first/config.json").write_text("{")
+    with pytest.raises(ArtifactError, match="damaged"):
+        resolve("org/first", cache)
+
+
+def test_nothing_prepared_tells_what_to_run(tmp_path):
+    with pytest.raises(ArtifactError) as caught:
+        resolve(None, tmp_path)
+    assert "--from-scratch" in caught.value.run
+
+
+def test_it_imports_nothing_heavy():
+    code = "import sys, lib.models.resolve; print([m for m in sys.modules if m in " \
+           "('torch', 'transformers', 'huggingface_hub', 'datasets', 'tokenizers')])"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True,
+                          check=True, env={"PYTHONPATH": str(root)})
+    assert done.stdout.strip() == "[]"

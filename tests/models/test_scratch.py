@@ -1,0 +1,34 @@
+"""The sizes on offer, counted on the meta device."""
+
+from __future__ import annotations
+
+import pytest
+
+from lib.models import architecture, scratch
+
+NAMED = {"tiny": 3e6, "350M": 350e6, "1B": 1e9, "3B": 3e9, "7B": 7e9, "13B": 13e9, "30B": 30e9,
+         "70B": 70e9}
+
+
+@pytest.mark.parametrize("size", scratch.SIZES)
+def test_parameters_are_near_the_name_and_as_the_formula_says(size, tmp_path):
+    vocabulary = scratch.SIZES[size].vocabulary
+    scratch.write(tmp_path, size, vocabulary, 0, 1)
+    model = architecture.build_on_meta(tmp_path)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == scratch.SIZES[size].parameters(vocabulary)
+    assert count == pytest.approx(NAMED[size], rel=0.11)
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+
+
+def test_the_vocabulary_is_padded(tmp_path):
+    assert [scratch.padded(n) for n in (1, 64, 65, 32_000)] == [64, 64, 128, 32_000]
+    assert scratch.config("tiny", 4097, None, None).vocab_size == 4160
+
+
+def test_same_size_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        scratch.write(tmp_path / name, "tiny", 4096, 0, 1)
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()

@@ -1,0 +1,123 @@
+"""The tokenizer that stage 03 trains."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+
+from lib.core.errors import ArtifactError, UsageError
+from lib.models import scratch, tokenizer
+
+HARD = ["", " ", "  a  ", "\n\n\r\n\t ", "\x00\x01\x7f\x1b[0m", "don't 'S 12345",
+        "naïve Ж 漢字 👩🏽‍🚀",
+        "e\u0301 \u200b\ufeff\u2028", f"{tokenizer.BOS}{tokenizer.EOS}", "<s></s>[INST]<|pad|>",
+        "a ,b .c n't", "\ufffd\uffff\U0010ffff", "Ġ Ċ ▁"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a dataset of words, numbers and other alphabets."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("etaoinshrdluäЖ漢", k=draw.randint(1, 8))) for _ in range(900)]
+    texts = [" ".join(draw.choices(words, k=60)) + f" {i}.\n" for i in range(400)]
+    path = tmp_path_factory.mktemp("data") / "corpus"
+    datasets.Dataset.from_dict({"text": [*texts, None, ""], "other": ["x"] * 402}) \
+        .save_to_disk(path)
+    return path
+
+
+def train(corpus: Path, into: Path, vocabulary: int = 600, **more) -> tuple[int, tokenizer.Sample]:
+    into.mkdir()
+    return tokenizer.train(corpus, vocabulary, 128, into, workers=1, show_progress=False, **more)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train one, beside the config of a model as it will stand."""
+    into = tmp_path_factory.mktemp("tokenizer") / "it"
+    assert train(corpus, into)[0] == 600
+    scratch.write(into, "tiny", 600, 0, 1)
+    return into
+
+
+def test_every_string_survives(trained):
+    loaded = AutoTokenizer.from_pretrained(trained, local_files_only=True)
+    draw = random.Random(1)
+    strange = ["".join(chr(draw.choice([draw.randrange(0x80), draw.randrange(0xD800),
+                                        draw.randrange(0xE000, 0x110000)]))
+                       for _ in range(draw.randint(1, 40))) for _ in range(300)]
+    for text in HARD + strange:
+        ids = loaded(text)["input_ids"]
+        assert ids[0] == loaded.bos_token_id
+        assert loaded.decode(ids, skip_special_tokens=True) == text
+        assert loaded.decode(loaded(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_text_cannot_forge_a_special_token(trained):
+    loaded = tokenizer.load(trained)
+    ids = loaded(f"a{tokenizer.EOS}b{tokenizer.BOS}")["input_ids"]
+    assert ids.count(loaded.bos_token_id) == 1 and loaded.eos_token_id not in ids
+    fast = loaded.backend_tokenizer.encode(tokenizer.EOS, add_special_tokens=False).ids
+    assert loaded.eos_token_id not in fast
+
+
+def test_what_a_trainer_reads_of_it(trained):
+    loaded = tokenizer.load(trained)
+    assert (len(loaded), loaded.model_max_length) == (600, 128)
+    assert (loaded.bos_token, loaded.eos_token) == (tokenizer.BOS, tokenizer.EOS)
+
+
+def test_same_text_same_bytes(corpus, trained, tmp_path):
+    train(corpus, tmp_path / "again")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (trained / file).read_bytes()
+
+
+def test_a_small_corpus_gives_fewer_tokens(corpus, tmp_path):
+    made, sample = train(corpus, tmp_path / "it", vocabulary=50_000)
+    assert 600 < made < 50_000
+    assert sample.documents_used == 402 and str(sample).startswith("all 402 documents")
+
+
+def test_the_sample_is_bounded_and_spread(corpus, tmp_path):
+    made, sample = train(corpus, tmp_path / "it", vocabulary=300, limit=5000)
+    assert made == 300
+    assert 4000 < sample.bytes_used <= 5000 < sample.bytes_there
+    assert 20 < sample.documents_used < 402 and "evenly spread" in str(sample)
+
+
+def test_one_long_document_is_cut(tmp_path):
+    datasets.Dataset.from_dict({"text": ["é" * 10_000]}).save_to_disk(tmp_path / "long")
+    made, sample = train(tmp_path / "long", tmp_path / "it", vocabulary=259, limit=1001)
+    assert made == 259 and sample.bytes_used == 1001
+
+
+def test_a_dataset_is_known_by_its_content(corpus, tmp_path):
+    moved = tmp_path / "moved"
+    datasets.load_from_disk(str(corpus)).save_to_disk(moved)
+    assert tokenizer.corpus_identity(corpus) == tokenizer.corpus_identity(corpus)
+    datasets.Dataset.from_dict({"text": ["b"]}).save_to_disk(tmp_path / "other")
+    assert tokenizer.corpus_identity(corpus) != tokenizer.corpus_identity(tmp_path / "other")
+    (tmp_path / "far.partial-1").mkdir()
+    with pytest.raises(ArtifactError, match="not exist") as caught:
+        tokenizer.corpus_identity(tmp_path / "far")
+    assert "far.partial-1" in caught.value.found
+    with pytest.raises(ArtifactError, match="not finished"):
+        tokenizer.corpus_identity(tmp_path / "far.partial-1")
+
+
+def test_copy_takes_tokenizer_files_only_and_sets_the_context(trained, tmp_path):
+    tokenizer.copy(trained, 64, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 64
+
+
+def test_a_broken_tokenizer_is_told_in_a_sentence(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(UsageError, match="does not load"):
+        tokenizer.load(tmp_path)

@@ -1,0 +1,304 @@
+"""Weights end up where they belong: loaded or drawn, whole or sharded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lib.core.errors import ArtifactError
+from lib.models.architecture import build_on_meta
+from lib.models.initialise import initialise, restore_buffers
+from lib.models.weights import INDEX, WEIGHTS, Checkpoint, has_weights, load_pretrained
+from tests.models.families import FAMILIES, make_checkpoint
+from tests.models.two_ranks import TOKENS, full_weights, spoil
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _empty(directory: Path) -> PreTrainedModel:
+    model = build_on_meta(directory).to_empty(device="cpu")
+    with torch.no_grad():
+        spoil(model)
+    return model
+
+
+def _loaded(directory: Path) -> PreTrainedModel:
+    model = _empty(directory)
+    load_pretrained(model, directory)
+    return model
+
+
+def _reference(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def _differences(found: Tensors, expected: Tensors) -> list[str]:
+    return [name for name in found.keys() | expected.keys()
+            if name not in found or name not in expected
+            or not torch.equal(found[name], expected[name])]
+
+
+def _assert_same(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+    assert _differences(full_weights(found), full_weights(expected)) == []
+
+
+@pytest.fixture
+def rewrite(tmp_path: Path) -> Callable[[Callable[[Tensors], Any]], Path]:
+    """Return a function that saves a tiny Llama whose tensors went through a change."""
+    def rewritten(change: Callable[[Tensors], Any], family: str = "llama") -> Path:
+        make_checkpoint(tmp_path, FAMILIES[family]())
+        tensors = load_file(tmp_path / WEIGHTS)
+        change(tensors)
+        save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+        return tmp_path
+    return rewritten
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loads_what_from_pretrained_loads(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    make_checkpoint(tmp_path, FAMILIES[name](), dtype=dtype)
+    model, reference = _loaded(tmp_path), _reference(tmp_path)
+    _assert_same(model, reference)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    head = model.get_output_embeddings().weight
+    assert (head is model.get_input_embeddings().weight) == model.config.tie_word_embeddings
+    with torch.no_grad():
+        logits = [m.eval()(TOKENS, use_cache=False).logits for m in (model, reference)]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gpt_neox"])
+def test_loads_several_files_through_an_index(tmp_path: Path, name: str) -> None:
+    assert not has_weights(tmp_path)
+    make_checkpoint(tmp_path, FAMILIES[name](), max_shard_size="20KB")
+    assert (tmp_path / INDEX).exists() and has_weights(tmp_path)
+    _assert_same(_loaded(tmp_path), _reference(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "qwen2"])
+def test_loads_names_of_the_base_model(tmp_path: Path, name: str) -> None:
+    model = make_checkpoint(tmp_path, FAMILIES[name](tie_word_embeddings=True))
+    model.base_model.save_pretrained(tmp_path / "base")
+    _assert_same(_loaded(tmp_path / "base"), _reference(tmp_path))
+
+
+def test_loads_a_checkpoint_with_fused_experts(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, FAMILIES["mixtral"](), save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / WEIGHTS)
+    _assert_same(_loaded(tmp_path), _reference(tmp_path))
+
+
+@pytest.mark.skipif("hrm_text" not in CONFIG_MAPPING, reason="this transformers has no hrm_text")
+def test_loads_a_tensor_that_becomes_several_parameters(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIG_MAPPING["hrm_text"](
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=8))
+    _assert_same(_loaded(tmp_path), _reference(tmp_path))
+
+
+def test_ignores_what_old_checkpoints_hold(rewrite: Callable[..., Path]) -> None:
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    directory = rewrite(lambda tensors: tensors.update(old))
+    _assert_same(_loaded(directory), _reference(directory))
+
+
+def test_takes_a_tied_weight_under_both_names(rewrite: Callable[..., Path]) -> None:
+    directory = rewrite(lambda tensors: tensors.update(
+        {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}), "llama_tied")
+    _assert_same(_loaded(directory), _reference(directory))
+
+
+def test_takes_a_tied_weight_under_the_other_name(rewrite: Callable[..., Path]) -> None:
+    directory = rewrite(lambda tensors: tensors.update(
+        {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}), "llama_tied")
+    _assert_same(_loaded(directory), _reference(directory))
+
+
+def test_tied_weights_that_differ_are_refused(rewrite: Callable[..., Path]) -> None:
+    directory = rewrite(lambda tensors: tensors.update(
+        {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}), "llama_tied")
+    with pytest.raises(ArtifactError) as error:
+        _loaded(directory)
+    assert "tie_word_embeddings" in error.value.render()
+
+
+def test_all_misfits_are_told_at_once(rewrite: Callable[..., Path]) -> None:
+    def change(tensors: Tensors) -> None:
+        del tensors["model.norm.weight"]
+        tensors["lm_head.weight"] = torch.zeros(96, 32)
+        tensors["model.layers.9.extra"] = torch.zeros(1)
+        tensors["model.layers.1.input_layernorm.weight"] = torch.zeros(32, dtype=torch.int8)
+
+    with pytest.raises(ArtifactError) as error:
+        _loaded(rewrite(change))
+    told = error.value.found
+    assert "missing: model.norm.weight" in told
+    assert "lm_head.weight: expected shape (97, 32), found (96, 32)" in told
+    assert "unexpected: model.layers.9.extra" in told
+    assert "model.layers.1.input_layernorm.weight: holds I8" in told
+    assert len(told.splitlines()) == 4
+
+
+def test_a_missing_expert_is_named(rewrite: Callable[..., Path]) -> None:
+    lost = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
+    with pytest.raises(ArtifactError) as error:
+        _loaded(rewrite(lambda tensors: tensors.pop(lost), "mixtral"))
+    assert error.value.found == f"missing: {lost}"
+
+
+def test_missing_and_damaged_files_are_told(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, FAMILIES["llama"](), max_shard_size="20KB")
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-10])
+    with pytest.raises(ArtifactError) as error:
+        _loaded(tmp_path)
+    assert f"missing: the file {files[0].name}" in error.value.found
+    assert f"damaged: the file {files[1].name}" in error.value.found
+
+
+def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, FAMILIES["llama"](), max_shard_size="20KB")
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"]["ghost"] = next(iter(index["weight_map"].values()))
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ArtifactError) as error:
+        _loaded(tmp_path)
+    assert "missing: ghost" in error.value.found
+    (tmp_path / INDEX).write_text("{")
+    with pytest.raises(ArtifactError, match="damaged"):
+        _loaded(tmp_path)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    assert not has_weights(tmp_path)
+    with pytest.raises(ArtifactError):
+        _loaded(tmp_path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_draws_by_the_rules_of_the_family(tmp_path: Path, name: str) -> None:
+    # Wide enough that the spread of each matrix is known to a few percent.
+    FAMILIES[name](hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+                   num_attention_heads=8).save_pretrained(tmp_path)
+    model = _empty(tmp_path)
+    initialise(model, seed=1)
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    expected = dict(reference.named_parameters())
+    for key, found in model.named_parameters():
+        std = expected[key].std().item()
+        error = 5 * std / found.numel() ** 0.5
+        assert found.mean().item() == pytest.approx(expected[key].mean().item(), abs=1.5 * error)
+        assert found.std().item() == pytest.approx(std, abs=error), key
+        assert std == 0 or not torch.equal(found, expected[key])
+    assert _differences(dict(model.named_buffers()), dict(reference.named_buffers())) == []
+    zeroed = model.get_input_embeddings()
+    assert zeroed.padding_idx is None or not zeroed.weight[zeroed.padding_idx].any()
+
+
+def test_gpt2_scales_the_residual_projections_by_depth(tmp_path: Path) -> None:
+    FAMILIES["gpt2"](hidden_size=64, num_hidden_layers=8).save_pretrained(tmp_path)
+    model = _empty(tmp_path)
+    initialise(model, seed=1)
+    assert model.transformer.h[3].mlp.c_proj.weight.std().item() == pytest.approx(0.005, rel=0.1)
+    assert model.transformer.h[3].mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_seed_decides_and_leaves_the_generator_alone(tmp_path: Path) -> None:
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    draws = []
+    for seed in (5, 5, 6):
+        torch.rand(seed)  # whatever the process drew before
+        state = torch.get_rng_state()
+        model = _empty(tmp_path)
+        initialise(model, seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        draws.append(dict(model.named_parameters()))
+    torch.set_rng_state(before)
+    assert _differences(draws[0], draws[1]) == []
+    assert "model.layers.0.mlp.up_proj.weight" in _differences(draws[0], draws[2])
+    layers = [draws[0][f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1)]
+    assert not torch.equal(*layers)
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+])
+def test_scaled_rope_tables_are_restored(tmp_path: Path, rope: dict[str, Any]) -> None:
+    FAMILIES["llama"](rope_parameters={"rope_theta": 10000.0, **rope}).save_pretrained(tmp_path)
+    model = _empty(tmp_path)
+    restore_buffers(model)
+    reference = AutoModelForCausalLM.from_config(model.config)
+    assert len(list(model.buffers())) == 2
+    assert _differences(dict(model.named_buffers()), dict(reference.named_buffers())) == []
+
+
+def test_parameters_without_a_rule_get_what_their_constructor_gives(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["openai-gpt"](vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    config.save_pretrained(tmp_path)
+    draws = []
+    for _ in range(2):
+        model = _empty(tmp_path)
+        initialise(model, seed=1)
+        draws.append(dict(model.named_parameters()))
+    weight = draws[0]["transformer.h.1.attn.c_attn.weight"]
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert _differences(*draws) == []
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return config and sharding of each case: all families, and shards of every kind."""
+    usual = {"placement": None, "mesh": [2]}
+    found = {name: (config(), usual) for name, config in FAMILIES.items()}
+    mixtral = FAMILIES["mixtral"]
+    found["more_ranks_than_experts"] = (mixtral(num_local_experts=1, num_experts_per_tok=1), usual)
+    found["experts_by_rows"] = (mixtral(), {"placement": 1, "mesh": [2]})
+    found["experts_by_columns"] = (mixtral(), {"placement": 2, "mesh": [2]})
+    found["replicated"] = (FAMILIES["llama_tied"](), {"placement": None, "mesh": [2, 1]})
+    found["hybrid"] = (FAMILIES["llama_tied"](), {"placement": None, "mesh": [1, 2]})
+    return found
+
+
+def test_two_ranks_hold_what_one_process_holds(
+        tmp_path: Path, stage: Callable[..., Any], cases: dict[str, tuple[Any, dict[str, Any]]],
+) -> None:
+    for name, (config, _) in cases.items():
+        make_checkpoint(tmp_path / name, config)
+    (tmp_path / "cases.json").write_text(
+        json.dumps({name: how for name, (_, how) in cases.items()}))
+    stage("tests/models/two_ranks.py", tmp_path, ranks=2)
+    for name in cases:
+        reference = _reference(tmp_path / name)
+        drawn = _empty(tmp_path / name)
+        initialise(drawn, seed=3)
+        with torch.no_grad():
+            logits = reference.eval()(TOKENS, use_cache=False).logits
+        for rank in range(2):
+            result = torch.load(tmp_path / f"{name}.rank{rank}.pt")
+            assert _differences(result["loaded"], full_weights(reference)) == [], name
+            torch.testing.assert_close(result["logits"], logits, rtol=0, atol=1e-5)
+            assert _differences(result["drawn"], full_weights(drawn)) == [], name
+            assert result["read"] == result["held"], f"{name}: read more than its own part"
+
+
+def test_a_part_is_read_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, FAMILIES["llama"]())
+    whole = load_file(tmp_path / WEIGHTS)["lm_head.weight"]
+    with Checkpoint(tmp_path) as checkpoint:
+        part = checkpoint.read("lm_head.weight", (slice(90, 97), slice(3, 5)))
+    assert torch.equal(part, whole[90:97, 3:5])

@@ -1,0 +1,106 @@
+"""Run by torchrun: fills sharded models, and leaves logits, weights and bytes read for the test.
+
+argv: a directory with one model directory per case, named `<case>` and listed in cases.json as
+{case: {"placement": dimension to shard or null for FSDP's own, "mesh": shape}}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.models import initialise, weights
+from lib.models.architecture import build_on_meta, decoder_layers
+from lib.models.shards import local_slice, local_tensor
+
+TOKENS = torch.arange(24).reshape(2, 12) % 90 + 3
+
+
+def shard(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) -> None:
+    """Shard as the trainer does: layers, then norm and head (and a tied embedding), then root."""
+    names = ("replicate", "shard")[-len(mesh_shape):]
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)}
+    for layer in decoder_layers(model).values():
+        place = None if placement is None else lambda p: Shard(min(placement, p.ndim - 1))
+        fully_shard(layer, **options, shard_placement_fn=place)
+    norm = [m for m in model.base_model.children() if "Norm" in type(m).__name__]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is head.weight:
+        fully_shard([*norm, embedding, head], **options)
+    else:
+        fully_shard(embedding, **options)
+        fully_shard([*norm, head], **options)
+    fully_shard(model, **options)
+
+
+def spoil(model: nn.Module) -> None:
+    """Put NaN (or a wrong number) wherever `to_empty` may have left anything."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        local_tensor(tensor).fill_(torch.nan if tensor.is_floating_point() else 7)
+
+
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers, gathered. All ranks must call this."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in named}
+
+
+def check_slices(model: nn.Module) -> None:
+    """Assert that `local_slice` has the shape of every local part."""
+    for name, parameter in model.named_parameters():
+        sizes = [part.stop - part.start for part in local_slice(parameter)]
+        assert sizes == list(local_tensor(parameter).shape), (name, sizes)
+
+
+def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, Any]:
+    """Load and then initialise one sharded model; return what the test compares."""
+    read = [0]
+    original = weights.Checkpoint.read
+
+    def counting(self: weights.Checkpoint, *arguments: Any) -> torch.Tensor:
+        tensor = original(self, *arguments)
+        read[0] += tensor.numel()
+        return tensor
+
+    weights.Checkpoint.read = counting
+    model = build_on_meta(directory)
+    shard(model, placement, mesh)
+    model.to_empty(device="cpu")
+    spoil(model)
+    weights.load_pretrained(model, directory)
+    weights.Checkpoint.read = original
+    check_slices(model)
+    held = sum(local_tensor(p).numel() for p in model.parameters())
+    loaded = full_weights(model)
+    logits = model.eval()(TOKENS, use_cache=False).logits.detach()
+    spoil(model)
+    initialise.initialise(model, seed=3)
+    return {"logits": logits, "loaded": loaded, "drawn": full_weights(model),
+            "read": read[0], "held": held}
+
+
+def main() -> None:
+    """Run all cases and save each rank's results as `<case>.rank<r>.pt`."""
+    root = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    for name, how in json.loads((root / "cases.json").read_text()).items():
+        result = case(root / name, how["placement"], how["mesh"])
+        torch.save(result, root / f"{name}.rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Stage 03 as a person runs it, against a Hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, StageRunner
+from tests.hub_server import HubServer, Repo
+
+SCRIPT, NAME, TOKEN = "03_download_model.py", "org/tiny-llama", "hf_SecretSecretSecret"
+TARGET = Path(".cache/models/org--tiny-llama")
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the files of a small random Llama in two shards, as its repository has them."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    where = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=320, hidden_size=64, intermediate_size=128,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         max_position_embeddings=128)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(where, max_shard_size="100KB")
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(where / "tokenizer.json"))
+    (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (where / "LICENSE").write_text("Do as you like.\n")
+    (where / "README.md").write_text("# Tiny\n")
+    return {path.name: path.read_bytes() for path in where.iterdir()}
+
+
+@pytest.fixture
+def hub(model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        ) -> Iterator[HubServer]:
+    """Serve the small model and point HF_ENDPOINT at it, away from any real login."""
+    with HubServer() as server:
+        server.repos[NAME] = Repo({
+            **model_files, "pytorch_model.bin": b"\x80\x04pickle", "model.py": b"print()",
+            "consolidated.safetensors": b"the same again", "original/params.json": b"{}"})
+        for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
+        yield server
+
+
+def leftovers(where: Path) -> list[str]:
+    """Return what lies under .cache/models."""
+    models = where / ".cache/models"
+    return sorted(path.name for path in models.iterdir()) if models.exists() else []
+
+
+def holds(where: Path, secret: str) -> list[Path]:
+    """Return the files under a directory that contain a secret."""
+    return [path for path in where.rglob("*") if path.is_file()
+            and secret.encode() in path.read_bytes()]
+
+
+def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_path, model_files):
+    done = stage(SCRIPT, "--model-name", NAME)
+    target = tmp_path / TARGET
+    there = {path.name: path.read_bytes() for path in target.iterdir()}
+    made = json.loads(there.pop("manifest.json"))
+    assert there == model_files
+    assert all(path.is_file() and not path.is_symlink() for path in target.iterdir())
+    assert made["kind"] == "model/1" and made["summary"]["source"] == "hub"
+    assert made["summary"]["commit"] == hub.repos[NAME].commit
+    assert made["summary"]["dtype"] == "bfloat16" and made["summary"]["context"] == 128
+    assert {entry["path"] for entry in made["files"]} == set(model_files)
+    assert all(entry["digest"].startswith("sha256:") for entry in made["files"])
+    assert f"torchrun 04_train_fsdp.py -e org--tiny-llama -d hf_datasets/corpus -m {NAME}" \
+        in done.stdout
+    moved = target.rename(tmp_path / "elsewhere")
+    load = "import sys, transformers as t; where = sys.argv[1]; " \
+           "model = t.AutoModelForCausalLM.from_pretrained(where); " \
+           "print(model.num_parameters(), len(t.AutoTokenizer.from_pretrained(where)))"
+    loaded = subprocess.run([sys.executable, "-c", load, moved], text=True, capture_output=True,
+                            env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
+    assert loaded.stdout.split() == [str(made["summary"]["parameters"]), "256"]
+
+
+def test_run_again_asks_nothing_and_another_revision_is_refused(hub, stage: StageRunner, tmp_path):
+    stage(SCRIPT, "--model-name", NAME)
+    hub.requests.clear()
+    began = time.monotonic()
+    assert "already done" in stage(SCRIPT, "--model-name", NAME).stdout
+    assert time.monotonic() - began < 2
+    refused = stage(SCRIPT, "--model-name", NAME, "--revision", "v2", expect=2).stderr
+    assert "--revision: main there, v2 now" in refused and "--overwrite" in refused
+    assert not hub.requests
+    (tmp_path / TARGET / "config.json").unlink()
+    assert "config.json is missing" in stage(SCRIPT, "--model-name", NAME, expect=3).stderr
+    stage(SCRIPT, "--model-name", NAME, "--overwrite")
+    assert hub.paths(SHARDS[0]) and (tmp_path / TARGET / "config.json").exists()
+    assert leftovers(tmp_path) == ["org--tiny-llama"]
+
+
+def test_a_commit_can_be_named(hub, stage: StageRunner, tmp_path):
+    commit = hub.repos[NAME].commit
+    stage(SCRIPT, "--model-name", NAME, "--revision", commit)
+    assert all(f"/resolve/{commit}/" in path for path in hub.paths("/resolve/"))
+
+
+def test_dry_run_needs_no_network(hub, stage: StageRunner, tmp_path):
+    out = stage(SCRIPT, "--model-name", NAME, "--dry-run").stdout
+    assert NAME in out and hub.url in out and str(TARGET) in out
+    assert not hub.requests and not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("file", [SHARDS[1], "tokenizer.json"])
+def test_a_file_of_the_right_size_but_other_content_is_refused(hub, stage: StageRunner, tmp_path,
+                                                               file):
+    repo = hub.repos[NAME]
+    content = bytearray(repo.files[file])
+    content[-2] ^= 1
+    repo.served[file] = bytes(content)
+    error = stage(SCRIPT, "--model-name", NAME, expect=3).stderr
+    assert f"{file} arrives damaged" in error and "Traceback" not in error
+    assert not (tmp_path / TARGET).exists()
+    repo.served.clear()
+    hub.requests.clear()
+    stage(SCRIPT, "--model-name", NAME)
+    assert (tmp_path / TARGET / file).read_bytes() == repo.files[file]
+    assert leftovers(tmp_path) == ["org--tiny-llama"]
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].cut[SHARDS[0]] = 10_000
+    stage(SCRIPT, "--model-name", NAME)
+    assert "bytes=10000-" in [r.range for r in hub.requests if SHARDS[0] in r.path]
+    assert (tmp_path / TARGET / SHARDS[0]).read_bytes() == hub.repos[NAME].files[SHARDS[0]]
+
+
+def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
+    repo = hub.repos[NAME]
+    repo.files["model.safetensors.index.json"] += b" " * 64  # another version than a kill leaves
+    repo.slow = 0.3
+    run = subprocess.Popen([sys.executable, ROOT / SCRIPT, "--model-name", NAME], cwd=tmp_path,
+                           stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not any(part.stat().st_size for part in tmp_path.glob(f"{TARGET}.partial-*/*-of-*.part")):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert not (tmp_path / TARGET).exists()
+    repo.slow = 0.0
+    repo.files["LICENSE"] += b"Or not.\n"  # main has moved on since
+    hub.requests.clear()
+    stage(SCRIPT, "--model-name", NAME)
+    there = {path.name: path.read_bytes() for path in (tmp_path / TARGET).iterdir()}
+    assert {name: content for name, content in repo.files.items() if name in there} \
+        == {name: content for name, content in there.items() if name != "manifest.json"}
+    assert leftovers(tmp_path) == ["org--tiny-llama"]
+    assert any(r.range for r in hub.requests)  # bytes that had come did not come again
+
+
+def test_gated_without_and_with_a_token(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].gated, hub.repos[NAME].token = True, TOKEN
+    error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
+    assert "gated" in error and "HF_TOKEN" in error and "Traceback" not in error
+    assert not leftovers(tmp_path)
+    done = stage(SCRIPT, "--model-name", NAME, "--token", TOKEN)
+    assert TOKEN not in done.stdout + done.stderr and not holds(tmp_path, TOKEN)
+    assert {r.token for r in hub.requests if r.path.startswith("/api/")} == {"", TOKEN}
+    stored = json.loads((tmp_path / TARGET / "manifest.json").read_text())
+    assert stored["options"]["token"] == "[redacted]"
+    wrong = stage(SCRIPT, "--model-name", NAME, "--overwrite", expect=2,
+                  env={"HF_TOKEN": "hf_WrongWrongWrong"}).stderr
+    assert "gated" in wrong and "hf_Wrong" not in wrong
+    assert (tmp_path / TARGET / SHARDS[0]).exists()
+
+
+def test_the_token_stays_with_the_hub(hub, stage: StageRunner):
+    hub.repos[NAME].token = TOKEN
+    stage(SCRIPT, "--model-name", NAME, env={"HF_TOKEN": TOKEN})
+    assert all(request.token == TOKEN for request in hub.requests[:2])
+
+
+def test_a_token_that_is_none_is_not_printed(hub, stage: StageRunner):
+    for arguments, env in ((["--token", "hf_a b\n"], {}), ([], {"HF_TOKEN": "hf_a\x01b"})):
+        done = stage(SCRIPT, "--model-name", NAME, *arguments, env=env, expect=2)
+        assert "hf_a" not in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
+    assert "there is no model org/nothing" in stage(
+        SCRIPT, "--model-name", "org/nothing", expect=2).stderr
+    assert "no revision 'v9'" in stage(
+        SCRIPT, "--model-name", NAME, "--revision", "v9", expect=2).stderr
+    down = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert "out of reach" in down.stderr
+    offline = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_HUB_OFFLINE": "1"})
+    assert "unset HF_HUB_OFFLINE" in offline.stderr
+    assert not leftovers(tmp_path)
+
+
+def change_config(repo: Repo, **fields: object) -> None:
+    repo.files["config.json"] = json.dumps(
+        {**json.loads(repo.files["config.json"]), **fields}).encode()
+
+
+@pytest.mark.parametrize("case", ["pickles", "unknown", "no config", "encoder", "index"])
+def test_what_cannot_be_trained_is_refused_before_the_weights_come(hub, stage: StageRunner,
+                                                                   tmp_path, case):
+    repo = hub.repos[NAME]
+    if case == "pickles":
+        repo.files = {name: content for name, content in repo.files.items()
+                      if "safetensors" not in name}
+    elif case == "unknown":
+        change_config(repo, model_type="novel", auto_map={"AutoConfig": "model.Config"})
+    elif case == "no config":
+        del repo.files["config.json"]
+    elif case == "encoder":
+        change_config(repo, model_type="bert")
+    else:
+        repo.files["model.safetensors.index.json"] = b'{"weight_map": {"a": "../a.safetensors"}}'
+    done = stage(SCRIPT, "--model-name", NAME, expect=2)
+    said = {"pickles": "only pickles", "unknown": "does not know models of type 'novel'",
+            "no config": "no config.json", "encoder": "no causal language model",
+            "index": "does not fit the repository"}[case]
+    assert said in done.stderr and "Traceback" not in done.stderr and "/tmp" not in done.stderr
+    assert not leftovers(tmp_path) and not hub.paths("-of-")
+
+
+def test_auto_map_on_a_known_type_is_ignored(hub, stage: StageRunner, tmp_path):
+    change_config(hub.repos[NAME], auto_map={"AutoModelForCausalLM": "model.Model"})
+    stage(SCRIPT, "--model-name", NAME)
+    assert not (tmp_path / TARGET / "model.py").exists()
+
+
+def test_weights_that_do_not_fit_the_config_are_not_published(hub, stage: StageRunner, tmp_path):
+    change_config(hub.repos[NAME], num_hidden_layers=3, vocab_size=200)
+    error = stage(SCRIPT, "--model-name", NAME, expect=3).stderr
+    assert "model.layers.2.self_attn.q_proj.weight" in error
+    assert "the tokenizer has 256 tokens, the model only 200 rows" in error
+    assert f"the files of {NAME} do not make" in error and not leftovers(tmp_path)
+
+
+def test_options_that_contradict_each_other_are_told_together(stage: StageRunner):
+    error = stage(SCRIPT, "--from-scratch", "--revision", "x", expect=2).stderr
+    assert "3 problems" in error and "--model-size" in error and "tokenizer" in error
+    assert "--vocab-size needs --from-scratch" in stage(
+        SCRIPT, "--model-name", NAME, "--vocab-size", 500, expect=2).stderr
+    assert "nothing to prepare" in stage(SCRIPT, expect=2).stderr
+    assert "no name of a repository" in stage(SCRIPT, "--model-name", "../x", expect=2).stderr
+
+
+def test_help_is_quick(stage: StageRunner):
+    began = time.monotonic()
+    assert "--train-tokenizer" in stage(SCRIPT, "--help").stdout
+    assert time.monotonic() - began < 1
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Write a dataset with a train and a validation split."""
+    import datasets
+
+    texts = [f"Document {i}: the cat number {i * i} sat on mat {i % 7}, purring.\n" * 5
+             for i in range(300)]
+    made = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": texts}),
+                                validation=datasets.Dataset.from_dict({"text": ["zzzzzzzz" * 99]}))
+    made.save_to_disk(tmp_path / "hf_datasets/corpus")
+    return Path("hf_datasets/corpus")
+
+
+def scratch(*more: object) -> list[object]:
+    return [SCRIPT, "--from-scratch", "--model-size", "tiny", *more]
+
+
+def test_from_scratch(stage: StageRunner, tmp_path, corpus, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    train = ("--train-tokenizer", corpus, "--vocab-size", 500)
+    planned = stage(*scratch(*train, "--dry-run")).stdout
+    assert "512 rows for 500 tokens" in planned and not leftovers(tmp_path)
+    done = stage(*scratch(*train))
+    assert "all 300 documents" in done.stdout
+    assert f"-e scratch-tiny -d {corpus} -m scratch-tiny" in done.stdout
+    target = tmp_path / ".cache/models/scratch-tiny"
+    assert {path.name for path in target.iterdir()} == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "manifest.json"}
+    summary = json.loads((target / "manifest.json").read_text())["summary"]
+    assert summary["vocabulary"] == 512 and summary["tokens"] == 500
+    assert summary["context"] == 2048 and summary["source"] == "scratch"
+    assert "already done" in stage(*scratch(*train)).stdout
+    again = stage(*scratch(*train), "--model-name", "me/other", "--num-workers", 1)
+    assert "-m me/other" in again.stdout
+    assert (tmp_path / ".cache/models/me--other/tokenizer.json").read_bytes() \
+        == (target / "tokenizer.json").read_bytes()
+    differs = stage(*scratch("--train-tokenizer", corpus), expect=2).stderr
+    assert "--vocab-size: 500 there, 4096 now" in differs
+
+
+def test_from_scratch_with_a_tokenizer(stage: StageRunner, tmp_path, corpus):
+    stage(*scratch("--train-tokenizer", corpus, "--vocab-size", 400))
+    given = ("--tokenizer", ".cache/models/scratch-tiny", "--model-name", "big")
+    stage(SCRIPT, "--from-scratch", "--model-size", "1B", *given)
+    config = json.loads((tmp_path / ".cache/models/big/config.json").read_text())
+    limits = json.loads((tmp_path / ".cache/models/big/tokenizer_config.json").read_text())
+    assert config["vocab_size"] == 448 and config["eos_token_id"] == 1
+    assert limits["model_max_length"] == config["max_position_embeddings"] == 4096
+    small = stage(*scratch(*given, "--vocab-size", 399, "--overwrite"), expect=2).stderr
+    assert "400 tokens in .cache/models/scratch-tiny" in small
+
+
+def test_from_scratch_on_a_corpus_too_small_warns(stage: StageRunner, corpus):
+    done = stage(*scratch("--train-tokenizer", corpus))
+    assert "warning: hf_datasets/corpus holds too little text for 4096 tokens" in done.stdout
+
+
+def test_from_scratch_refuses_bad_inputs(stage: StageRunner, tmp_path, corpus):
+    import datasets
+
+    datasets.Dataset.from_dict({"body": ["a"]}).save_to_disk(tmp_path / "untitled")
+    (tmp_path / "empty").mkdir()
+    for arguments, code, said in (
+            (("--train-tokenizer", "untitled"), 2, "no column of strings called `text`"),
+            (("--train-tokenizer", "nowhere"), 3, "does not exist"),
+            (("--train-tokenizer", "empty"), 2, "not a dataset"),
+            (("--tokenizer", "empty"), 2, "holds no tokenizer"),
+            (("--tokenizer", "nowhere"), 2, "no such directory"),
+            (("--train-tokenizer", corpus, "--vocab-size", 100), 2, "too small")):
+        error = stage(*scratch(*arguments), expect=code).stderr
+        assert said in error and "Traceback" not in error
+    assert not leftovers(tmp_path)
