@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     add("--follow-symlinks", action="store_true",
         help="also take what symbolic links lead to, inside or outside the source "
              "(without it, no link is followed)")
-    parser.add_common("look into and place files (threads)")
+    parser.add_common("look into and place files (as threads)")
     return parser.parse(argv)
 
 
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> None:
     with publish.Build(opts.dst_root, KIND, identity, opts.overwrite) as build:
         # Work.
         total = sum(sizes.values())
-        mode = place.mode_that_works(f"{opts.src_dir}/{files[0][0].path}", build.dir, opts.mode,
+        mode = place.mode_that_works(opts.src_dir / files[0][0].path, build.dir, opts.mode,
                                      total)
         ways = place.place_all(opts.src_dir, build.dir, files, mode, opts.num_workers, progress)
         write_list(build.dir / "files.jsonl", entries, files)

@@ -63,7 +63,7 @@ def parse(argv: list[str]) -> Options:
                         help="tokens per sample (default: 1024, or the model's limit if lower)")
 
     optimizer = parser.add_argument_group("optimizer")
-    optimizer.add_argument("--lr", "--max-lr", type=options.positive, metavar="X",
+    optimizer.add_argument("--lr", "--max-lr", type=options.non_negative, metavar="X",
                            help="peak learning rate (default: 3e-5, from scratch 3e-4)")
     optimizer.add_argument("--min-lr", type=options.non_negative, metavar="X",
                            help="learning rate at the last step (default: a tenth of the peak)")

@@ -56,6 +56,7 @@ class Request:
     path: str
     range: str
     token: str
+    from_storage: bool
 
 
 class HubServer:
@@ -89,10 +90,11 @@ class HubServer:
             def do_GET(self) -> None:
                 path = unquote(urlsplit(self.path).path)
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-                request = Request(path, self.headers.get("Range", ""), token)
+                request = Request(path, self.headers.get("Range", ""), token,
+                                  storage)
                 hub.requests.append(request)
                 try:
-                    hub.answer(self, request, storage)
+                    hub.answer(self, request)
                 except (BrokenPipeError, ConnectionResetError):
                     pass
 
@@ -101,21 +103,22 @@ class HubServer:
 
         return Handler
 
-    def answer(self, http: BaseHTTPRequestHandler, request: Request, storage: bool) -> None:
+    def answer(self, http: BaseHTTPRequestHandler, request: Request) -> None:
         name, revision, file = _split(request.path)
         repo = self.repos.get(name)
-        if repo is None or (repo.token and not repo.gated and request.token != repo.token):
+        is_hidden = repo and repo.token and not repo.gated and request.token != repo.token
+        if repo is None or (is_hidden and not request.from_storage):
             # The Hub says 401 to anonymous users whether or not a repository exists.
             return _refuse(http, 404 if request.token else 401, "RepoNotFound")
         if revision not in ("main", repo.commit):
             return _refuse(http, 404, "RevisionNotFound")
         if not file:
             return _send(http, json.dumps(repo.info(name)).encode())
-        if repo.gated and request.token != repo.token and not storage:
+        if repo.gated and request.token != repo.token and not request.from_storage:
             return _refuse(http, 403 if request.token else 401, "GatedRepo")
         if file not in repo.files:
             return _refuse(http, 404, "EntryNotFound")
-        if file.endswith(LFS_SUFFIXES) and not storage:
+        if file.endswith(LFS_SUFFIXES) and not request.from_storage:
             http.send_response(302)
             http.send_header("Location", f"{self.storage_url}{request.path}")
             http.send_header("X-Repo-Commit", repo.commit)

@@ -66,7 +66,7 @@ def _commit(attempt: Path, step: int, entries: list[dict[str, Any]], train_state
     publish.fsync(attempt / commit.RNG)
     for name in (commit.TRAIN_STATE, commit.RNG):
         entries.append(manifest.file_entry(attempt, attempt / name, "sha256"))
-    facts = {key: train_state[key] for key in ("tokens", "loss") if key in train_state}
+    facts = {key: train_state[key] for key in ("tokens", "loss", "eval_loss") if key in train_state}
     commit.commit(attempt, step, entries, identity, world_size, facts)
 
 

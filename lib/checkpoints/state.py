@@ -76,7 +76,8 @@ def restore_rng(path: Path, device: torch.device, rank: int, world_size: int) ->
     states = load_file(path)
     if len(states["cpu"]) != world_size or (device.type == "cuda") != ("cuda" in states):
         return False
-    torch.set_rng_state(states["cpu"][rank])
+    # Copies: torch 2.13 crashes on a state that is a row of a mapped file.
+    torch.set_rng_state(states["cpu"][rank].clone())
     if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"][rank], device)
+        torch.cuda.set_rng_state(states["cuda"][rank].clone(), device)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ def run(main: Callable[[list[str]], None], *, network: bool = False) -> NoReturn
     """
     if not network:
         offline.enable()
+    faulthandler.enable()
     log.setup()
     try:
         main(sys.argv[1:])

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from lib.corpus import encoding, strings
 from lib.corpus.parts import Part
+from lib.corpus.scan import shown
 
 TRAIN, VALIDATION = "train", "validation"
 SKIPPED_FILE, SKIPPED, DROPPED_REST = "file skipped", "document skipped", "rest of the file dropped"
@@ -80,7 +81,7 @@ class Documents:
 
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: as errors.jsonl names it; source: as the column does."""
-        self._path, self._source = path, source
+        self._path, self._source = path, shown(source)
         self._replaced_before, self._heard_before = self.tally.replaced, self._heard()
 
     def end(self, whole: bool) -> None:
@@ -88,7 +89,7 @@ class Documents:
         if whole and self._heard() == self._heard_before:
             self.problem("empty", "no document in it", SKIPPED_FILE)
         if replaced := self.tally.replaced - self._replaced_before:
-            self.problem("encoding", f"{replaced} places that are no text replaced by U+FFFD", KEPT)
+            self.problem("encoding", f"replaced what is no text by U+FFFD ({replaced} times)", KEPT)
         if self._fields:
             self.tally.fields_seen |= self._fields.seen
 

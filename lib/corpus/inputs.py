@@ -75,7 +75,7 @@ def _of_splits(folder: Path) -> list[InputFile]:
                 continue
             path = f"{entry['split']}/{entry['path']}"
             try:
-                info = os.stat(f"{folder}/{path}")
+                info = (folder / path).stat()
             except OSError:
                 missing.append(path)
                 continue

@@ -37,7 +37,7 @@ def sniff_all(root: Path, entries: Iterable[Entry], workers: int, progress: bool
     """Set `kind` of the entries that are taken so far, and `skipped` of those that are no text."""
     def head_of(entry: Entry) -> bytes | None:
         try:
-            with open(f"{root}/{entry.path}", "rb", buffering=0) as file:
+            with (root / entry.path).open("rb", buffering=0) as file:
                 return file.read(kinds.HEAD_BYTES)
         except OSError:
             return None
@@ -54,29 +54,29 @@ def sniff_all(root: Path, entries: Iterable[Entry], workers: int, progress: bool
             bar.advance()
 
 
-def place(source: str, target: str, mode: str) -> str:
+def place(source: Path, target: Path, mode: str) -> str:
     """Put one file under a new name and return how: the mode, or `copy` where links fail.
 
     mode: hardlink, symlink (absolute) or copy (keeps the modification time).
     """
     if mode == "symlink":
-        os.symlink(os.path.realpath(source), target)
+        target.symlink_to(source.resolve())
     elif mode == "hardlink":
         try:
             # os.link does not follow a link on Linux, whatever it is asked.
-            os.link(os.path.realpath(source), target)
+            os.link(source.resolve(), target)
         except OSError as error:
             if error.errno not in _NO_HARDLINKS | {errno.EMLINK}:
                 raise
             return place(source, target, "copy")
     else:
         shutil.copyfile(source, target)
-        info = os.stat(source)
+        info = source.stat()
         os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns))
     return mode
 
 
-def mode_that_works(source: str, beside: Path, mode: str, needed: int) -> str:
+def mode_that_works(source: Path, beside: Path, mode: str, needed: int) -> str:
     """Return `copy` where hard links are impossible, after telling why; else the mode.
 
     beside: an existing directory of the destination. needed: bytes that copies would take.
@@ -84,7 +84,7 @@ def mode_that_works(source: str, beside: Path, mode: str, needed: int) -> str:
     if mode == "hardlink":
         probe = beside / "hardlink-probe"
         try:
-            os.link(os.path.realpath(source), probe)
+            os.link(source.resolve(), probe)
             probe.unlink()
         except OSError as error:
             if error.errno not in _NO_HARDLINKS:
@@ -102,14 +102,14 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode:
 
     Raises UsageError naming a file that vanished meanwhile.
     """
-    for directory in sorted({f"{build}/{split}/{entry.path}".rpartition("/")[0]
+    for directory in sorted({f"{split}/{entry.path}".rpartition("/")[0]
                              for entry, split in files}):
-        os.makedirs(directory, exist_ok=True)
+        (build / directory).mkdir(parents=True, exist_ok=True)
 
     def put(item: tuple[Entry, str]) -> str:
         entry, split = item
         try:
-            return place(f"{root}/{entry.path}", f"{build}/{split}/{entry.path}", mode)
+            return place(root / entry.path, build / split / entry.path, mode)
         except FileNotFoundError:
             raise UsageError(f"{shown(entry.path)} vanished from {root} while it was organised",
                              run="the same command again") from None
@@ -127,7 +127,7 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode:
 def verify(build: Path, files: Iterable[tuple[Entry, str]]) -> None:
     """Check that every file is there with the size that was planned; UsageError if one changed."""
     for entry, split in files:
-        size = os.stat(f"{build}/{split}/{entry.path}").st_size
+        size = (build / split / entry.path).stat().st_size
         if size != entry.bytes:
             raise UsageError(f"{shown(entry.path)} changed while it was organised",
                              expected=f"{entry.bytes} bytes", found=f"{size} bytes",

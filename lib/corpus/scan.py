@@ -61,7 +61,7 @@ class Scan:
 
     def entries(self) -> Iterator[Entry]:
         """Walk the tree; OSError only when the root itself cannot be read."""
-        stack = [("", _identity(os.stat(self.root)), ())]
+        stack = [("", _identity(self.root.stat()), ())]
         while stack:
             prefix, here, above = stack.pop()
             try:

@@ -21,7 +21,7 @@ class Source:
     def __init__(self, path: str, start: int = 0, stop: int | None = None) -> None:
         self.start, self.stop = start, stop
         self._inflated: inflate.Inflated | None = None
-        self._open(open(path, "rb", buffering=0), path)  # noqa: SIM115 (closed by __exit__)
+        self._open(io.FileIO(path), path)
         if self.kind in inflate.SUFFIXES:
             name, kind = PurePath(path), self.kind
             inner = name.with_suffix("") if name.suffix.lower() in inflate.SUFFIXES[kind] else name

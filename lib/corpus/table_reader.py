@@ -24,7 +24,8 @@ class _Lines:
         self.ended = True
 
     def __iter__(self) -> Iterator[str]:
-        for self.offset, line in self._lines:
+        for offset, line in self._lines:
+            self.offset = offset
             self.number += 1
             self.ended = line.endswith(b"\n")
             yield self._documents.decode(line)
@@ -56,7 +57,10 @@ def read_table(source: Source, documents: Documents) -> None:
 
 
 def _document(header: list[str], row: list[str]) -> dict[str, Any]:
-    """Return a row by column; numbers and empty cells are no strings, surplus cells have no name."""
+    """Return a row by column; numbers and empty cells are no strings.
+
+    Cells beyond the header are kept under the name "".
+    """
     cells = [None if not cell or _NUMBER.fullmatch(cell) else cell for cell in row]
     document: dict[str, Any] = dict(zip(header, cells, strict=False))
     if surplus := cells[len(header):]:

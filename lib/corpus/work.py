@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lib.core.errors import DiskFullError, from_os_error
 from lib.corpus import kinds
 from lib.corpus.documents import SKIPPED_FILE, Documents, Shape, Tally
 from lib.corpus.inputs import InputFile
@@ -103,7 +104,7 @@ def _pieces(folder: Path, file: InputFile) -> Iterator[Piece]:
 
 def _can_be_cut(path: str) -> bool:
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             head = file.read(kinds.HEAD_BYTES)
     except OSError:
         return False  # whoever reads it will note why
@@ -138,8 +139,8 @@ def _read(unit: Unit, piece: Piece, documents: Documents) -> None:
         with Source(f"{unit.folder}/{piece.path}", piece.start, piece.stop) as source:
             readers.read(source, documents)
     except OSError as error:
-        if error.filename is None and error.errno is not None and error.errno != 5:
-            raise  # writing the parts failed: that is no fault of the input
+        if isinstance(from_os_error(error), DiskFullError):
+            raise  # a part could not be written: no fault of the input
         documents.problem("unreadable", error.strerror or str(error), SKIPPED_FILE)
     except MemoryError:
         documents.problem("unreadable", "too large for the memory of this machine", SKIPPED_FILE)

@@ -85,12 +85,12 @@ class Hub:
     def __init__(self, token: str) -> None:
         # Read when huggingface_hub is imported; with telemetry it also looks for news by itself.
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-        from huggingface_hub import constants
+        from huggingface_hub import constants, get_token
 
-        if not re.fullmatch(r"[\x21-\x7e]*", token):
+        self._token = token or get_token() or False  # None would look for a login once more
+        if self._token and not re.fullmatch(r"[\x21-\x7e]+", self._token):
             raise UsageError("the token holds spaces or characters that no token has",
                              expected="a token as the settings page of a Hub account shows it")
-        self._token = token or None
         self.endpoint = constants.ENDPOINT
 
     def look_up(self, name: str, revision: str) -> Repository:
@@ -213,8 +213,8 @@ class Hub:
             continued = response.status_code == 206
             if not continued:
                 advance(-done)
-            with part.open("ab" if continued else "wb") as file:
-                for chunk in response.iter_bytes(_CHUNK):
+            with part.open("ab" if continued else "wb", buffering=0) as file:
+                for chunk in response.iter_bytes():  # as it comes: what came survives a kill
                     file.write(chunk)
                     advance(len(chunk))
 

@@ -60,7 +60,7 @@ def find_inputs(o: Options, experiment: Experiment) -> Inputs:
     fingerprints = {"model": identity.fingerprint(model_dir),
                     **store.identity(found, model_dir)["inputs"]}
     scratch = o.from_scratch or not identity.has_weights(model_dir)
-    o.lr = o.lr or (3e-4 if scratch else 3e-5)
+    o.lr = (3e-4 if scratch else 3e-5) if o.lr is None else o.lr
     o.min_lr = o.lr / 10 if o.min_lr is None else o.min_lr
     plans.check_options(o)
     return Inputs(model_dir, found, fingerprints, earlier)

@@ -54,7 +54,8 @@ def spoil(model: nn.Module) -> None:
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return all parameters and buffers, gathered. All ranks must call this."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in named}
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+            for name, t in named}
 
 
 def check_slices(model: nn.Module) -> None:

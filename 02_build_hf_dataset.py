@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Stage 02: turn files into an Arrow dataset with a `text` column, one row per document.
+
+  python 02_build_hf_dataset.py
+  python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
+  python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --min-chars 200
+
+Reads the splits of stage 01, or any directory. Plain text of any suffix is one document; JSON is
+one per element of a top-level list (or per value), JSON Lines one per line, YAML one per YAML
+document, CSV and TSV one per row; each also as .gz .bz2 .xz .zst. The text of a structured document
+is every string value in it, joined by newlines. Writes a directory for datasets.load_from_disk, and
+in it errors.jsonl with everything that failed or gave nothing. Never goes online.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lib.core import log, options, publish, stage, units
+from lib.core.errors import Problems, UsageError
+from lib.core.progress import Progress
+from lib.corpus import inputs, work
+from lib.corpus.dataset import ERRORS, Dataset
+from lib.corpus.documents import TRAIN, Shape
+from lib.corpus.inputs import InputFile
+from lib.corpus.pool import Pool
+
+STAGE, KIND = "02_build_hf_dataset.py", "dataset/1"
+_SPACE_FACTOR, _SPACE_SLACK = 1.05, 64_000_000  # of the input; the parts in flight
+
+
+def parse(argv: Sequence[str]) -> options.Options:
+    """Return the options of this stage."""
+    parser = options.Parser(__doc__)
+    add = parser.add_argument
+    add("--data-folder", type=Path, default=Path("splits"), metavar="DIR",
+        help="splits made by stage 01, or any directory of files")
+    add("--save-dir", type=Path, default=Path("hf_datasets/corpus"), metavar="DIR",
+        help="dataset directory to create")
+    add("--fields", type=_names, action="extend", default=[], metavar="A,B.C",
+        help="of structured documents keep only these (dotted) keys (default: every string)")
+    add("--strings", choices=("joined", "rows"), default="joined",
+        help="join the strings of a document by newlines, or make each a row of its own")
+    add("--min-chars", type=options.count, default=0, metavar="N",
+        help="drop rows of fewer characters")
+    add("--validation-percent", type=options.percent, default=0.0, metavar="P",
+        help="percentage of the rows that become a validation split, drawn by a hash of their "
+             "text (0: none)")
+    add("--keep-source", action="store_true",
+        help="add a column `source` with the relative path of the file")
+    add("--max-error-rate", type=options.fraction, default=1.0, metavar="F",
+        help="fail when more than this fraction of the files could not be read in full "
+             "(1: never)")
+    parser.add_common("read files")
+    return parser.parse(argv)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"expected names with commas between, got {text!r}")
+    return names
+
+
+def check_paths(folder: Path, save_dir: Path) -> None:
+    """Raise UsageError when input and output lie inside each other."""
+    problems = Problems()
+    if save_dir.resolve().is_relative_to(folder.resolve()):
+        problems.add(f"--save-dir {save_dir} lies in --data-folder {folder}",
+                     expected="a place where the dataset is not read as input again")
+    elif folder.resolve().is_relative_to(save_dir.resolve()):
+        problems.add(f"--save-dir {save_dir} contains --data-folder {folder}")
+    problems.raise_if_any()
+
+
+def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, needed: int) -> None:
+    """Print what will be made."""
+    total = sum(file.bytes for file in files)
+    log.info(f"build {opts.data_folder} → {opts.save_dir}")
+    log.table({
+        "read": f"{len(files):,} files, {units.size(total)}, in {count:,} units by "
+                f"{min(opts.num_workers, count)} workers",
+        "rows": "one per document" if opts.strings == "joined" else "one per string",
+        "fields": ", ".join(opts.fields) or "every string value",
+        "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
+                  if opts.validation_percent else "train",
+        "room": f"about {units.size(needed)}",
+    })
+
+
+def check_result(opts: options.Options, dataset: Dataset, files: int) -> None:
+    """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
+    tally, kept = dataset.tally, None
+    problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
+    if not dataset.rows[TRAIN]:
+        kept = f"no document of {opts.data_folder} gave text for the split `train`"
+    elif len(tally.failed) > opts.max_error_rate * files:
+        kept = f"{len(tally.failed):,} of {files:,} files failed, more than --max-error-rate " \
+               f"{opts.max_error_rate:g}"
+    if kept:
+        left = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
+        shutil.copyfile(dataset.errors, left)
+        raise UsageError(kept, found=f"{tally.short:,} rows below --min-chars; problems: "
+                                     f"{problems}\nlisted in {left}; nothing was published")
+    for field in sorted(set(opts.fields) - tally.fields_seen):
+        log.warn(f"--fields: no document has {field!r}")
+    if opts.validation_percent and not all(dataset.rows.values()):
+        log.warn("the validation split is empty: the corpus is small for --validation-percent "
+                 f"{opts.validation_percent:g}")
+
+
+def print_summary(opts: options.Options, dataset: Dataset, files: int, total: int,
+                  seconds: float) -> None:
+    """Print what went in, what came out, what did not, and what comes next."""
+    summary, tally = dataset.summary(), dataset.tally
+    rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
+    log.info(f"done in {units.duration(seconds)}, {units.size(total / max(seconds, 1e-9))}/s")
+    lines = {"in": f"{files:,} files, {units.size(total)}, {tally.documents:,} documents",
+             "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text"}
+    if tally.short:
+        lines["short"] = f"{tally.short:,} rows below --min-chars {opts.min_chars} dropped"
+    if tally.problems:
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
+        lines["not all"] = f"{counts} ({len(tally.failed):,} files failed), " \
+                           f"listed in {opts.save_dir}/{ERRORS}"
+    log.table(lines)
+    print_next(opts)
+
+
+def print_next(opts: options.Options) -> None:
+    """Print the next command, with and without a model at hand."""
+    where = shlex.quote(str(opts.save_dir))
+    log.info("next: python 03_download_model.py --model-name ORG/NAME   (online; or --from-scratch "
+             f"--model-size tiny --train-tokenizer {where})")
+    log.info(f"then: torchrun 04_train_fsdp.py -e first -d {where}")
+
+
+def main(argv: list[str]) -> None:
+    """Run the stage."""
+    opts = parse(argv)
+    began = time.monotonic()
+    progress = not opts.no_progress
+
+    # Check the inputs.
+    check_paths(opts.data_folder, opts.save_dir)
+    files, skipped = inputs.find(opts.data_folder, progress)
+    identity = {"options": options.identity(opts, "data_folder", "save_dir"),
+                "inputs": inputs.identity(files)}
+    if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite):
+        log.info(f"already done: {opts.save_dir} holds these files")
+        print_next(opts)
+        return
+
+    # Plan.
+    build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite)
+    shape = Shape(tuple(opts.fields), opts.strings, opts.min_chars, opts.validation_percent,
+                  opts.keep_source)
+    tasks = work.units(opts.data_folder, files, build.dir / "parts", shape)
+    total = sum(file.bytes for file in files)
+    needed = int(total * _SPACE_FACTOR) + _SPACE_SLACK
+    print_plan(opts, files, len(tasks), needed)
+    publish.require_space(opts.save_dir, needed, "the dataset")
+    if opts.dry_run:
+        log.info("dry run: nothing was written")
+        return
+
+    with build, Dataset(build.dir, shape) as dataset:
+        # Work.
+        (build.dir / "parts").mkdir()
+        dataset.note_skipped(skipped)
+        with Pool(min(opts.num_workers, len(tasks))) as pool, \
+                Progress("build", total, "B", progress) as bar:
+            for done in pool.run(tasks):
+                dataset.add(done)
+                bar.advance(done.unit.bytes)
+        (build.dir / "parts").rmdir()
+
+        # Verify and publish.
+        check_result(opts, dataset, len(files))
+        listed = dataset.finish()
+        build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
+                      summary={"files": len(files), "bytes": total} | dataset.summary())
+
+    print_summary(opts, dataset, len(files), total, time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    stage.run(main)
