@@ -22,7 +22,7 @@ from pathlib import Path
 from lib.core import log, manifest, options, publish, stage, units
 from lib.core.errors import UsageError
 from lib.corpus import balance, place
-from lib.corpus.scan import Entry, Rules, inputs, reasons, scan, taken
+from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, taken
 
 STAGE, KIND = "01_organize_data.py", "splits/1"
 
@@ -64,7 +64,7 @@ def check_paths(src: Path, dst: Path) -> None:
 
 def identity_of(opts: options.Options, entries: Sequence[Entry]) -> dict:
     """Return what decides the content of the splits, wherever source and destination lie."""
-    found = inputs(taken(entries))
+    found = inputs_of(taken(entries))
     if opts.mode == "symlink":  # the links name the place
         found["source"] = str(opts.src_dir.resolve())
     return {"options": options.identity(opts, "src_dir", "dst_root"), "inputs": found}
@@ -129,6 +129,16 @@ def write_list(path: Path, entries: Sequence[Entry], files: Sequence[tuple[Entry
             file.write(json.dumps(line) + "\n")
 
 
+def print_summary(opts: options.Options, summary: dict, seconds: float) -> None:
+    """Print what went in, what was left out, and how fast."""
+    seen = summary["files"] + summary["skipped"]
+    log.info(f"done in {units.duration(seconds)}, {seen / max(seconds, 1e-9):,.0f} files/s")
+    log.table({
+        "placed": ", ".join(f"{count:,} by {way}" for way, count in summary["placed"].items()),
+        "skipped": f"{summary['skipped']:,}, listed in {opts.dst_root}/files.jsonl",
+    })
+
+
 def main(argv: list[str]) -> None:
     """Run the stage."""
     opts = parse(argv)
@@ -171,12 +181,7 @@ def main(argv: list[str]) -> None:
         build.publish(stage=STAGE, options=options.resolved(opts), summary=summary,
                       files=[manifest.file_entry(build.dir, build.dir / "files.jsonl")])
 
-    seconds = time.monotonic() - began
-    log.info(f"done in {units.duration(seconds)}, {len(entries) / max(seconds, 1e-9):,.0f} files/s")
-    log.table({
-        "placed": ", ".join(f"{count:,} by {way}" for way, count in ways.items()),
-        "skipped": f"{len(entries) - len(files):,}, listed in {opts.dst_root}/files.jsonl",
-    })
+    print_summary(opts, summary, time.monotonic() - began)
     log.info(f"next: {next_command}")
 
 

@@ -31,7 +31,6 @@ from lib.corpus.inputs import InputFile
 from lib.corpus.pool import Pool
 
 STAGE, KIND = "02_build_hf_dataset.py", "dataset/1"
-_SPACE_FACTOR, _SPACE_SLACK = 1.05, 64_000_000  # of the input; the parts in flight
 
 
 def parse(argv: Sequence[str]) -> options.Options:
@@ -126,7 +125,7 @@ def print_summary(opts: options.Options, dataset: Dataset, files: int, total: in
         lines["short"] = f"{tally.short:,} rows below --min-chars {opts.min_chars} dropped"
     if tally.problems:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
-        lines["not all"] = f"{counts} ({len(tally.failed):,} files failed), " \
+        lines["problems"] = f"{counts} ({len(tally.failed):,} files failed), " \
                            f"listed in {opts.save_dir}/{ERRORS}"
     log.table(lines)
     print_next(opts)
@@ -162,7 +161,7 @@ def main(argv: list[str]) -> None:
                   opts.keep_source)
     tasks = work.units(opts.data_folder, files, build.dir / "parts", shape)
     total = sum(file.bytes for file in files)
-    needed = int(total * _SPACE_FACTOR) + _SPACE_SLACK
+    needed = work.room(files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:

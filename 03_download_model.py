@@ -20,13 +20,14 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import log, manifest, offline, options, paths, publish, stage, units
-from lib.core.errors import ArtifactError, Problems, StageError, UsageError
+from lib.core.errors import Problems, StageError, UsageError
 from lib.models import hub, resolve, scratch, tokenizer
 
 if TYPE_CHECKING:
@@ -128,9 +129,9 @@ def download(opts: options.Options) -> None:
     repository = source.look_up(name, revision)
     with tempfile.TemporaryDirectory() as preview:
         files = source.choose(repository, Path(preview))
-        check_config(Path(preview), name)
-    size = units.size(sum(file.size for file in files))
-    log.info(f"commit {repository.commit}: {len(files)} files, {size}")
+        refuse_untrainable(Path(preview), name)
+    size = sum(file.size for file in files)
+    log.info(f"commit {repository.commit}: {len(files)} files, {units.size(size)}")
 
     with publish.Build(target, KIND, identity, opts.overwrite, resumable=True) as build:
         # Work.
@@ -143,8 +144,9 @@ def download(opts: options.Options) -> None:
         build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
                       summary={**asdict(facts), "source": "hub", "commit": repository.commit})
 
-    log.info(f"done in {units.duration(time.monotonic() - began)}: {len(files)} files, {size}, "
-             "each as the Hub declares it")
+    seconds = time.monotonic() - began
+    log.info(f"done in {units.duration(seconds)}: {len(files)} files, {units.size(size)}, each as "
+             f"the Hub declares it ({units.size(size / seconds)}/s)")
     finish(opts, target, name, facts)
 
 
@@ -161,14 +163,8 @@ def make_from_scratch(opts: options.Options) -> None:
     vocabulary = wanted_vocabulary(opts)
 
     # Plan.
-    rows = scratch.padded(vocabulary)
     print_plan(opts, {
-        "model": f"{name}: {opts.model_size}, {units.count(size.parameters(rows))} parameters",
-        "layers": f"{size.layers} of width {size.hidden}, {size.heads} heads sharing "
-                  f"{size.kv_heads} key-value heads, inner width {size.intermediate}",
-        "vocabulary": f"{rows} rows for {vocabulary} tokens (a multiple of "
-                      f"{scratch.VOCABULARY_MULTIPLE})",
-        "context": f"{size.context} tokens",
+        "model": name, **scratch.described(opts.model_size, vocabulary),
         "tokenizer": f"trained on {opts.train_tokenizer}" if opts.train_tokenizer
                      else f"copied from {opts.tokenizer}",
         "into": target})
@@ -210,16 +206,23 @@ def already_done(opts: options.Options, target: Path, name: str, identity: dict[
     return True
 
 
-def check_config(preview: Path, name: str) -> None:
-    """Raise UsageError when the architecture in a config.json is not one that can be trained."""
+@contextmanager
+def called(name: str, directory: Path) -> Iterator[None]:
+    """Let errors about a directory that is soon gone speak of the model instead."""
+    try:
+        yield
+    except StageError as error:
+        for part in ("problem", "expected", "found", "run"):
+            setattr(error, part, getattr(error, part).replace(str(directory), name))
+        raise
+
+
+def refuse_untrainable(preview: Path, name: str) -> None:
+    """Raise UsageError when a config.json is not that of a model that can be trained."""
     from lib.models import architecture
 
-    try:
+    with called(name, preview):
         architecture.build_on_meta(preview)
-    except StageError as error:
-        said = {part: getattr(error, part).replace(str(preview), name)
-                for part in ("expected", "found", "run")}
-        raise UsageError(error.problem.replace(str(preview), name), **said) from None
 
 
 def scratch_identity(opts: options.Options, name: str) -> dict[str, Any]:
@@ -261,8 +264,9 @@ def examine(build: publish.Build, *, weights: bool, name: str) -> Facts:
     from lib.models import check
 
     try:
-        return check.examine(build.dir, weights=weights, name=name)
-    except (ArtifactError, UsageError):
+        with called(name, build.dir):
+            return check.examine(build.dir, weights=weights)
+    except StageError:
         build.resumable = False
         raise
 

@@ -22,7 +22,8 @@ class Repo:
     """A repository: content by path at one commit, known as `main` and by its hash.
 
     served: what comes over the wire instead of the true content of a path. cut: path → bytes
-    after which the connection breaks, once. slow: seconds before each 64 KiB of a large file.
+    after which the connection breaks, once. sizes: declared bytes that are not true.
+    slow: seconds before each 64 KiB of a large file.
     """
 
     files: dict[str, bytes]
@@ -31,8 +32,8 @@ class Repo:
     gated: bool = False
     served: dict[str, bytes] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     slow: float = 0.0
-    undeclared: bool = False
 
     def info(self, name: str) -> dict:
         return {"_id": "1", "id": name, "modelId": name, "sha": self.commit, "private": False,
@@ -41,9 +42,7 @@ class Repo:
 
     def _sibling(self, path: str) -> dict:
         content = self.files[path]
-        sibling = {"rfilename": path, "size": len(content)}
-        if self.undeclared:
-            return sibling
+        sibling = {"rfilename": path, "size": self.sizes.get(path, len(content))}
         if path.endswith(LFS_SUFFIXES):
             digest = hashlib.sha256(content).hexdigest()
             sibling["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}

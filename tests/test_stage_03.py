@@ -88,6 +88,8 @@ def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_
     made = json.loads(there.pop("manifest.json"))
     assert there == {name: repo.files[name] for name in model_files}
     assert [r.range for r in hub.requests if SHARDS[0] in r.path][-1] == "bytes=100000-"
+    assert hub.paths("/api/") == [f"/api/models/{NAME}/revision/main"]
+    assert not [path for path in hub.paths() if not path.startswith(("/api/models/org", "/org/"))]
     assert all(path.is_file() and not path.is_symlink() for path in target.iterdir())
     assert made["kind"] == "model/1" and made["summary"]["source"] == "hub"
     assert made["summary"]["commit"] == repo.commit
@@ -140,11 +142,6 @@ def test_a_file_of_the_right_size_but_other_content_is_refused(hub, stage: Stage
     error = stage(SCRIPT, "--model-name", NAME, expect=3).stderr
     assert f"{file} arrives damaged" in error and "Traceback" not in error
     assert not (tmp_path / TARGET).exists()
-    repo.served.clear()
-    hub.requests.clear()
-    stage(SCRIPT, "--model-name", NAME)
-    assert (tmp_path / TARGET / file).read_bytes() == repo.files[file]
-    assert leftovers(tmp_path) == ["org--tiny-llama"]
 
 
 def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
@@ -212,7 +209,8 @@ def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
     assert not leftovers(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["pickles", "unknown", "no config", "encoder", "index"])
+@pytest.mark.parametrize("case", ["pickles", "unknown", "no config", "no tokenizer", "encoder",
+                                  "index"])
 def test_what_cannot_be_trained_is_refused_before_the_weights_come(hub, stage: StageRunner,
                                                                    tmp_path, case):
     repo = hub.repos[NAME]
@@ -223,13 +221,16 @@ def test_what_cannot_be_trained_is_refused_before_the_weights_come(hub, stage: S
         change_config(repo, model_type="novel", auto_map={"AutoConfig": "model.Config"})
     elif case == "no config":
         del repo.files["config.json"]
+    elif case == "no tokenizer":
+        del repo.files["tokenizer.json"]
     elif case == "encoder":
         change_config(repo, model_type="bert")
     else:
         repo.files["model.safetensors.index.json"] = b'{"weight_map": {"a": "../a.safetensors"}}'
     done = stage(SCRIPT, "--model-name", NAME, expect=2)
     said = {"pickles": "only pickles", "unknown": "does not know models of type 'novel'",
-            "no config": "no config.json", "encoder": "no causal language model",
+            "no config": "no config.json", "no tokenizer": "has no tokenizer",
+            "encoder": "no causal language model",
             "index": "does not fit the repository"}[case]
     assert said in done.stderr and "Traceback" not in done.stderr and "/tmp" not in done.stderr
     assert not leftovers(tmp_path) and not hub.paths("-of-")
@@ -241,6 +242,12 @@ def test_weights_that_do_not_fit_the_config_are_not_published(hub, stage: StageR
     assert "model.layers.2.self_attn.q_proj.weight" in error
     assert "the tokenizer has 256 tokens, the model only 200 rows" in error
     assert f"the files of {NAME} do not make" in error and not leftovers(tmp_path)
+
+
+def test_no_room_is_noticed_before_fetching(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].sizes[SHARDS[0]] = 10**15
+    assert "1000.0 TB free" in stage(SCRIPT, "--model-name", NAME, expect=4).stderr
+    assert not leftovers(tmp_path) and not hub.paths("-of-")
 
 
 def test_options_that_contradict_each_other_are_told_together(stage: StageRunner):

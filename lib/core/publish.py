@@ -107,7 +107,7 @@ class Build:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if not self.published and not self.resumable:
+        if not self.published and not (self.resumable and any(self.dir.iterdir())):
             shutil.rmtree(self.dir, ignore_errors=True)
         os.close(self._lock)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lib.core import log, manifest
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus.scan import Entry, Rules, reasons, scan, shown, taken
+from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, shown, taken
 
 SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
 _ORGANIZE = "python 01_organize_data.py --src-dir raw_text --dst-root"
@@ -54,13 +54,14 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[Entry]]:
 
 def _is_splits(folder: Path) -> bool:
     """Tell splits from a plain directory; ArtifactError when they are missing or unfinished."""
-    run = f"{_ORGANIZE} {folder}"
-    looks_unfinished = ".partial-" in folder.name or (folder / FILE_LIST).exists() \
-        or any(folder.glob("split_[0-9]*"))
-    if not folder.is_dir() or manifest.read_if_any(folder) or looks_unfinished:
-        manifest.read(folder, SPLITS_KIND, "the splits", run)
-        return True
-    return False
+    # Raw data may also hold a manifest.json: only a stage of ours writes who made it.
+    is_artifact = "stage" in (manifest.read_if_any(folder) or {})
+    looks_unfinished = ".partial-" in folder.name or (
+        (folder / FILE_LIST).exists() and any(folder.glob("split_[0-9]*")))
+    if folder.is_dir() and not is_artifact and not looks_unfinished:
+        return False
+    manifest.read(folder, SPLITS_KIND, "the splits", f"{_ORGANIZE} {folder}")
+    return True
 
 
 def _of_splits(folder: Path) -> list[InputFile]:
@@ -89,8 +90,8 @@ def _of_splits(folder: Path) -> list[InputFile]:
     if changed:
         log.warn(f"{changed:,} files changed since stage 01 listed them; they are read as they are")
     if extra := _count_files(folder, content["summary"]["splits"]) - len(files):
-        log.warn(f"{extra:,} files in {folder} are not in {FILE_LIST} and not read; "
-                 "add them to the source and run stage 01 again")
+        log.warn(f"files in {folder} that {FILE_LIST} does not list: {extra:,}; they are not read "
+                 "(add them to the source and run stage 01 again)")
     return sorted(files, key=lambda file: os.fsencode(file.path))
 
 
@@ -99,6 +100,5 @@ def _count_files(folder: Path, splits: Sequence[str]) -> int:
 
 
 def identity(files: Sequence[InputFile]) -> dict[str, object]:
-    """Return what identifies the files, wherever the folder lies (see scan.inputs)."""
-    from lib.corpus import scan as scanning
-    return scanning.inputs(Entry(file.path, file.bytes, file.mtime_ns) for file in files)
+    """Return what identifies the files, wherever the folder lies (see scan.inputs_of)."""
+    return inputs_of(Entry(file.path, file.bytes, file.mtime_ns) for file in files)

@@ -169,7 +169,7 @@ def reasons(entries: Iterable[Entry]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 
-def inputs(entries: Iterable[Entry]) -> dict[str, object]:
+def inputs_of(entries: Iterable[Entry]) -> dict[str, object]:
     """Return what identifies a set of files, wherever it lies: count, bytes and a fingerprint.
 
     entries: in a fixed order. The fingerprint covers path, size and modification time of each.

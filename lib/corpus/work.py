@@ -6,16 +6,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from lib.core.errors import DiskFullError, from_os_error
 from lib.corpus import kinds
 from lib.corpus.documents import SKIPPED_FILE, Documents, Shape, Tally
+from lib.corpus.inflate import SUFFIXES
 from lib.corpus.inputs import InputFile
 from lib.corpus.parts import Part
 from lib.corpus.source import Source
 
 UNIT_BYTES = 16_000_000
 _FILE_OVERHEAD = 16_000  # opening a file costs about as much as reading this many bytes
+
+_INFLATED, _ARROW_OVERHEAD, _IN_FLIGHT = 4, 1.05, 64_000_000  # estimates of how much is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,14 @@ class Done:
     lines: int = 0
 
 
+def room(files: Sequence[InputFile]) -> int:
+    """Return about how many bytes a dataset of some files takes while it is built."""
+    compressed = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+    text = sum(file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1)
+               for file in files)
+    return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT
+
+
 def units(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[Unit]:
     """Cut files into units of about 16 MB, in order; a larger file is a unit of its own."""
     grouped: list[tuple[Piece, ...]] = []
@@ -115,7 +127,7 @@ def process(unit: Unit) -> Done:
     """Read a unit and write its parts: batch messages per split, and lines of errors.jsonl."""
     done = Done(unit)
     with ExitStack() as stack:
-        def create(name: str):
+        def create(name: str) -> BinaryIO:
             return stack.enter_context(unit.part(name).open("wb"))
         parts = {split: Part(create(split), unit.shape.keep_source) for split in unit.shape.splits}
         documents = Documents(unit.shape, parts, create("errors"))

@@ -87,8 +87,8 @@ class _Plain:
 
     def _merged(self, mapping: dict, depth: int) -> dict:
         """Return what the merge key brings in; of several mappings the first counts."""
-        bases = mapping.get(_Merge, {})
         made: dict = {}
+        bases = mapping.get(_Merge, [])
         for base in reversed(bases if isinstance(bases, list) else [bases]):
             if isinstance(base, dict):
                 made |= self.copy(base, depth + 1)

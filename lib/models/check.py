@@ -15,8 +15,8 @@ from typing import Any
 
 from lib.core.errors import ArtifactError
 from lib.models import architecture, keys, tokenizer
+from lib.models.weights import INDEX
 
-_INDEX = "model.safetensors.index.json"
 _FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
                "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -49,11 +49,11 @@ class Headers:
     problems: list[str] = field(default_factory=list)
 
 
-def examine(model_dir: Path, *, weights: bool, name: str = "") -> Facts:
+def examine(model_dir: Path, *, weights: bool) -> Facts:
     """Return the facts of a model directory; ArtifactError with all that does not fit.
 
-    weights: there must be safetensors; otherwise there must be none. name: what to call the
-    directory in messages. Raises UsageError for a kind of model that cannot be trained.
+    weights: there must be safetensors; otherwise there must be none. Raises UsageError for a
+    kind of model that cannot be trained, or a tokenizer that does not load.
     """
     config = architecture.read_config(model_dir)
     model = architecture.build_on_meta(model_dir)
@@ -75,7 +75,7 @@ def examine(model_dir: Path, *, weights: bool, name: str = "") -> Facts:
     if problems:
         shown = problems[:_SHOWN] + ([f"… and {len(problems) - _SHOWN} more"]
                                      if problems[_SHOWN:] else [])
-        raise ArtifactError(f"the files of {name or model_dir} do not make a whole model",
+        raise ArtifactError(f"the files of {model_dir} do not make a whole model",
                             found="\n".join(shown))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Facts(sum(p.numel() for p in model.parameters()), dtype, rows, tokens, context)
@@ -90,7 +90,7 @@ def read_headers(model_dir: Path) -> Headers:
             _add(headers, path.name, header, data_bytes)
         except (ValueError, TypeError, KeyError, struct.error) as error:
             headers.problems.append(f"{path.name} is damaged: {error}")
-    index = model_dir / _INDEX
+    index = model_dir / INDEX
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         headers.problems += [f"{key} is not in {file}, where the index has it"

@@ -31,6 +31,7 @@ _LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|t
                       re.IGNORECASE)
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_PASSING = {408, 429, 500, 502, 503, 504}  # HTTP statuses worth another try
 _RETRIES, _CHUNK, _LOOK_UP_TIMEOUT_S = 5, 1 << 20, 30
 
 
@@ -83,7 +84,7 @@ class Hub:
     """
 
     def __init__(self, token: str) -> None:
-        # Read when huggingface_hub is imported; with telemetry it also looks for news by itself.
+        # Read when huggingface_hub is imported; telemetry would make requests of its own.
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
         from huggingface_hub import constants, get_token
 
@@ -101,8 +102,12 @@ class Hub:
         from huggingface_hub import HfApi
 
         with _explained(name, revision, self.endpoint):
-            info = HfApi(token=self._token).model_info(
-                name, revision=revision, files_metadata=True, timeout=_LOOK_UP_TIMEOUT_S)
+            try:
+                info = HfApi(token=self._token).model_info(
+                    name, revision=revision, files_metadata=True, timeout=_LOOK_UP_TIMEOUT_S)
+            except (ValueError, TypeError, KeyError):  # no JSON, or JSON of something else
+                raise UsageError(f"what answers at {self.endpoint} is not a Hub",
+                                 expected="HF_ENDPOINT unset, or the address of a Hub") from None
         files = {s.rfilename: RemoteFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else "",
                                          (not s.lfs and s.blob_id) or "")
                  for s in info.siblings or []}
@@ -112,11 +117,11 @@ class Hub:
         """Return the files to fetch: one set of safetensors, config, tokenizer, licence, card.
 
         The config and the index of the weights are fetched into `preview`. Raises UsageError when
-        the repository has no config or no safetensors weights.
+        the repository has no config, no tokenizer or no safetensors weights.
         """
         files = repository.files
         weights = SINGLE if SINGLE in files else INDEX if INDEX in files else ""
-        if "config.json" not in files or not weights:
+        if "config.json" not in files or not weights or not tokenizer.ONE_OF & files.keys():
             raise _no_model(repository)
         first = ["config.json", INDEX] if weights == INDEX else ["config.json"]
         self.fetch(repository, [files[name] for name in first], preview)
@@ -189,7 +194,8 @@ class Hub:
                 self._stream(url, part, done, advance)
                 return
             except HTTPError as error:
-                final = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+                final = isinstance(error, HfHubHTTPError) and \
+                    error.response.status_code not in _PASSING
                 failures = 0 if part.stat().st_size > done else failures + 1
                 if final or failures > _RETRIES:
                     raise
@@ -259,10 +265,14 @@ def _entry(file: RemoteFile, directory: Path) -> dict[str, Any]:
 
 
 def _no_model(repository: Repository) -> UsageError:
-    """Return the error for a repository without a config or without safetensors weights."""
+    """Return the error for a repository without config, tokenizer or safetensors weights."""
+    listing = ", ".join(sorted(repository.files)[:10]) or "no files"
     if "config.json" not in repository.files:
         return UsageError(f"{repository.name} has no config.json, so it is no transformers model",
-                          found=", ".join(sorted(repository.files)[:10]) or "no files")
+                          found=listing)
+    if not tokenizer.ONE_OF & repository.files.keys():
+        return UsageError(f"{repository.name} has no tokenizer", found=listing,
+                          expected="tokenizer.json, or the files of another kind of tokenizer")
     pickles = sorted(name for name in repository.files if _PICKLE.fullmatch(name))
     only = "only pickles, which can run code when loaded" if pickles else "none"
     return UsageError(f"{repository.name} has no safetensors weights",
@@ -301,6 +311,3 @@ def _explained(name: str, revision: str, endpoint: str) -> Iterator[None]:
                          found=f"{type(error).__name__}{said}",
                          expected="a connection, or a copy of .cache/ from a connected machine",
                          run="the same command again; finished files are kept") from None
-    except (ValueError, TypeError, KeyError):  # no JSON, or JSON of something else
-        raise UsageError(f"what answers at {endpoint} is not a Hub",
-                         expected="HF_ENDPOINT unset, or the address of a Hub") from None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
-from lib.models.shards import local_slice, local_tensor, own_class, own_classes
+from lib.models.shards import local_slice, local_tensor, own_class, own_classes, tie_again
 
 Drawn = dict[str, tuple[nn.Parameter, nn.Parameter]]  # name → parameter (a shard), full size
 Kept = Set[tuple[type[nn.Module], str]]  # parameters by the class and attribute that hold them
@@ -25,7 +25,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     names of the blocks and the kind of device, never on how the model is sharded. Uses no
     collective. Needs the memory of one unsharded block for a moment.
     """
-    model.tie_weights()  # to_empty gives a plain shared parameter one memory per name
+    tie_again(model)
     undrawn: list[str] = []
     for name, block, whole in _blocks(model):
         with own_classes(block), \

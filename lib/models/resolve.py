@@ -7,6 +7,7 @@ from pathlib import Path
 from lib.core import log, manifest
 from lib.core.errors import ArtifactError
 from lib.core.paths import MANIFEST, model_dir_name, models_root
+from lib.models.scratch import SIZES, default_name
 
 KIND = "model/1"
 _CONFIG = "config.json"
@@ -44,11 +45,11 @@ def prepared(cache_dir: Path) -> list[Path]:
 
 def command(name: str) -> str:
     """Return the command of stage 03 that prepares a model of this name."""
+    for size in SIZES:
+        if name == default_name(size):
+            return "python 03_download_model.py --from-scratch " \
+                   f"--model-size {size} --train-tokenizer hf_datasets/<corpus>"
     name = name.replace("--", "/", 1)
-    size = name.removeprefix("scratch-")
-    if size != name:
-        return "python 03_download_model.py --from-scratch " \
-               f"--model-size {size} --train-tokenizer hf_datasets/<corpus>"
     return f"python 03_download_model.py --model-name {name}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import manifest
+from lib.core import manifest, units
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -64,6 +64,18 @@ def default_name(size: str) -> str:
 def padded(vocabulary: int) -> int:
     """Return the rows of an embedding that holds `vocabulary` tokens."""
     return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def described(size: str, vocabulary: int) -> dict[str, str]:
+    """Return what a size is made of, in words, for the plan of a stage."""
+    shape, rows = SIZES[size], padded(vocabulary)
+    return {
+        "size": f"{size}, {units.count(shape.parameters(rows))} parameters",
+        "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads sharing "
+                  f"{shape.kv_heads} key-value heads, inner width {shape.intermediate}",
+        "vocabulary": f"{rows} rows for {vocabulary} tokens, a multiple of {VOCABULARY_MULTIPLE}",
+        "context": f"{shape.context} tokens",
+    }
 
 
 def config(size: str, vocabulary: int, bos: int | None, eos: int | None) -> LlamaConfig:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 # Private, but the only place that knows every placement (uneven, strided, several mesh dimensions);
 # torch's own checkpoint code calls it. The same signature in torch 2.11 to 2.13.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
@@ -31,6 +32,18 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part as a plain tensor that shares its memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def tie_again(model: PreTrainedModel) -> None:
+    """Make tied weights one parameter again after `to_empty`, where that is needed.
+
+    `to_empty` keeps a shared DTensor shared and gives a shared plain parameter one memory per name.
+    Nothing is done to the former: `tie_weights` also pads a head's bias, which would put it outside
+    the memory that FSDP knows.
+    """
+    if any(model.get_parameter(name) is not model.get_parameter(source)
+           for name, source in model.all_tied_weights_keys.items()):
+        model.tie_weights()
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

@@ -33,8 +33,8 @@ SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; this much tra
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
          "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt",
          "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json")
-_NEEDED = {"tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
-           "vocab.json", "vocab.txt", "tekken.json"}
+ONE_OF = {"tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
+          "vocab.json", "vocab.txt", "tekken.json"}
 _CONFIG = "tokenizer_config.json"
 
 # Splits text into words before merging: contractions, words with the space before them, up to
@@ -108,7 +108,7 @@ def load(directory: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True,
                                              trust_remote_code=False)
     except Exception as error:  # whatever a file made elsewhere provokes in there
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        said = "\n".join(str(error).strip().splitlines()[:3]) or type(error).__name__
         raise UsageError(f"the tokenizer in {directory} does not load", found=said,
                          expected="tokenizer.json, or the files of a tokenizer that "
                                   "transformers knows") from None
@@ -145,7 +145,7 @@ def corpus_identity(corpus: Path) -> str:
 
 def _files_of(source: Path) -> list[Path]:
     found = [source / name for name in FILES if (source / name).is_file()]
-    if not _NEEDED & {path.name for path in found}:
+    if not ONE_OF & {path.name for path in found}:
         there = sorted(path.name for path in source.iterdir())[:10] if source.is_dir() else []
         raise UsageError(f"{source} holds no tokenizer", expected="tokenizer.json",
                          found=(", ".join(there) or "an empty directory") if source.is_dir()

@@ -16,7 +16,7 @@ from lib.core.errors import ArtifactError
 from lib.models import keys
 from lib.models.initialise import restore_buffers
 from lib.models.recipes import Part, Recipe, Shape
-from lib.models.shards import local_slice, local_tensor
+from lib.models.shards import local_slice, local_tensor, tie_again
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
     every rank reads its own slices. Values are cast to the parameter's dtype.
     Raises ArtifactError listing all keys that are missing, unexpected or of another shape.
     """
-    model.tie_weights()  # to_empty gives a plain shared parameter one memory per name
+    tie_again(model)
     with Checkpoint(model_dir) as checkpoint, torch.no_grad():
         plan = keys.load_plan(model, checkpoint.shapes)
         tensors = model.state_dict(keep_vars=True)

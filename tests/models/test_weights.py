@@ -269,6 +269,7 @@ def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
     found["more_ranks_than_experts"] = (mixtral(num_local_experts=1, num_experts_per_tok=1), usual)
     found["experts_by_rows"] = (mixtral(), {"placement": 1, "mesh": [2]})
     found["experts_by_columns"] = (mixtral(), {"placement": 2, "mesh": [2]})
+    found["tied_head_with_bias"] = (FAMILIES["phi"](tie_word_embeddings=True), usual)
     found["replicated"] = (FAMILIES["llama_tied"](), {"placement": None, "mesh": [2, 1]})
     found["hybrid"] = (FAMILIES["llama_tied"](), {"placement": None, "mesh": [1, 2]})
     return found
@@ -291,6 +292,8 @@ def test_two_ranks_hold_what_one_process_holds(
         for rank in range(2):
             result = torch.load(tmp_path / f"{name}.rank{rank}.pt")
             assert _differences(result["loaded"], full_weights(reference)) == [], name
+            written = load_file(tmp_path / name / WEIGHTS)
+            assert _differences(result["exported"], written) == [], name
             torch.testing.assert_close(result["logits"], logits, rtol=0, atol=1e-5)
             assert _differences(result["drawn"], full_weights(drawn)) == [], name
             assert result["read"] == result["held"], f"{name}: read more than its own part"

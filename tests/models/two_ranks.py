@@ -7,6 +7,7 @@ argv: a directory with one model directory per case, named `<case>` and listed i
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lib.models import initialise, weights
+from lib.models import initialise, keys, weights
 from lib.models.architecture import build_on_meta, decoder_layers
 from lib.models.shards import local_slice, local_tensor
 
@@ -65,6 +66,17 @@ def check_slices(model: nn.Module) -> None:
         assert sizes == list(local_tensor(parameter).shape), (name, sizes)
 
 
+def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what an export writes, and assert that it was foretold. All ranks must call this."""
+    state = model.state_dict()
+    tensors = {key: tensor.clone() for group in keys.export_groups(model)
+               for key, tensor in keys.hub_tensors(
+                   model, {name: state[name].full_tensor() for name in group})}
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    assert keys.expected_tensors(model) == shapes
+    return tensors
+
+
 def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, Any]:
     """Load and then initialise one sharded model; return what the test compares."""
     read = [0]
@@ -85,11 +97,12 @@ def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, A
     check_slices(model)
     held = sum(local_tensor(p).numel() for p in model.parameters())
     loaded = full_weights(model)
+    written = exported(model)
     logits = model.eval()(TOKENS, use_cache=False).logits.detach()
     spoil(model)
     initialise.initialise(model, seed=3)
     return {"logits": logits, "loaded": loaded, "drawn": full_weights(model),
-            "read": read[0], "held": held}
+            "exported": written, "read": read[0], "held": held}
 
 
 def main() -> None:
@@ -100,7 +113,8 @@ def main() -> None:
         result = case(root / name, how["placement"], how["mesh"])
         torch.save(result, root / f"{name}.rank{dist.get_rank()}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo now and then aborts while it is taken down, after all is done (torch 2.13)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Show how a run went, and let the model it exported write a few lines.
+
+  python launch/show_result.py outputs/exp --model outputs/exp/export/step_00001000
+
+Uses plain transformers, as any program would, and no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+PROMPTS = ["The", "Once upon a time"]
+
+
+def main() -> None:
+    """Print loss, plot and generated text."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", type=Path, help="directory that stage 04 wrote")
+    parser.add_argument("--model", type=Path, required=True, help="directory that stage 05 wrote")
+    parser.add_argument("--prompt", action="append", help="beginning of a text; may be repeated")
+    parser.add_argument("--tokens", type=int, default=60, help="tokens to generate per prompt")
+    arguments = parser.parse_args()
+    rows = [json.loads(line) for line in
+            (arguments.experiment / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    print(f"\ntraining loss    {rows[0]['train/loss']:.3f} at step {rows[0]['step']} → "
+          f"{rows[-1]['train/loss']:.3f} at step {rows[-1]['step']}")
+    held_out = [row for row in rows if "eval/loss" in row]
+    if held_out:
+        print(f"validation loss  {held_out[0]['eval/loss']:.3f} at step {held_out[0]['step']} → "
+              f"{held_out[-1]['eval/loss']:.3f} at step {held_out[-1]['step']}")
+    print(f"plot             {arguments.experiment / 'loss.png'}")
+    for prompt, text in generate(arguments.model, arguments.prompt or PROMPTS, arguments.tokens):
+        print(f"\n--- {prompt!r} continued by {arguments.model} (transformers)\n{text}")
+    print("""
+--- your own data
+python 01_organize_data.py --src-dir <your files> --dst-root splits
+python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus \\
+    --validation-percent 1
+python 03_download_model.py --model-name <org>/<name>       # or --from-scratch as above
+torchrun --nproc-per-node <GPUs> 04_train_fsdp.py -e exp -d hf_datasets/corpus
+python 05_export_checkpoint.py -e exp""")
+
+
+def generate(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str, str]]:
+    """Return each prompt with its sampled continuation (fixed seed)."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    torch.manual_seed(0)
+    texts = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(input_ids=inputs["input_ids"],
+                             attention_mask=inputs["attention_mask"], max_new_tokens=tokens,
+                             do_sample=True, top_p=0.8, temperature=0.7,
+                             pad_token_id=tokenizer.eos_token_id)
+        texts.append((prompt, tokenizer.decode(ids[0], skip_special_tokens=True)))
+    return texts
+
+
+if __name__ == "__main__":
+    main()

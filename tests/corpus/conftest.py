@@ -1,0 +1,69 @@
+"""Reads tiny inputs through the whole of lib/corpus, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from lib.corpus import inputs, work
+from lib.corpus.dataset import Dataset
+from lib.corpus.documents import Shape
+
+
+@dataclass
+class Outcome:
+    """rows: of the split train. problems: lines of errors.jsonl. sources: column, if kept."""
+
+    rows: list[str]
+    problems: list[dict]
+    dataset: Dataset
+    splits: dict[str, list[str]] = field(default_factory=dict)
+    sources: list[str] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [problem["kind"] for problem in self.problems]
+
+
+Read = Callable[..., Outcome]
+
+
+def table(directory: Path) -> pa.Table:
+    tables = []
+    for shard in sorted(directory.glob("*.arrow")):
+        with pa.OSFile(str(shard)) as file:
+            tables.append(pa.ipc.open_stream(file).read_all())
+    return pa.concat_tables(tables)
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Return read({"a.json": b"…"}, **shape): what those files give."""
+    def run(files: dict[str, bytes | str], **shape) -> Outcome:
+        folder, out = tmp_path / "data", tmp_path / "out"
+        for name, data in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data if isinstance(data, bytes) else data.encode())
+        (out / "parts").mkdir(parents=True)
+        found, skipped = inputs.find(folder, False)
+        with Dataset(out, Shape(**shape)) as dataset:
+            dataset.note_skipped(skipped)
+            for unit in work.units(folder, found, out / "parts", Shape(**shape)):
+                dataset.add(work.process(unit))
+            dataset.finish()
+        homes = {split: out / split for split in Shape(**shape).splits} \
+            if shape.get("validation_percent") else {"train": out}
+        tables = {split: table(home) for split, home in homes.items()}
+        problems = [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
+        train = tables["train"]
+        return Outcome(
+            rows=train["text"].to_pylist(), problems=problems, dataset=dataset,
+            splits={split: found["text"].to_pylist() for split, found in tables.items()},
+            sources=train["source"].to_pylist() if shape.get("keep_source") else [])
+    return run

@@ -1,0 +1,54 @@
+"""Equal numbers, even sizes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from lib.corpus.balance import deal
+
+
+def loads(sizes: list[int], splits: int) -> tuple[list[int], list[int]]:
+    """Return counts and byte sums per split."""
+    counts, sums = Counter(), Counter()
+    for size, split in zip(sizes, deal(sizes, splits), strict=True):
+        counts[split] += 1
+        sums[split] += size
+    return [counts[i] for i in range(splits)], [sums[i] for i in range(splits)]
+
+
+@pytest.mark.parametrize(("sizes", "splits", "largest"), [
+    ([10, 9, 8, 7, 6, 5, 4, 3, 2, 1], 3, 19), ([5, 5, 5, 5, 100], 2, 105),
+    ([100] + [1] * 9, 5, 101), ([1] * 7, 3, 3), ([3, 3, 2, 2, 2], 2, 6)])
+def test_the_largest_split_is_as_small_as_can_be(sizes, splits, largest):
+    counts, sums = loads(sizes, splits)
+    assert max(counts) - min(counts) <= 1
+    assert max(sums) == largest
+
+
+def test_close_to_the_best_of_all_ways_for_small_inputs():
+    draw = random.Random(0)
+    for _ in range(30):
+        sizes = [draw.randint(1, 50) for _ in range(8)]
+        best = min(max(sum(part), sum(sizes) - sum(part))
+                   for part in itertools.combinations(sizes, 4))
+        assert max(loads(sizes, 2)[1]) <= best * 1.05
+
+
+@pytest.mark.parametrize("splits", [1, 7, 20, 128])
+def test_skewed_sizes_come_out_even(splits):
+    draw = random.Random(splits)
+    sizes = [int(draw.lognormvariate(8, 2)) + 1 for _ in range(5000)]
+    counts, sums = loads(sizes, splits)
+    assert max(counts) - min(counts) <= 1 and sum(counts) == 5000
+    rest = sorted(sums)[:-1] or sums
+    assert max(sums) <= max(max(sizes) * 1.05, sum(sizes) / splits * 1.001)
+    assert max(rest) < 1.1 * min(rest) or max(rest) <= max(sizes)
+
+
+def test_the_answer_is_always_the_same():
+    sizes = [random.Random(1).randint(1, 9) for _ in range(500)]
+    assert deal(sizes, 20) == deal(sizes, 20)

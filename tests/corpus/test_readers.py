@@ -1,0 +1,256 @@
+"""What each format gives: rows, and lines of errors.jsonl."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pyarrow as pa
+import pytest
+
+from lib.corpus import json_reader
+
+
+@pytest.fixture(params=["orjson", "json"])
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with orjson and as if it were not installed."""
+    if request.param == "json":
+        monkeypatch.setattr(json_reader, "_fast",
+                            lambda data: json_reader._DECODER.decode(data.decode()))
+
+
+# --- plain text -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "a.html", "README", "a.unheard-of"])
+def test_a_text_file_of_any_suffix_is_one_document_as_it_is(read, name):
+    text = "  first\r\n\u2028 second\n\n"
+    assert read({name: text}).rows == [text]
+
+
+@pytest.mark.parametrize("data", [
+    b"\xef\xbb\xbfh\xc3\xa9", "hé".encode("utf-16"), "\ufeffhé".encode("utf-16-le"),
+    "\ufeffhé".encode("utf-16-be"), "hé".encode()])
+def test_utf8_and_utf16_lose_their_byte_order_mark(read, data):
+    outcome = read({"a.txt": data})
+    assert outcome.rows == ["hé"] and not outcome.problems
+
+
+def test_invalid_bytes_become_replacement_characters_and_are_counted(read):
+    outcome = read({"a.txt": b"a\xff\xfeb\xef\xbf\xbdc", "b.jsonl": b'{"a": "x\xffy"}\n',
+                    "c.json": b'["z\xff"]', "d.yaml": b"a: w\xff"})
+    assert outcome.rows == ["a\ufffd\ufffdb\ufffdc", "x\ufffdy", "z\ufffd", "w\ufffd"]
+    assert outcome.dataset.tally.replaced == 5  # the one that was in the file does not count
+    assert outcome.kinds == ["encoding"] * 4 and not outcome.dataset.tally.failed
+
+
+def test_utf16_cut_in_the_middle_of_a_character(read):
+    outcome = read({"a.txt": "hé".encode("utf-16") + b"x"})
+    assert outcome.rows == ["hé\ufffd"] and outcome.dataset.tally.replaced == 1
+
+
+def test_files_without_text_are_listed(read):
+    outcome = read({"a.txt": b" \n\t", "b.bin": b"a\0b", "c.txt": b"", "d.parquet": b"PAR1xx",
+                    "e.txt": "kept"})
+    assert outcome.rows == ["kept"]
+    assert {p["path"]: p["kind"] for p in outcome.problems} == {
+        "a.txt": "empty", "b.bin": "binary", "c.txt": "empty", "d.parquet": "unsupported"}
+    assert outcome.dataset.tally.failed == {"d.parquet"}
+    assert set(outcome.problems[0]) == {"path", "offset", "line", "kind", "message", "action"}
+
+
+# --- JSON -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("data", "rows"), [
+    ('{"a": "x", "b": [{"c": "y"}, 1, null, true, 1.5], "d": {"e": "z"}}', ["x\ny\nz"]),
+    ('["x", {"a": "y", "b": "z"}]', ["x", "y\nz"]),
+    ('{\n "a": "x"\n}\n{\n "a": "y"\n}\n', ["x", "y"]),
+    ('{"a": "x"} {"a": "y"}["z", "w"]', ["x", "y", "z\nw"]),
+    ('{"a": "x"}\n{"a": "y"}\n', ["x", "y"]),
+    ('["x", "y"]\n["z"]\n', ["x\ny", "z"]),
+    ('{"a": "x"}\n{\n"a": "y"\n}', ["x", "y"]),
+    ('"just a string"', ["just a string"]),
+    ('{"a": "x", "b": "y", "a": "z"}', ["z\ny"]),  # of equal keys the last counts
+    ('{"a": NaN, "b": [Infinity, "x"]}', ["x"]),
+    ('{"n": ' + "9" * 5000 + ', "b": "x"}', ["x"]),
+    ('\ufeff{"a": "x"}', ["x"]),
+    (r'{"a": "\ud83d\ude00"}', ["\U0001f600"]),
+    (r'{"a": "line\nbreak\u2028"}', ["line\nbreak\u2028"]),
+])
+def test_json_documents(read, decoder, data, rows):
+    outcome = read({"a.json": data})
+    assert outcome.rows == rows and not outcome.problems
+
+
+def test_json_in_utf16(read):
+    assert read({"a.json": '{"a": "é"}'.encode("utf-16")}).rows == ["é"]
+
+
+def test_a_lone_surrogate_is_replaced_and_counted(read, decoder):
+    outcome = read({"a.json": r'{"a": "x\ud800y"}', "b.jsonl": r'{"a": "\udc00"}' + "\n"})
+    assert outcome.rows == ["x\ufffdy", "\ufffd"]
+    assert outcome.dataset.tally.replaced == 2
+
+
+def test_a_truncated_list_keeps_its_whole_elements(read, decoder):
+    outcome = read({"a.json": '[{"a": "é"},\n {"a": "y"},\n {"a": "cut'})
+    assert outcome.rows == ["é", "y"]
+    [problem] = outcome.problems
+    assert (problem["kind"], problem["line"], problem["offset"]) == ("syntax", 3, 28)
+    assert "rest" in problem["action"]
+
+
+def test_a_document_cut_in_the_middle_is_dropped(read, decoder):
+    outcome = read({"a.json": '{\n "a": "x",\n "b": [\n  "y"\n', "b.txt": "kept"})
+    assert outcome.rows == ["kept"] and outcome.kinds == ["syntax"]
+
+
+def test_a_bad_line_under_json_costs_only_itself(read, decoder):
+    outcome = read({"a.json": '{"a": "x"}\n{"a": bad}\n{"a": "y"}\n'})
+    assert outcome.rows == ["x", "y"]
+    assert [(p["kind"], p["line"], p["offset"]) for p in outcome.problems] == [("syntax", 2, 11)]
+
+
+def test_a_large_json_file_is_read_value_by_value(read, monkeypatch):
+    monkeypatch.setattr(json_reader, "_WHOLE_BYTES", 10)
+    outcome = read({"a.json": '[{"a": "x"}, {}, "y", ]', "b.json": '{"a": "z"}'})
+    assert outcome.rows == ["x", "y", "z"]
+    assert [(p["kind"], p["offset"]) for p in outcome.problems] == [("no string", 13)]
+
+
+def test_documents_without_strings_are_listed(read, decoder):
+    outcome = read({"a.json": '[{"a": 1}, {"a": "x"}, [], {"a": " "}]', "b.json": "[]",
+                    "c.json": "17"})
+    assert outcome.rows == ["x"]
+    assert [(p["path"], p["kind"]) for p in outcome.problems] == [
+        ("a.json", "no string")] * 3 + [("b.json", "empty"), ("c.json", "no string")]
+    assert not outcome.dataset.tally.failed
+
+
+# --- JSON Lines -----------------------------------------------------------------------------
+
+def test_json_lines_split_at_newline_bytes_only(read, decoder):
+    data = '{"a": "x\u2028y\u0085"}\r\n\n  \n{"b": ["z", 1]}\n["v", "w"]\n"last"'
+    assert read({"a.jsonl": data}).rows == ["x\u2028y\u0085", "z", "v\nw", "last"]
+
+
+def test_bad_lines_are_dropped_with_their_place(read, decoder):
+    data = '\ufeff{"a": "x"}\n{"a": \n{"a": "y"}\n{}\n{"a": "z"} trailing\n'
+    outcome = read({"a.ndjson": data})
+    assert outcome.rows == ["x", "y"]
+    assert [(p["line"], p["offset"], p["kind"]) for p in outcome.problems] == [
+        (2, 14, "syntax"), (4, 32, "no string"), (5, 35, "syntax")]
+    assert outcome.dataset.tally.failed == {"a.ndjson"}
+
+
+def test_json_lines_in_utf16(read):
+    data = '{"a": "ਊ"}\n{"a": "y"}\n'.encode("utf-16")  # U+0A0A holds two bytes like newlines
+    assert read({"a.jsonl": data}).rows == ["ਊ", "y"]
+
+
+def test_json_lines_without_suffix_are_recognised_but_not_under_txt(read):
+    data = '{"a": "x"}\n{"a": "y"}\n'
+    assert read({"part-00000": data, "z.txt": data}).rows == ["x", "y", data]
+
+
+# --- YAML -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("data", "rows"), [
+    ("a: x\nb:\n - y\n - 1\n - 2.5\n - true\n - null\n - ~\nc: {d: z}", ["x\ny\nz"]),
+    ("a: x\n---\na: y\n...\n---\n- z\n", ["x", "y", "z"]),
+    ("a: 2001-12-14\nb: '2001-12-15'\nc: 2001-12-14t21:59:43.10-05:00", ["2001-12-15"]),
+    ("a: 9999-99-99\nb: x", ["x"]),  # looks like a date, is none: still no string
+    ("a: x\na: y", ["y"]),
+    ("base: &b {k: x, l: y}\nd:\n  <<: *b\n  l: z", ["x\ny\nx\nz"]),
+    ("a: &t x\nb: *t", ["x\nx"]),
+    ("a: !Ref name\nb: !Sub [p, q]\nc: !!binary aGk=\nd: !x {k: v}", ["name\np\nq\nv"]),
+    ("1: x\n2: y\n0x1: z", ["x\ny\nz"]),
+    ("a: |\n  two\n  lines\nb: >\n  folded\n  text\n", ["two\nlines\n\nfolded text\n"]),
+    ("!!omap [a: x, b: y]", ["x\ny"]),
+    ("n: " + "9" * 5000 + "\nb: x\nc: =\nd: on", ["x\n="]),
+    ("\ufeffa: é", ["é"]),
+])
+def test_yaml_documents(read, data, rows):
+    outcome = read({"a.yaml": data})
+    assert outcome.rows == rows and not outcome.problems
+
+
+def test_yaml_keeps_what_came_before_a_syntax_error(read):
+    outcome = read({"a.yml": "a: x\n---\nb: [y\n---\nc: z\n", "b.yml": "a: *nowhere\n"})
+    assert outcome.rows == ["x"]
+    assert outcome.kinds == ["syntax", "syntax"]
+    assert outcome.problems[0]["line"] == 4
+
+
+def test_yaml_alias_bombs_and_cycles_are_dropped_and_the_rest_read(read):
+    bomb = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
+        f"{b}: &{b} [" + ", ".join(["*" + a] * 10) + "]\n" for a, b in zip("abcdef", "bcdefg",
+                                                                         strict=True))
+    merges = "a: &a {k0: v}\n" + "".join(
+        f"{b}: &{b} {{<<: [" + ", ".join(["*" + a] * 10) + "]}\n"
+        for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+    outcome = read({"a.yaml": bomb + "---\nx: after\n", "b.yaml": "&c [x, *c]\n---\ny\n",
+                    "c.yaml": merges, "d.yaml": "&m {k: x, <<: *m}"})
+    assert outcome.rows == ["after", "y"]
+    assert outcome.kinds == ["aliases"] * 4
+
+
+def test_yaml_complex_keys_cost_only_their_document(read):
+    outcome = read({"a.yaml": "? [a, b]\n: x\n---\ny: z\n"})
+    assert outcome.rows == ["z"] and outcome.kinds == ["syntax"]
+
+
+# --- CSV and TSV ----------------------------------------------------------------------------
+
+def test_csv_rows_are_documents(read):
+    data = 'id,title,body\n1,one,"line\nbreak, ""quoted"""\n2.5,,two\n\n-3e4,three,x,surplus\n'
+    assert read({"a.csv": data}).rows == ['one\nline\nbreak, "quoted"', "two",
+                                          "three\nx\nsurplus"]
+
+
+def test_of_columns_with_the_same_name_the_last_counts(read):
+    assert read({"a.csv": "a,a\nx,y\n"}).rows == ["y"]
+
+
+def test_tsv_with_fields(read):
+    assert read({"a.tsv": "a\tb\nx\ty,z\n"}, fields=("b",)).rows == ["y,z"]
+
+
+def test_a_csv_row_with_an_open_quote_is_dropped(read):
+    outcome = read({"a.csv": 'a,b\nx,y\nz,"open\n'})
+    assert outcome.rows == ["x\ny"]
+    assert [(p["kind"], p["line"]) for p in outcome.problems] == [("syntax", 3)]
+
+
+# --- compressed -----------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("suffix", "compress"), [
+    (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress),
+    (".zst", lambda data: pa.compress(data, codec="zstd", asbytes=True))])
+def test_compressed_files_are_read_as_what_they_hold(read, suffix, compress):
+    lines = b"".join(b'{"a": "row %d"}\n' % i for i in range(20_000))
+    outcome = read({"a.jsonl" + suffix: compress(lines) + compress(b'"more"\n'),
+                    "b.txt" + suffix: compress(b"text"), "c" + suffix: compress(b"a\0b")})
+    assert outcome.rows == [f"row {i}" for i in range(20_000)] + ["more", "text"]
+    assert outcome.kinds == ["binary"]
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_a_truncated_archive_keeps_what_is_whole(read, suffix, compress):
+    lines = b"".join(json.dumps({"a": f"{i * 7919 % 10007} text {i}"}).encode() + b"\n"
+                     for i in range(5000))
+    yaml = b"".join(b"---\na: text %d\n" % (i * 7919 % 10007) for i in range(5000))
+    cut = {name + suffix: compress(data)[:-2000] for name, data in
+           [("a.jsonl", lines), ("b.txt", lines), ("c.json", lines), ("d.yaml", yaml)]}
+    outcome = read(cut, keep_source=True)
+    whole = [json.loads(line)["a"] for line in lines.splitlines()]
+    by_source = {name: [row for row, source in zip(outcome.rows, outcome.sources, strict=True)
+                        if source == name + suffix] for name in ("a.jsonl", "b.txt", "c.json")}
+    assert 100 < len(by_source["a.jsonl"]) < 5000
+    assert by_source["a.jsonl"] == whole[:len(by_source["a.jsonl"])] == by_source["c.json"]
+    assert by_source["b.txt"] == []
+    yaml_rows = [row for row, source in zip(outcome.rows, outcome.sources, strict=True)
+                 if source == "d.yaml" + suffix]
+    assert yaml_rows == [f"text {i * 7919 % 10007}" for i in range(len(yaml_rows))] != []
+    assert outcome.dataset.tally.failed == set(cut)

@@ -1,0 +1,114 @@
+"""From documents to rows: fields, strings, filters, splits, order, batches."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from lib.corpus import parts, shards, work
+
+NESTED = json.dumps({"a": "x", "b": {"c": "y", "d": "no"}, "e": [{"f": "z"}, {"f": ["w", 1]}],
+                     "g.h": "dotted", "a2": "no"})
+
+
+@pytest.mark.parametrize(("fields", "row"), [
+    (("a",), "x"), (("b.c", "a"), "x\ny"), (("b",), "y\nno"), (("e.f",), "z\nw"),
+    (("g.h",), "dotted"), (("e", "missing.key"), "z\nw")])
+def test_fields_keep_only_the_named_keys_in_document_order(read, fields, row):
+    outcome = read({"a.json": NESTED, "b.txt": "plain text is not touched"}, fields=fields)
+    assert outcome.rows == [row, "plain text is not touched"]
+    assert outcome.dataset.tally.fields_seen == set(fields) - {"missing.key"}
+
+
+def test_fields_that_keep_nothing_are_listed(read):
+    outcome = read({"a.jsonl": '{"b": "x"}\n"bare"\n', "b.txt": "t"}, fields=("a",))
+    assert outcome.rows == ["t"] and outcome.kinds == ["no string", "no string"]
+
+
+def test_strings_rows_makes_a_row_of_every_string(read):
+    outcome = read({"a.json": '{"a": "x", "b": ["", " ", "y\\nz"]}'}, strings="rows")
+    assert outcome.rows == ["x", "y\nz"]
+    assert outcome.dataset.tally.documents == 1
+
+
+def test_min_chars_counts_characters_not_bytes(read):
+    outcome = read({"a.jsonl": '"éé"\n"ééé"\n"abcd"\n', "b.txt": "éé"}, min_chars=3)
+    assert outcome.rows == ["ééé", "abcd"] and outcome.dataset.tally.short == 2
+    assert not outcome.problems
+
+
+def test_rows_come_in_the_order_of_path_bytes_and_position(read):
+    names = ["b/a.txt", "a.txt", "a/z.txt", "B.txt", "é.txt", "z.txt"]
+    outcome = read({name: name for name in names} | {"a/b.jsonl": '"1"\n"2"\n'},
+                   keep_source=True)
+    assert outcome.sources == sorted([*names, "a/b.jsonl", "a/b.jsonl"],
+                                     key=lambda name: name.encode())
+    assert outcome.rows[2:4] == ["1", "2"]
+
+
+def test_the_validation_split_depends_on_the_text_alone(read, tmp_path):
+    texts = [f"document {i}" for i in range(2000)]
+    first = read({"a.jsonl": "".join(json.dumps(t) + "\n" for t in texts)},
+                 validation_percent=10).splits
+    (tmp_path / "out").rename(tmp_path / "first")
+    second = read({"0.txt": texts[0], "z/b.json": json.dumps([*texts[:1000], "new"])},
+                  validation_percent=10).splits
+    assert 130 < len(first["validation"]) < 270
+    assert set(first["validation"]) <= set(second["validation"])
+    assert not set(second["validation"]) & set(second["train"])
+    assert len(second["train"]) + len(second["validation"]) == 2000 + 1 + 1001
+
+
+def test_a_large_json_lines_file_is_cut_without_losing_or_repeating_a_line(read, monkeypatch):
+    monkeypatch.setattr(work, "UNIT_BYTES", 100)
+    lines = [json.dumps("x" * (i % 40) + str(i)) for i in range(200)]
+    lines[150] = "bad"
+    lines[40] = json.dumps("long" * 100)
+    data = "\ufeff" + "\n".join(lines)
+    outcome = read({"a.jsonl": data, "b.txt": "after"})
+    assert outcome.rows == [json.loads(line) for line in lines if line != "bad"] + ["after"]
+    [problem] = outcome.problems
+    assert problem["line"] == 151
+    assert data.encode()[problem["offset"]:].startswith(b"bad\n")
+
+
+def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_BYTES", 10_000)
+    sizes = [100] * 300 + [50_000] + [1] * 400
+    with (tmp_path / "part").open("wb") as file:
+        part = parts.Part(file, keep_source=False)
+        for size in sizes:
+            part.add(b"x" * size, "")
+        part.flush()
+    writer = shards.ShardWriter(tmp_path / "out", "train", keep_source=False)
+    writer.append(tmp_path / "part", part.rows, part.text_bytes)
+    writer.finish()
+    with pa.OSFile(str(tmp_path / "out/data-00000-of-00001.arrow")) as file:
+        batches = list(pa.ipc.open_stream(file))
+    assert [len(text) for batch in batches for text in batch["text"].to_pylist()] == sizes
+    assert all(batch.num_rows == 1 or batch.nbytes <= 2 * 10_000 for batch in batches)
+
+
+def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 5_000)
+    writer = shards.ShardWriter(tmp_path / "out", "train", keep_source=True)
+    for number in range(10):
+        with (tmp_path / "part").open("wb") as file:
+            part = parts.Part(file, keep_source=True)
+            part.add(b"%d" % number * 1500, "a.txt")
+            part.flush()
+        writer.append(tmp_path / "part", part.rows, part.text_bytes)
+    entries = writer.finish()
+    names = [entry["path"] for entry in entries if entry["path"].endswith(".arrow")]
+    assert names == [f"data-{i:05d}-of-00005.arrow" for i in range(5)]
+    assert writer.summary()["rows"] == 10
+    # The same shard without its last batch opens, but is refused.
+    shard = writer.shards[0]
+    with pa.OSFile(str(shard.path)) as file:
+        first = next(iter(pa.ipc.open_stream(file)))
+    shard.path.write_bytes(parts.schema(True).serialize().to_pybytes()
+                           + first.serialize().to_pybytes())
+    with pytest.raises(shards.ArtifactError, match="did not reach the disk"):
+        shards._verify(shard)

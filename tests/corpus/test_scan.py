@@ -1,0 +1,110 @@
+"""What a scan takes, and why it leaves things out."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from lib.corpus import kinds, place
+from lib.corpus.scan import Rules, inputs_of, scan, shown, taken
+
+
+def verdicts(root: Path, *args, **rules) -> dict[str, str]:
+    return {entry.path: entry.skipped for entry in scan(root, Rules(**rules), *args)}
+
+
+def test_every_entry_has_a_verdict(tmp_path):
+    src, elsewhere = tmp_path / "src", tmp_path / "elsewhere"
+    for path in ("a.txt", "d/b.txt", ".hidden", ".git/config", "empty"):
+        (src / path).parent.mkdir(parents=True, exist_ok=True)
+        (src / path).write_text("" if path == "empty" else "x")
+    elsewhere.mkdir()
+    (elsewhere / "o.txt").write_text("x")
+    os.mkfifo(src / "pipe")
+    for name, target in {"gone": "nowhere", "in": "a.txt", "out": "../elsewhere/o.txt",
+                         "loop": "loop", "up": ".", "outdir": "../elsewhere"}.items():
+        (src / name).symlink_to(target)
+    plain = {"a.txt": "", "d/b.txt": "", ".hidden": "hidden", ".git/": "hidden", "empty": "empty",
+             "pipe": "special", "gone": "link dangles", "loop": "link loops"}
+    assert verdicts(src) == plain | {
+        "in": "link inside the source", "up": "link inside the source",
+        "out": "link leads outside", "outdir": "link leads outside"}
+    assert verdicts(src, follow_symlinks=True) == plain | {
+        "in": "", "out": "", "outdir/o.txt": "", "up/": "link loops"}
+
+
+def test_patterns_match_the_path_or_the_basename(tmp_path):
+    for path in ("a.txt", "b.log", "d/c.txt", "d/e.log", "skip/f.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("x")
+    assert [path for path, why in verdicts(tmp_path, include=("*.txt",)).items() if not why] == \
+        ["a.txt", "d/c.txt", "skip/f.txt"]
+    assert verdicts(tmp_path, include=("*.txt", "d/*"), exclude=("skip", "./d/c.txt")) == {
+        "a.txt": "", "b.log": "pattern", "d/c.txt": "pattern", "d/e.log": "", "skip/": "pattern"}
+    assert [path for path, why in verdicts(tmp_path, include=("**/a.txt",)).items() if not why] \
+        == ["a.txt"]
+
+
+def test_the_output_of_the_stage_is_not_scanned(tmp_path):
+    for path in ("a.txt", "splits/split_00/a.txt", "splits.partial-1/x.txt", "splits2/b.txt"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("x")
+    found = verdicts(tmp_path, tmp_path / "splits")
+    assert [path for path, why in found.items() if not why] == ["a.txt", "splits2/b.txt"]
+
+
+def test_an_unreadable_directory_is_noted(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    real = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert verdicts(tmp_path) == {"a.txt": "", "closed/": "unreadable"}
+
+
+def test_the_identity_of_the_input_moves_with_it_and_sees_changes(tmp_path):
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "a.txt").write_text("x")
+    before = inputs_of(taken(scan(one, Rules())))
+    assert inputs_of(taken(scan(one.rename(tmp_path / "two"), Rules()))) == before
+    os.utime(tmp_path / "two/a.txt", ns=(1, 1))
+    assert inputs_of(taken(scan(tmp_path / "two", Rules()))) != before
+
+
+def test_names_that_are_no_text_can_be_shown():
+    assert shown(os.fsdecode(b"a\xff\nb\xc3\xa9")) == "a\\xff\\nbé"
+
+
+@pytest.mark.parametrize(("name", "head", "kind"), [
+    ("a", b"", "empty"), ("a.txt", b"text", "text"), ("a.txt", b"\x00\x01", "binary"),
+    ("a.txt", b"\xff\xfea\x00", "text"), ("a.txt", b"\xff\xfe\x00\x00a\x00\x00\x00", "binary"),
+    ("a.pdf", b"%PDF-1.4\n" + bytes(range(1, 9)), "binary"), ("a.html", b"<p>\x1b", "text"),
+    ("a.json", b"{\n", "json"), ("a.json", b'{"a": 1}\n{"a": 2}\n', "jsonl"),
+    ("a.json", b'{"a": 1}\n{\n"a": 2}\n', "json"), ("a.JSONL", b"{}", "jsonl"),
+    ("a.txt", b"{}\n{}\n", "text"), ("a.yml", b"a: b", "yaml"), ("a.csv", b"a,b", "csv"),
+    ("a.txt", b"\x1f\x8b\x08", "gzip"), ("a.parquet", b"PAR1", "parquet"),
+    ("a.arrow", b"ARROW1\0\0", "arrow"), ("a.arrow", b"\xff\xff\xff\xff\x10\0", "arrow"),
+    ("a.json", b"[" * 20_000, "json")])
+def test_kinds(name, head, kind):
+    assert kinds.sniff(name, head) == kind
+
+
+def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
+    def no_link(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+    monkeypatch.setattr(os, "link", no_link)
+    source = tmp_path / "a"
+    source.write_text("x")
+    os.utime(source, ns=(5, 7))
+    assert place.place(source, tmp_path / "b", "hardlink") == "copy"
+    assert (tmp_path / "b").read_text() == "x"
+    assert (tmp_path / "b").stat().st_mtime_ns == 7
+    assert place.mode_that_works(source, tmp_path, "hardlink", 1) == "copy"

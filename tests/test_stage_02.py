@@ -1,0 +1,274 @@
+"""Stage 02 as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "02_build_hf_dataset.py"
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    """Return raw_text/ with one file of each format."""
+    root = tmp_path / "raw_text"
+    (root / "sub").mkdir(parents=True)
+    (root / "a.txt").write_text("plain text\n")
+    (root / "sub/b.json").write_text('[{"text": "first", "n": 1}, {"text": "second"}]')
+    (root / "sub/c.jsonl").write_text('{"text": "third"}\nbad\n{"text": "fourth"}\n')
+    (root / "d.yaml").write_text("text: fifth\nwhen: 2001-01-01\n")
+    return root
+
+
+def load(path: Path):
+    import datasets
+    return datasets.load_from_disk(str(path))
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of every file but the manifest, which holds the time."""
+    return {path.relative_to(directory).as_posix(): path.read_bytes()
+            for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"}
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def mixed(root: Path, files: int) -> None:
+    """Fill a directory with many files of several formats."""
+    draw = random.Random(0)
+    for number in range(files):
+        words = [f"word{draw.randint(0, 999)}" for _ in range(draw.randint(1, 3000))]
+        path = root / f"{number % 7}" / f"{number}{draw.choice(['.txt', '.json', '.jsonl'])}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".txt":
+            path.write_text(" ".join(words))
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(words[:50]))
+        else:
+            path.write_text("".join(json.dumps({"t": word}) + "\n" for word in words) + "bad\n")
+
+
+def test_help_is_fast_and_names_every_option(stage):
+    text = stage(SCRIPT, "--help", timeout=3).stdout
+    for option in ("--data-folder", "--save-dir", "--fields", "--strings", "--min-chars",
+                   "--validation-percent", "--keep-source", "--max-error-rate", "--config",
+                   "--dry-run", "--overwrite", "--num-workers", "--no-progress"):
+        assert option in text
+
+
+def test_from_raw_text_to_a_dataset(stage, raw, tmp_path):
+    stage("01_organize_data.py", "--num-dirs", 2)
+    done = stage(SCRIPT, "--keep-source")
+    dataset = load(tmp_path / "hf_datasets/corpus")
+    assert sorted(dataset["text"]) == sorted(["plain text\n", "first", "second", "third", "fourth",
+                                              "fifth"])
+    sources = dict(zip(dataset["text"], dataset["source"], strict=True))
+    assert sources["second"] == "sub/b.json" and sources["plain text\n"] == "a.txt"
+    entries = lines(tmp_path / "splits/files.jsonl")
+    order = {entry["path"]: (entry["split"], entry["path"].encode()) for entry in entries}
+    assert list(dataset["source"]) == sorted(dataset["source"], key=order.get)
+    assert dataset["text"][:].index("third") + 1 == dataset["text"][:].index("fourth")
+
+    [problem] = lines(tmp_path / "hf_datasets/corpus/errors.jsonl")
+    assert (tmp_path / "splits" / problem["path"]).is_file() and problem["line"] == 2
+    manifest = json.loads((tmp_path / "hf_datasets/corpus/manifest.json").read_text())
+    assert manifest["kind"] == "dataset/1" and manifest["summary"]["rows"] == 6
+    assert manifest["summary"]["splits"]["train"]["shards"] == [
+        {"path": "data-00000-of-00001.arrow", "rows": 6}]
+    for entry in manifest["files"]:
+        assert (tmp_path / "hf_datasets/corpus" / entry["path"]).stat().st_size == entry["bytes"]
+    assert "6 train rows" in done.stdout and "errors.jsonl" in done.stdout
+    assert "-d hf_datasets/corpus" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "hf_datasets").iterdir()) == ["corpus"]
+
+
+def test_again_moved_refused_replaced(stage, raw, tmp_path):
+    stage("01_organize_data.py", "--num-dirs", 2)
+    stage(SCRIPT)
+    target = tmp_path / "hf_datasets/corpus"
+    before = content(target)
+    assert "already done" in stage(SCRIPT, "--num-workers", 1).stdout
+    (tmp_path / "splits").rename(tmp_path / "elsewhere")
+    assert "already done" in stage(SCRIPT, "--data-folder", "elsewhere").stdout
+    refused = stage(SCRIPT, "--data-folder", "elsewhere", "--min-chars", 6, expect=2)
+    assert "--min-chars: 0 there, 6 now" in refused.stderr and "--overwrite" in refused.stderr
+    stage(SCRIPT, "--data-folder", "elsewhere", "--min-chars", 99, "--overwrite", expect=2)
+    assert content(target) == before
+    stage(SCRIPT, "--data-folder", "elsewhere", "--min-chars", 6, "--overwrite")
+    assert len(load(target)) == 3
+
+
+def test_dry_run_leaves_nothing(stage, raw, tmp_path):
+    done = stage(SCRIPT, "--data-folder", raw, "--dry-run")
+    assert "4 files" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["raw_text"]
+
+
+def test_workers_do_not_change_a_byte(stage, tmp_path):
+    mixed(tmp_path / "data", 300)
+    (tmp_path / "data/big.jsonl").write_text("".join(
+        json.dumps({"t": f"{i} " * 200}) + "\n" for i in range(40_000)) + "bad\n")
+    for workers in (1, 2, 3):
+        stage(SCRIPT, "--data-folder", "data", "--save-dir", f"out/{workers}", "--num-workers",
+              workers, "--validation-percent", 5, "--keep-source")
+    one = content(tmp_path / "out/1")
+    assert one == content(tmp_path / "out/2") == content(tmp_path / "out/3")
+    assert {problem["line"] for problem in lines(tmp_path / "out/1/errors.jsonl")
+            if problem["path"] == "big.jsonl"} == {40_001}
+    loaded = load(tmp_path / "out/1")
+    assert set(loaded) == {"train", "validation"}
+    assert 0.02 < len(loaded["validation"]) / len(loaded["train"]) < 0.08
+
+
+def test_killed_in_the_middle_then_the_same_bytes(stage, tmp_path):
+    mixed(tmp_path / "data", 700)
+    stage(SCRIPT, "--data-folder", "data", "--save-dir", "whole")
+    process = subprocess.Popen([sys.executable, str(ROOT / SCRIPT), "--data-folder", "data",
+                                "--save-dir", "out", "--num-workers", "2"], cwd=tmp_path,
+                               stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out.partial-*/parts/*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "a worker outlived its parent"
+        time.sleep(0.05)
+    stage(SCRIPT, "--data-folder", "data", "--save-dir", "out")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert not list(tmp_path.glob("*.partial-*"))
+
+
+def test_deep_nesting_neither_stops_nor_spoils_anything(stage, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+
+    def nested(depth: int) -> str:
+        return "[" * depth + '"x"' + "]" * depth
+    (data / "a.jsonl").write_text(f'"before"\n{nested(1500)}\n{nested(200_000)}\n"after"\n')
+    (data / "b.json").write_text(f'["kept", {nested(200_000)}]')
+    (data / "c.yaml").write_text(f"kept: too\n---\n{nested(1500)}\n")
+    (data / "d.txt").write_text("last")
+    stage(SCRIPT, "--data-folder", "data", "--save-dir", "out")
+    assert load(tmp_path / "out")["text"][:] == ["before", "x", "after", "kept", "too", "last"]
+    assert [(p["path"], p["kind"]) for p in lines(tmp_path / "out/errors.jsonl")] == [
+        ("a.jsonl", "nesting"), ("b.json", "nesting"), ("c.yaml", "nesting")]
+
+
+def test_a_file_that_kills_its_worker_costs_only_itself(stage, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text("first")
+    (data / "b.yaml").write_text("[" * 1_000_000)  # libyaml's composer overflows the C stack
+    (data / "c.txt").write_text("last")
+    done = stage(SCRIPT, "--data-folder", "data", "--save-dir", "out", expect=None)
+    assert done.returncode == 0, done.stderr
+    assert load(tmp_path / "out")["text"][:] == ["first", "last"]
+    [problem] = lines(tmp_path / "out/errors.jsonl")
+    assert problem["path"] == "b.yaml" and problem["kind"] in ("crash", "nesting", "syntax")
+
+
+def test_a_plain_directory_with_hostile_names(stage, tmp_path):
+    data = tmp_path / "data"
+    (data / ".git").mkdir(parents=True)
+    (data / ".git/config").write_text("x")
+    (data / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    for name in (b"caf\xe9.txt", b"new\nline.txt", b"bad\xff.json"):
+        (data / os.fsdecode(name)).write_bytes(b"text")
+    done = stage(SCRIPT, "--data-folder", "data", "--save-dir", "out", "--keep-source")
+    assert "plain directory" in done.stdout
+    dataset = load(tmp_path / "out")
+    assert set(dataset["source"]) == {"caf\\xe9.txt", "new\\nline.txt"}
+    problems = {os.fsencode(p["path"]): p["kind"] for p in lines(tmp_path / "out/errors.jsonl")}
+    assert problems == {b".git/": "hidden", b"image.png": "binary", b"bad\xff.json": "syntax"}
+
+
+def test_max_error_rate_is_a_fraction_of_the_files(stage, raw, tmp_path):
+    options = ["--data-folder", raw, "--save-dir", "out"]
+    failed = stage(SCRIPT, *options, "--max-error-rate", 0.2, expect=2)
+    assert "1 of 4 files failed" in failed.stderr and "nothing was published" in failed.stderr
+    assert not (tmp_path / "out").exists()
+    assert lines(tmp_path / "out.errors.jsonl")[0]["path"] == "sub/c.jsonl"
+    stage(SCRIPT, *options, "--max-error-rate", 0.25)
+
+
+def test_options_reach_the_rows(stage, raw, tmp_path):
+    (tmp_path / "run.yaml").write_text("fields: [n, missing]\nstrings: rows\ndata_folder: raw_text")
+    (raw / "e.json").write_text('{"n": ["x", "y"], "text": "no"}')
+    done = stage(SCRIPT, "--config", "run.yaml", "--save_dir", "out")
+    assert load(tmp_path / "out")["text"][:] == ["plain text\n", "x", "y"]
+    assert "no document has 'missing'" in done.stdout
+
+
+def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
+    missing = stage(SCRIPT, expect=3)
+    assert "does not exist" in missing.stderr and "01_organize_data.py" in missing.stderr
+    stage("01_organize_data.py", "--num-dirs", 2)
+    for damage, words in [("manifest.json", "not finished"), ("files.jsonl", "damaged"),
+                          ("split_00", "are gone")]:
+        shutil.copytree(tmp_path / "splits", tmp_path / damage)
+        broken = tmp_path / damage / damage
+        shutil.rmtree(broken) if broken.is_dir() else broken.unlink()
+        done = stage(SCRIPT, "--data-folder", damage, expect=3)
+        assert words in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "splits/split_00/stray.txt").write_text("x")
+    assert "files in splits that files.jsonl does not list: 1" in stage(SCRIPT).stdout
+
+
+@pytest.mark.parametrize(("arguments", "words", "code"), [
+    (["--data-folder", "bare"], "no file", 2), (["--data-folder", "binary"], "no document", 2),
+    (["--data-folder", "raw_text/a.txt"], "is a file", 2),
+    (["--data-folder", "raw_text", "--save-dir", "raw_text/out"], "lies in --data-folder", 2),
+    (["--data-folder", "raw_text", "--save-dir", "binary"], "not made by this stage", 2),
+    (["--data-folder", "raw_text", "--fields", "a,,b"], "commas", 2),
+    (["--validation-percent", "100"], "percentage", 2), (["--max-error-rate", "5"], "fraction", 2),
+    (["--min-chars", "many"], "whole number", 2), (["--strings", "both"], "invalid choice", 2)])
+def test_bad_usage_is_told_in_words(stage, raw, tmp_path, arguments, words, code):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary/a").write_bytes(b"\0")
+    done = stage(SCRIPT, *arguments, expect=code)
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "hf_datasets/corpus").exists()
+
+
+def test_symbolic_links_of_stage_01_are_followed(stage, raw, tmp_path):
+    stage("01_organize_data.py", "--num-dirs", 1, "--mode", "symlink")
+    stage(SCRIPT)
+    assert len(load(tmp_path / "hf_datasets/corpus")) == 6
+    raw.rename(tmp_path / "gone")
+    assert "are gone" in stage(SCRIPT, expect=3).stderr
+
+
+def test_a_full_disk_is_told_before_anything_is_written(stage, raw, tmp_path):
+    with (raw / "huge.txt").open("wb") as file:
+        file.write(b"text")
+        file.truncate(shutil.disk_usage(tmp_path).free)  # sparse: takes no room
+    done = stage(SCRIPT, "--data-folder", raw, "--save-dir", "out", expect=4)
+    assert "not enough room" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["raw_text"]
+
+
+def test_a_disk_that_fills_up_ends_with_code_4_and_leaves_nothing(tmp_path):
+    mixed(tmp_path / "data", 200)
+    limited = f"ulimit -f 500; exec {sys.executable} {ROOT / SCRIPT} --data-folder data " \
+              "--save-dir out --no-progress"
+    done = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 4, done.stderr
+    assert "no room to write" in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
