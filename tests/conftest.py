@@ -15,6 +15,8 @@ _GUARD = Path(__file__).parent / "network_guard"
 
 StageRunner = Callable[..., subprocess.CompletedProcess]
 
+pytest_plugins = ["tests.training"]
+
 
 @pytest.fixture(autouse=True)
 def no_foreign_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
@@ -27,27 +29,32 @@ def no_foreign_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
         pytest.fail(f"connected beyond this machine:\n{report.read_text()}")
 
 
+def stage_command(script: str, *arguments: object, ranks: int = 0) -> list[str]:
+    """Return the command line of a stage; ranks > 0 starts it through torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *(torchrun if ranks else []), str(ROOT / script), *map(str, arguments)]
+
+
+def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0, ranks: int = 0,
+              env: dict[str, str] | None = None, timeout: float = 300,
+              ) -> subprocess.CompletedProcess:
+    """Run a stage in a directory, assert its exit code (None: any) and return what it printed.
+
+    ranks > 0 starts it through torchrun, which returns 1 for any failure.
+    """
+    command = stage_command(script, *arguments, ranks=ranks)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
+    if expect is not None:
+        assert done.returncode == expect, (f"{command}\nexit {done.returncode}, expected "
+                                           f"{expect}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done
+
+
 @pytest.fixture
 def stage(tmp_path: Path) -> StageRunner:
-    """Return a function that runs a stage script in an empty directory.
-
-    stage("01_organize_data.py", "--src-dir", "raw", expect=0, ranks=0, cwd=None, env=None,
-    timeout=…): asserts the exit code (None: any) and returns the CompletedProcess with text
-    `stdout` and `stderr`. ranks > 0 starts it through torchrun (which returns 1 for any failure).
-    """
-    def run(script: str, *arguments: object, expect: int | None = 0, ranks: int = 0,
-            cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 300,
+    """Return `run_stage` with the test's own directory as the default one to run in."""
+    def run(script: str, *arguments: object, cwd: Path | None = None, **how: object,
             ) -> subprocess.CompletedProcess:
-        launcher = [sys.executable]
-        if ranks:
-            launcher += ["-m", "torch.distributed.run", "--standalone",
-                         f"--nproc-per-node={ranks}"]
-        command = [*launcher, str(ROOT / script), *map(str, arguments)]
-        done = subprocess.run(command, cwd=cwd or tmp_path, capture_output=True, text=True,
-                              timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1",
-                                                    **(env or {})})
-        if expect is not None:
-            assert done.returncode == expect, \
-                f"{command}\nexit {done.returncode}, expected {expect}\n{done.stdout}\n{done.stderr}"
-        return done
+        return run_stage(script, *arguments, cwd=cwd or tmp_path, **how)
     return run

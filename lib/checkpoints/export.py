@@ -16,13 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lib.checkpoints import commit, state
-from lib.checkpoints.storage import StrictReader, TensorPlanner
+from lib.checkpoints.storage import StrictReader, TensorPlanner, plain_errors
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
 from lib.models import keys
+from lib.models.identity import INDEX, WEIGHTS
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
            torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
            torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -129,7 +128,7 @@ def _hub_tensors(model: PreTrainedModel, checkpoint: commit.Checkpoint,
                 raise ArtifactError(f"checkpoint {checkpoint.path} is of another model",
                                     expected=f"{name} {list(shape)}", found=str(there))
             wanted[key] = torch.empty(shape, dtype=saved[key].properties.dtype)
-        with warnings.catch_warnings():  # DCP warns that there is no process group; there is none
+        with warnings.catch_warnings(), plain_errors():  # DCP warns that there is no process group; there is none
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(wanted, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
         full = dict(zip(group, wanted.values(), strict=True))

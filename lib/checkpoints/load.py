@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lib.checkpoints import commit, state
-from lib.checkpoints.storage import StrictReader, TensorPlanner
+from lib.checkpoints.storage import StrictReader, TensorPlanner, plain_errors
 from lib.core import log, paths
 from lib.core.errors import ArtifactError
 
@@ -75,7 +75,7 @@ def load(checkpoint: commit.Checkpoint, model: nn.Module, optimizer: torch.optim
     tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
     reader = StrictReader(checkpoint.path / commit.TENSORS)
     _require_same(tensors, reader, checkpoint.path)
-    with torch.no_grad():
+    with torch.no_grad(), plain_errors():
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group)
     train_state = checkpoint.train_state()
     state.set_optimizer_steps(optimizer, train_state["optimizer_steps"])

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lib.checkpoints import commit, state
-from lib.checkpoints.storage import HashingWriter
+from lib.checkpoints.storage import HashingWriter, plain_errors
 from lib.core import manifest, paths, publish
-from lib.core.errors import StageError, from_os_error
+from lib.core.errors import from_os_error
 
 
 def save(checkpoints: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -34,11 +34,12 @@ def save(checkpoints: Path, step: int, model: nn.Module, optimizer: torch.optim.
     tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
     writer = HashingWriter(attempt / commit.TENSORS)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=group)
-    except dcp.api.CheckpointException as failure:
+        with plain_errors():
+            dcp.save(tensors, storage_writer=writer, process_group=group)
+    except BaseException:
         if rank == 0:
             commit.clean(checkpoints)
-        raise _cause(failure) from failure
+        raise
     entries: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
     dist.all_gather_object(entries, writer.entries(commit.TENSORS), group=group)
     random_states = state.gather_rng(device, group)
@@ -68,16 +69,3 @@ def _commit(attempt: Path, step: int, entries: list[dict[str, Any]], train_state
         entries.append(manifest.file_entry(attempt, attempt / name, "sha256"))
     facts = {key: train_state[key] for key in ("tokens", "loss", "eval_loss") if key in train_state}
     commit.commit(attempt, step, entries, identity, world_size, facts)
-
-
-def _cause(failure: dcp.api.CheckpointException) -> Exception:
-    """Return the error behind DCP's exception: a full disk is a person's matter, not a bug."""
-    for error, _ in failure.failures.values():
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, OSError) and (known := from_os_error(cause)):
-                return known
-            if isinstance(cause, StageError):
-                return cause
-            cause = cause.__cause__ or cause.__context__
-    return failure

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from lib.core import hashing
-from lib.core.errors import ArtifactError
+from lib.core.errors import ArtifactError, StageError, from_os_error
 
 # All that the `.metadata` of a checkpoint of plain tensors is made of.
 _ALLOWED = {
@@ -30,6 +31,25 @@ _ALLOWED = {
     "pathlib": {"PosixPath", "Path"},
     "pathlib._local": {"PosixPath"},
 }
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise what DCP wraps in its CheckpointException, where it is a matter of files or disk.
+
+    That exception is no `Exception` but a BaseException (torch 2.11 to 2.13), and hides the errno.
+    """
+    try:
+        yield
+    except CheckpointException as failure:
+        for error, _ in failure.failures.values():
+            cause: BaseException | None = error
+            while cause is not None:
+                known = from_os_error(cause) if isinstance(cause, OSError) else cause
+                if isinstance(known, StageError):
+                    raise known from failure
+                cause = cause.__cause__ or cause.__context__
+        raise
 
 
 class _HashingStream(io.RawIOBase):

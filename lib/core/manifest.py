@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import platform
@@ -122,7 +123,7 @@ def check(directory: Path, content: dict[str, Any], what: str, run: str = "",
 
 def unfinished(directory: Path) -> str:
     """Describe what an interrupted run left beside a missing artifact; empty when nothing."""
-    left = sorted(directory.parent.glob(f"{directory.name}.partial-*")) \
+    left = sorted(directory.parent.glob(f"{glob.escape(directory.name)}.partial-*")) \
         if directory.parent.is_dir() else []
     if not left:
         return ""

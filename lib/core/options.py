@@ -61,13 +61,13 @@ class Parser(argparse.ArgumentParser):
         argv = [_dashed(arg) for arg in argv]
         if not (config := self._config_of(argv)):
             return self._parse_known(argv)
-        given = {self._option_strings(arg.partition("=")[0]) for arg in argv}
+        given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         from_yaml: list[str] = []
         for key, value in _read_yaml(config).items():
             flag = "--" + str(key).replace("_", "-")
             if flag not in self._option_string_actions:
                 raise UsageError(f"{config}: unknown key {key!r}{self._nearest(flag)}")
-            if flag == "--config" or self._option_strings(flag) not in given:
+            if flag == "--config" or self._dest(flag) not in given:
                 from_yaml += self._as_arguments(flag, value, config)
         try:
             self._parse_known(from_yaml)
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
                        else f"unexpected argument {flag!r}")
         return options
 
-    def _option_strings(self, flag: str) -> str:
+    def _dest(self, flag: str) -> str:
         action = self._option_string_actions.get(flag)
         return action.dest if action else flag
 
@@ -114,6 +114,8 @@ class Parser(argparse.ArgumentParser):
             if not isinstance(value, bool):
                 raise UsageError(f"{config}: {flag[2:]!r} takes true or false, got {value!r}")
             return [flag] if value else []
+        if isinstance(value, list) and not isinstance(action.default, list):
+            raise UsageError(f"{config}: {flag[2:]!r} takes one value, got {value!r}")
         values = value if isinstance(value, list) else [value]
         return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
 

@@ -102,7 +102,8 @@ class Build:
                                   found=str(self.dir), run="wait for it, or stop it")
         if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
             self.__exit__(None, None, None)
-            raise AlreadyBuilding(f"another process has just built {self.target}")
+            raise AlreadyBuilding(f"{self.target} was built or brought back just now",
+                                  run="the same command again")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
@@ -149,16 +150,24 @@ class Build:
 
 
 def _lock(directory: Path) -> int:
-    """Return a descriptor that holds the lock on a directory, or -1 when another process has it."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    """Return a descriptor that holds the lock on a directory.
+
+    Returns -1 when another process has it, or has just removed or published the directory.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
+        return -1
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.path.samestat(os.fstat(descriptor), directory.stat())
     except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-            os.close(descriptor)
-            return -1
         # A file system without locks: go on without; only two runs at once would notice.
-    return descriptor
+        is_there = error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.ENOENT)
+    if is_there:
+        return descriptor
+    os.close(descriptor)
+    return -1
 
 
 def _replace(new: Path, old: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+_NEXT_UNIT = 999.5  # what would be rounded to 1000 is 1 of the next unit
 
 
 def size(count: float) -> str:
     """Return a byte count in decimal units: 1_500_000 → `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
+        if abs(count) < _NEXT_UNIT:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
@@ -29,7 +30,7 @@ def parse_size(text: str) -> int:
 def count(number: float) -> str:
     """Return a count in short form: 3_212_749_824 → `3.21B`."""
     for unit in ("", "K", "M", "B"):
-        if abs(number) < 1000:
+        if abs(number) < _NEXT_UNIT:
             return f"{number:.0f}" if not unit else f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}T"
@@ -37,9 +38,9 @@ def count(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
-    if seconds < 60:
+    if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, secs = divmod(int(seconds), 60)
+    minutes, secs = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {secs:02d} s"
     hours, minutes = divmod(minutes, 60)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from lib.core import hashing, manifest
 
-_WEIGHTS = "*.safetensors"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def has_weights(model_dir: Path) -> bool:
     """Tell whether a model directory holds safetensors weights, whole or in shards."""
-    return any(model_dir.glob(_WEIGHTS))
+    return (model_dir / WEIGHTS).is_file() or (model_dir / INDEX).is_file()
 
 
 def fingerprint(model_dir: Path) -> str:
@@ -28,7 +29,7 @@ def fingerprint(model_dir: Path) -> str:
                    if e["path"].endswith(".safetensors")]
     else:
         weights = [[path.name, path.stat().st_size, _header_digest(path)]
-                   for path in sorted(model_dir.glob(_WEIGHTS))]
+                   for path in sorted(model_dir.glob("model*.safetensors"))]
     return hashing.fingerprint([config, weights])
 
 

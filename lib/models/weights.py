@@ -14,19 +14,13 @@ from transformers import PreTrainedModel
 
 from lib.core.errors import ArtifactError
 from lib.models import keys
+from lib.models.identity import INDEX, WEIGHTS
 from lib.models.initialise import restore_buffers
 from lib.models.recipes import Part, Recipe, Shape
 from lib.models.shards import local_slice, local_tensor, tie_again
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _FLOATING = {"F64", "F32", "F16", "BF16"}
 _SHOWN = 40
-
-
-def has_weights(model_dir: Path) -> bool:
-    """Tell whether a model directory holds safetensors weights, whole or in shards."""
-    return (model_dir / WEIGHTS).is_file() or (model_dir / INDEX).is_file()
 
 
 def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:

@@ -50,9 +50,11 @@ def identity(source: Source, tokenizer_dir: Path) -> dict[str, Any]:
 
 
 def directory(cache_dir: Path, source: Source, identity_: dict[str, Any]) -> Path:
-    """Return where the store of a dataset and a tokenizer lies."""
+    """Return where the store of a dataset and a tokenizer lies, whatever the dataset is called."""
     key = hashing.fingerprint([KIND, identity_["inputs"]])[:12]
-    return paths.tokens_root(cache_dir) / f"{source.path.resolve().name}-{key}"
+    root = paths.tokens_root(cache_dir)
+    there = sorted(root.glob(f"*-{key}"))
+    return there[0] if there else root / f"{source.path.resolve().name}-{key}"
 
 
 def open_store(path: Path) -> TokenStore:

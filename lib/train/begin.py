@@ -16,6 +16,7 @@ from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
 from lib.models import architecture, identity
 from lib.models.initialise import initialise, restore_buffers
+from lib.models.shards import tie_again
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.tokens.store import TokenStore
@@ -133,13 +134,16 @@ def _resume(o: Options, experiment: Experiment, run_plan: Plan, model: nn.Module
         return None
     plan.require_same(checkpoint.commit()["identity"], run_plan.identity(), checkpoint.path)
     began = time.monotonic()
-    model.tie_weights()
+    tie_again(model)
     restore_buffers(model)
     state = load.load(checkpoint, model, adamw, world.device, world.control)
     loss_scale.restore(state["loss_scale"])
     journal.event("resume", checkpoint.step, path=str(checkpoint.path), ranks=world.size)
     log.info(f"resumed from {checkpoint.path} in {units.duration(time.monotonic() - began)}: step "
              f"{checkpoint.step:,} of {run_plan.total_steps:,}, {state['tokens']:,} tokens seen")
+    if state["total_steps"] != run_plan.total_steps:
+        log.info(f"the end moves from step {state['total_steps']:,} to {run_plan.total_steps:,}: "
+                 "the learning-rate schedule is stretched over all of it")
     return checkpoint.step
 
 

@@ -106,7 +106,8 @@ class Run:
         logged = self.last if self.last.get("step") == self.step else {}
         samples = self.step * self.plan.division.global_batch
         state = {"step": self.step, "samples": samples, "tokens": samples * self.plan.seq_length,
-                 "seed": self.options.seed, "world_size": self.world.size,
+                 "seed": self.options.seed, "total_steps": self.plan.total_steps,
+                 "world_size": self.world.size,
                  "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
                  "loss_scale": self.loss_scale.state()}
         checkpoint = save(self.experiment.checkpoints, self.step, self.model, self.optimizer,

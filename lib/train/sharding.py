@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
+from lib.models.shards import own_class
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -45,9 +46,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> str:
     fully_shard(model, **options)
     dtypes = {p.dtype for p in model.parameters()}
     assert dtypes == {torch.float32}, f"masters must be float32, got {dtypes}"
-    name = type(blocks[0]).__mro__[2].__name__  # fully_shard puts a class of its own in front
-    return f"{len(blocks)} × {name}, embedding, output and root over {mesh.size()} ranks; " \
-           f"float32 masters and reductions, {precision} compute"
+    return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
+           f"{mesh.size()} ranks; float32 masters and reductions, {precision} compute"
 
 
 def reshard(model: nn.Module) -> None:

@@ -15,8 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lib.core.errors import ArtifactError
 from lib.models.architecture import build_on_meta
+from lib.models.identity import INDEX, WEIGHTS, has_weights
 from lib.models.initialise import initialise, restore_buffers
-from lib.models.weights import INDEX, WEIGHTS, Checkpoint, has_weights, load_pretrained
+from lib.models.weights import Checkpoint, load_pretrained
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS, full_weights, spoil
 

@@ -10,7 +10,7 @@ def _hook(event, arguments):
     if event == "socket.connect" and isinstance(arguments[1], tuple):
         host = str(arguments[1][0])
         if not host.startswith(("127.", "::1", "::ffff:127.", "localhost")):
-            with open(_report, "a") as file:
+            with open(_report, "a") as file:  # noqa: PTH123 (pathlib would be imported by all)
                 file.write(f"pid {os.getpid()} {sys.argv[:1]} → {arguments[1]}\n")
 
 

@@ -1,0 +1,81 @@
+"""A checkpoint is whole or none: COMMIT, manifest, sizes, retention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lib.checkpoints import commit
+from lib.core import manifest
+
+
+def make(checkpoints: Path, step: int) -> commit.Checkpoint:
+    """Commit a checkpoint whose only tensor file is some bytes."""
+    attempt = commit.attempt_directory(checkpoints, step)
+    (attempt / commit.TENSORS).mkdir()
+    (attempt / commit.TENSORS / "data").write_bytes(bytes(range(100)))
+    (attempt / commit.TRAIN_STATE).write_text(json.dumps({"step": step}))
+    files = [manifest.file_entry(attempt, attempt / name)
+             for name in (f"{commit.TENSORS}/data", commit.TRAIN_STATE)]
+    return commit.commit(attempt, step, files, {"options": {}}, 2, {"tokens": 5})
+
+
+def test_committed_is_valid_and_newest_first(tmp_path: Path):
+    for step in (5, 20, 10):
+        assert make(tmp_path, step).problems() == []
+    assert [c.step for c in commit.scan(tmp_path)] == [20, 10, 5]
+    assert commit.scan(tmp_path)[0].commit()["world_size"] == 2
+
+
+@pytest.mark.parametrize("name", [commit.COMMIT, commit.MANIFEST, f"{commit.TENSORS}/data"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+def test_damage_is_seen_without_hashing(tmp_path: Path, name: str, damage: str):
+    path = make(tmp_path, 1).path / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(b"" if damage == "empty" else content[:-3])
+    assert commit.scan(tmp_path)[0].problems()
+
+
+def test_flipped_bit_and_changed_manifest(tmp_path: Path):
+    checkpoint = make(tmp_path, 1)
+    data = checkpoint.path / commit.TENSORS / "data"
+    data.write_bytes(bytes([255]) + data.read_bytes()[1:])
+    assert checkpoint.problems() == [] and len(checkpoint.content_problems(0, 1)) == 1
+    assert sum(len(checkpoint.content_problems(part, 2)) for part in range(2)) == 1
+    text = (checkpoint.path / commit.MANIFEST).read_text()
+    (checkpoint.path / commit.MANIFEST).write_text(text + " ")
+    assert "not the one" in checkpoint.problems()[0]
+
+
+def test_renamed_checkpoint_does_not_pass_for_another_step(tmp_path: Path):
+    checkpoint = make(tmp_path, 1)
+    checkpoint.path.rename(tmp_path / "step_00000009")
+    assert commit.scan(tmp_path)[0].problems() == ["COMMIT.json is of step 1"]
+
+
+def test_prune_keeps_the_newest_intact(tmp_path: Path):
+    for step in range(1, 6):
+        make(tmp_path, step)
+    (tmp_path / "step_00000005" / commit.COMMIT).unlink()
+    assert commit.prune(tmp_path, keep=2) == [2, 1]
+    assert [c.step for c in commit.scan(tmp_path)] == [5, 4, 3]
+    assert commit.prune(tmp_path, keep=0) == []
+
+
+def test_leftovers_are_no_checkpoints_and_are_cleaned(tmp_path: Path):
+    commit.attempt_directory(tmp_path, 3)
+    (tmp_path / ".trash-step_00000001").mkdir()
+    (tmp_path / "quarantine").mkdir()
+    assert commit.scan(tmp_path) == []
+    commit.clean(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["quarantine"]
+
+
+def test_a_damaged_step_saved_again_is_set_aside(tmp_path: Path):
+    (make(tmp_path, 7).path / commit.COMMIT).unlink()
+    assert make(tmp_path, 7).problems() == []
+    assert len(list((tmp_path / "quarantine").iterdir())) == 1

@@ -1,0 +1,71 @@
+"""What is read from disk is verified, and nothing in it can run code."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lib.checkpoints.storage import HashingWriter, StrictReader, TensorPlanner, plain_errors
+from lib.core import hashing
+from lib.core.errors import ArtifactError
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        import os
+        return os.system, (self.command,)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Return a directory with two tensors written through HashingWriter."""
+    tensors = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5)}
+    writer = HashingWriter(tmp_path / "dcp")
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    entries = writer.entries("dcp")
+    assert {e["path"] for e in entries} == {"dcp/.metadata", "dcp/__0_0.distcp"}
+    for entry in entries:
+        path = tmp_path / entry["path"]
+        assert path.stat().st_size == entry["bytes"] and hashing.matches(path, entry["digest"])
+    assert next(e["digest"] for e in entries if "metadata" in e["path"]).startswith("sha256:")
+    return tmp_path / "dcp"
+
+
+def load(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with plain_errors():
+        dcp.load(tensors, storage_reader=StrictReader(directory), planner=TensorPlanner(),
+                 no_dist=True)
+
+
+def test_round_trip(saved: Path):
+    tensors = {"model.a": torch.zeros(3, 4), "model.b": torch.zeros(5)}
+    load(saved, tensors)
+    assert torch.equal(tensors["model.a"], torch.arange(12.0).view(3, 4))
+
+
+def test_malicious_metadata_runs_nothing(saved: Path, tmp_path: Path):
+    (saved / ".metadata").write_bytes(pickle.dumps(Malicious(f"touch {tmp_path / 'ran'}")))
+    with pytest.raises(ArtifactError, match="system"):
+        StrictReader(saved).read_metadata()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_objects_are_not_loaded(tmp_path: Path):
+    dcp.save({"thing": {"a", "set"}}, storage_writer=HashingWriter(tmp_path / "dcp"), no_dist=True)
+    with pytest.raises(ArtifactError, match="pickled object"):
+        load(tmp_path / "dcp", {"thing": None})
+
+
+def test_a_second_save_into_a_directory_is_refused(saved: Path):
+    with pytest.raises(CheckpointException, match="already exists"):
+        dcp.save({"model.a": torch.zeros(1)}, storage_writer=HashingWriter(saved), no_dist=True)

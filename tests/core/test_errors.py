@@ -1,0 +1,71 @@
+"""Errors: how they read, what they become together, and their exit codes."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from lib.core import errors
+from lib.core.errors import (
+    ArtifactError,
+    DiskFullError,
+    Preempted,
+    Problems,
+    StageError,
+    UsageError,
+    from_os_error,
+)
+
+
+def test_exit_codes_are_those_of_the_design() -> None:
+    kinds = (StageError, UsageError, ArtifactError, DiskFullError, Preempted)
+    assert [kind.code for kind in kinds] == [1, 2, 3, 4, 75]
+    assert errors.EXIT_DONE == 0
+
+
+def test_render_labels_every_known_part_and_indents_its_lines() -> None:
+    error = ArtifactError("it is not finished", found="one\ntwo", run="python stage.py")
+    assert error.render() == ("error: it is not finished\n"
+                              "  found:    one\n"
+                              "            two\n"
+                              "  run:      python stage.py")
+    assert UsageError("alone").render() == "error: alone"
+
+
+def test_no_problem_raises_nothing() -> None:
+    Problems().raise_if_any()
+
+
+def test_a_single_problem_is_raised_as_it_is() -> None:
+    problems, error = Problems(), ArtifactError("broken", run="mend it")
+    problems.add(error)
+    with pytest.raises(ArtifactError) as caught:
+        problems.raise_if_any()
+    assert caught.value is error
+
+
+def test_many_problems_are_told_at_once_with_their_parts() -> None:
+    problems = Problems()
+    problems.add("first", expected="this", found="that")
+    problems.add(ArtifactError("second"))
+    with pytest.raises(UsageError) as caught:
+        problems.raise_if_any()
+    assert caught.value.render() == ("error: 2 problems:\n"
+                                     "1. first\n"
+                                     "  expected: this\n"
+                                     "  found:    that\n"
+                                     "2. second")
+
+
+@pytest.mark.parametrize(("number", "kind"), [
+    (errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EFBIG, DiskFullError),
+    (errno.EACCES, UsageError), (errno.EPERM, UsageError), (errno.EROFS, UsageError),
+    (errno.ENOTDIR, UsageError), (errno.EISDIR, UsageError), (errno.ENAMETOOLONG, UsageError),
+    (errno.ENOENT, type(None)), (errno.EIO, type(None)),
+])
+def test_os_errors_that_a_person_can_cure(number: int, kind: type) -> None:
+    told = from_os_error(OSError(number, "why", "/some/file"))
+    assert type(told) is kind
+    if told:
+        assert "/some/file" in told.problem and "why" in told.problem

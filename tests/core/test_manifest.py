@@ -1,0 +1,102 @@
+"""manifest.json: read, refused, and what it finds damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lib.core import manifest
+from lib.core.errors import ArtifactError
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """Return a finished artifact of two files."""
+    root = tmp_path / "corpus"
+    (root / "sub").mkdir(parents=True)
+    (root / "a.bin").write_bytes(b"aaa")
+    (root / "sub/b.bin").write_bytes(b"bbbb")
+    files = [manifest.file_entry(root, root / name) for name in ("a.bin", "sub/b.bin")]
+    manifest.write(root, kind="thing/1", stage="00.py", identity={"options": {"x": 1}},
+                   options={"x": 1}, files=iter(files), summary={"rows": 2})
+    return root
+
+
+def read(root: Path) -> dict:
+    return manifest.read(root, "thing/1", "the thing", run="python 00.py")
+
+
+def test_what_is_written_is_read(artifact: Path) -> None:
+    content = read(artifact)
+    assert content["summary"] == {"rows": 2} and content["identity"] == {"options": {"x": 1}}
+    assert [(entry["path"], entry["bytes"]) for entry in content["files"]] == \
+        [("a.bin", 3), ("sub/b.bin", 4)]
+    assert content["versions"]["python"] and content["versions"]["torch"]
+    assert content == manifest.read_if_any(artifact)
+    assert sorted(path.name for path in artifact.iterdir()) == ["a.bin", "manifest.json", "sub"]
+
+
+def test_a_whole_artifact_has_no_damage_wherever_it_lies(artifact: Path) -> None:
+    moved = artifact.rename(artifact.with_name("elsewhere"))
+    manifest.check(moved, read(moved), "the thing", deep=True)
+
+
+def test_damages_are_told_all_at_once(artifact: Path) -> None:
+    (artifact / "a.bin").write_bytes(b"axa")
+    (artifact / "sub/b.bin").write_bytes(b"bb")
+    shallow = manifest.damages(artifact, read(artifact), deep=False)
+    assert len(shallow) == 1 and "b.bin holds 2 bytes instead of 4" in shallow[0]
+    (artifact / "sub/b.bin").unlink()
+    with pytest.raises(ArtifactError) as caught:
+        manifest.check(artifact, read(artifact), "the thing", run="python 00.py", deep=True)
+    told = caught.value.render()
+    assert "a.bin has other content" in told and "b.bin is missing" in told
+    assert "python 00.py" in told
+
+
+def test_a_long_list_of_damages_is_cut(tmp_path: Path) -> None:
+    files = [{"path": f"{n}", "bytes": 1, "digest": ""} for n in range(25)]
+    with pytest.raises(ArtifactError, match="damaged") as caught:
+        manifest.check(tmp_path, {"files": files}, "the thing")
+    assert caught.value.found.endswith("… and 15 more")
+
+
+def test_missing_and_unfinished_name_the_leftover_and_the_command(tmp_path: Path) -> None:
+    missing = tmp_path / "corpus[1]"  # brackets are no pattern
+    (tmp_path / "corpus[1].partial-81f3").mkdir()
+    with pytest.raises(ArtifactError, match="does not exist") as caught:
+        read(missing)
+    assert "corpus[1].partial-81f3 (0 min old)" in caught.value.found
+    assert caught.value.run == "python 00.py"
+    missing.mkdir()
+    with pytest.raises(ArtifactError, match=r"is not finished \(no manifest.json\)") as caught:
+        read(missing)
+    assert "partial-81f3" in caught.value.found
+
+
+def test_nothing_is_found_where_nothing_was_left(tmp_path: Path) -> None:
+    assert manifest.unfinished(tmp_path / "corpus") == ""
+    assert manifest.unfinished(tmp_path / "no/such/parent") == ""
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '"kind"'])
+def test_a_damaged_manifest_is_told(artifact: Path, text: str) -> None:
+    (artifact / "manifest.json").write_text(text)
+    with pytest.raises(ArtifactError, match="is damaged"):
+        read(artifact)
+    assert manifest.read_if_any(artifact) is None
+
+
+def test_another_kind_is_refused(artifact: Path) -> None:
+    with pytest.raises(ArtifactError, match="is not the splits") as caught:
+        manifest.read(artifact, "splits/1", "the splits")
+    assert (caught.value.expected, caught.value.found) == ("kind splits/1", "kind thing/1")
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    manifest.write_json(path, {"step": 1})
+    with pytest.raises(TypeError):
+        manifest.write_json(path, {"step": 2, "bad": object()})
+    assert path.read_text() == '{\n "step": 1\n}\n'

@@ -1,0 +1,192 @@
+"""Options: both spellings, YAML and its precedence, errors that help, secrets that stay secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lib.core import options
+from lib.core.errors import UsageError
+from lib.core.options import Options, Parser
+
+
+@pytest.fixture
+def parser() -> Parser:
+    made = Parser("a stage")
+    add = made.add_argument
+    add("-e", "--experiment-name", metavar="NAME", help="name")
+    add("--src-dir", type=Path, default=Path("raw_text"), help="directory")
+    add("--lr", "--max-lr", type=options.positive, default=3e-5, help="rate")
+    add("--num-dirs", type=options.positive_int, default=20, help="splits")
+    add("--include", action="append", default=[], help="pattern")
+    add("--fields", type=lambda text: text.split(","), action="extend", default=[], help="keys")
+    add("--cpu-offload", type=options.on_off, default=False, help="on or off")
+    add("--mode", choices=("copy", "symlink"), default="copy", help="way")
+    add("--keep-source", action="store_true", help="keep")
+    add("--token", help="secret")
+    made.add_common("work")
+    return made
+
+
+@pytest.fixture
+def with_yaml(parser: Parser, tmp_path: Path):
+    """Return with_yaml(text, *argv): the options of a config file and a command line."""
+    def parse(text: str, *argv: str) -> Options:
+        config = tmp_path / "run.yaml"
+        config.write_text(text)
+        return parser.parse([*argv, "--config", str(config)])
+    return parse
+
+
+@pytest.mark.parametrize("argv", [["--src-dir", "a_b"], ["--src_dir", "a_b"], ["--src_dir=a_b"]])
+def test_both_spellings_and_the_value_stays_as_it_is(parser: Parser, argv: list[str]) -> None:
+    assert parser.parse(argv).src_dir == Path("a_b")
+
+
+def test_abbreviations_are_unknown(parser: Parser) -> None:
+    with pytest.raises(UsageError, match="unknown option --src"):
+        parser.parse(["--src", "x"])
+
+
+def test_command_line_beats_yaml_beats_default(with_yaml) -> None:
+    got = with_yaml("src_dir: of_yaml\nnum-dirs: 3\n", "--num_dirs", "7")
+    assert (got.src_dir, got.num_dirs, got.mode) == (Path("of_yaml"), 7, "copy")
+
+
+def test_another_name_of_the_option_on_the_command_line_wins_too(with_yaml) -> None:
+    assert with_yaml("lr: 1.0\n", "--max-lr", "2").lr == 2
+    assert with_yaml("experiment-name: of_yaml\n", "-e", "flag").experiment_name == "flag"
+    assert with_yaml("experiment-name: of_yaml\n", "-eflag").experiment_name == "flag"
+
+
+@pytest.mark.parametrize("name", ["lr", "src_dir", "num_dirs"])
+def test_a_value_that_reads_like_an_option_does_not_hide_the_yaml(with_yaml, name: str) -> None:
+    got = with_yaml("lr: 0.5\nsrc_dir: of_yaml\nnum_dirs: 3\n", "-e", name)
+    assert (got.experiment_name, got.lr, got.src_dir, got.num_dirs) == \
+        (name, 0.5, Path("of_yaml"), 3)
+
+
+@pytest.mark.parametrize(("text", "argv", "expected"), [
+    ("include: ['*.py', '*.md']", (), ["*.py", "*.md"]),
+    ("include: '*.py'", (), ["*.py"]),
+    ("include: ['*.py', '*.md']", ("--include", "*.txt"), ["*.txt"]),
+    ("include: []", (), []),
+])
+def test_repeatable_options_are_replaced_not_mixed(with_yaml, text, argv, expected) -> None:
+    assert with_yaml(text, *argv).include == expected
+
+
+def test_comma_separated_options_take_a_list_or_a_string(with_yaml) -> None:
+    assert with_yaml("fields: [a, b.c]").fields == with_yaml("fields: a,b.c").fields == ["a", "b.c"]
+
+
+def test_one_parse_leaves_nothing_for_the_next(parser: Parser, with_yaml) -> None:
+    with_yaml("include: ['*.py']\nfields: a")
+    assert parser.parse([]).include == parser.parse([]).fields == []
+
+
+@pytest.mark.parametrize(("text", "name", "value"), [
+    ("lr: 1e-4", "lr", 1e-4),  # a string to YAML 1.1
+    ("lr: 0.0001", "lr", 1e-4),
+    ("cpu_offload: on", "cpu_offload", True),  # a boolean to YAML 1.1
+    ("cpu_offload: 'on'", "cpu_offload", True),
+    ("cpu_offload: false", "cpu_offload", False),
+    ("keep_source: true", "keep_source", True),
+    ("keep_source: false", "keep_source", False),
+    ("mode: symlink", "mode", "symlink"),
+    ("num_dirs:", "num_dirs", 20),  # null is silence
+    ("experiment_name: -e", "experiment_name", "-e"),
+    ("experiment_name: 2024-01-31", "experiment_name", "2024-01-31"),
+])
+def test_yaml_values(with_yaml, text: str, name: str, value: object) -> None:
+    got = getattr(with_yaml(text), name)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("num_dir: 3", r"run\.yaml: unknown key 'num_dir'; the nearest is --num-dirs"),
+    ("e: x", "unknown key 'e'"),
+    ("num_dirs: many", "run.yaml: --num-dirs: expected a whole number above 0, got 'many'"),
+    ("num_dirs: 0", "run.yaml: --num-dirs: expected a whole number above 0, got '0'"),
+    ("num_dirs: {a: 1}", "takes a plain value"),
+    ("num_dirs: [1, 2]", "takes one value"),
+    ("keep_source: 3", "takes true or false"),
+    ("mode: teleport", "run.yaml: --mode: invalid choice: 'teleport'"),
+    ("config: other.yaml", "takes a plain value"),
+    ("- a\n- b", "must hold `key: value` lines"),
+    ("a: [1", "is no valid YAML"),
+])
+def test_a_bad_config_is_told(with_yaml, text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        with_yaml(text)
+
+
+def test_yaml_is_read_even_where_the_command_line_wins(with_yaml) -> None:
+    with pytest.raises(UsageError, match="unknown key"):
+        with_yaml("nmu_dirs: 3", "--num-dirs", "7")
+
+
+def test_a_missing_config_and_one_without_a_name(parser: Parser) -> None:
+    with pytest.raises(UsageError, match=r"--config: no such file: none\.yaml"):
+        parser.parse(["--config", "none.yaml"])
+    with pytest.raises(UsageError, match="--config: expected one argument"):
+        parser.parse(["--config"])
+
+
+def test_a_config_that_is_no_text(parser: Parser, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(UsageError, match="is no valid YAML"):
+        parser.parse(["--config", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize(("argv", "told"), [
+    (["--num-dir", "3"], "unknown option --num-dir; the nearest is --num-dirs"),
+    (["--src_dri=x"], "unknown option --src-dri; the nearest is --src-dir"),
+    (["word"], "unexpected argument 'word'"),
+    (["--num-dirs", "-1"], "--num-dirs: expected a whole number above 0, got '-1'"),
+    (["--num-dirs", "1.5"], "--num-dirs: expected a whole number above 0, got '1.5'"),
+    (["--lr", "nan"], "--max-lr: expected a number above 0, got 'nan'"),
+    (["--lr", "inf"], "--max-lr: expected a number above 0, got 'inf'"),
+    (["--cpu-offload", "maybe"], "expected on or off, got 'maybe'"),
+    (["-e"], "expected one argument"),
+])
+def test_a_bad_command_line_is_told(parser: Parser, argv: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told) as caught:
+        parser.parse(argv)
+    assert caught.value.run.endswith("--help")
+
+
+def test_a_mistyped_secret_is_not_repeated(parser: Parser) -> None:
+    with pytest.raises(UsageError) as caught:
+        parser.parse(["--tokne=hf_secret"])
+    assert "hf_secret" not in caught.value.render()
+
+
+def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
+    given = parser.parse(["--token", "hf_secret", "--src-dir", "a"])
+    assert given.token == "hf_secret"
+    kept = options.resolved(given)
+    assert kept["token"] == "[redacted]" and kept["src_dir"] == "a"
+    assert options.resolved(parser.parse([]))["token"] is None
+    argv = ["s.py", "--token", "hf_secret", "--api_key=k", "--train-tokenizer", "dir", "--token=x"]
+    assert options.redacted_argv(argv) == [
+        "s.py", "--token", "[redacted]", "--api_key=[redacted]", "--train-tokenizer", "dir",
+        "--token=[redacted]"]
+
+
+def test_identity_leaves_out_how_the_work_is_done(parser: Parser) -> None:
+    one = parser.parse(["--num-workers", "1", "--overwrite", "--no-progress"])
+    other = parser.parse(["--num-workers", "2", "--dry-run"])
+    assert options.identity(one, "src_dir") == options.identity(other, "src_dir")
+    assert "src_dir" not in options.identity(one, "src_dir")
+    assert options.identity(one)["num_dirs"] == 20
+
+
+def test_help_tells_every_default_once(parser: Parser, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser.parse(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "(default: 20)" in text and "(default: one per core)" in text
+    assert "[]" not in text and "None" not in text

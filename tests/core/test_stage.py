@@ -1,0 +1,158 @@
+"""How a stage starts and ends: the offline guard, exit codes, log and progress lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lib.core import log, paths, progress
+from lib.core.errors import EXIT_PREEMPTED
+
+RAISE = """
+import errno
+from lib.core import errors, stage
+def main(argv):
+    raise {}
+stage.run(main)
+"""
+
+
+@pytest.mark.parametrize(("raised", "code", "told"), [
+    ("errors.UsageError('bad option', run='do this')", 2, "error: bad option\n  run:      do this"),
+    ("errors.ArtifactError('missing')", 3, "error: missing"),
+    ("errors.DiskFullError('full')", 4, "error: full"),
+    ("OSError(errno.ENOSPC, 'No space left on device', '/x')", 4, "error: no room to write: /x"),
+    ("PermissionError(errno.EACCES, 'Permission denied', '/x')", 2, "error: Permission denied: /x"),
+    ("KeyboardInterrupt", 130, "interrupted; run the same command again"),
+])
+def test_what_a_person_can_cure_has_a_code_and_no_traceback(python, raised, code, told) -> None:
+    done = python(RAISE.format(raised), expect=code)
+    assert told in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize("raised", ["ValueError('bug')", "OSError(errno.EIO, 'bug')"])
+def test_a_bug_keeps_its_traceback(python, raised: str) -> None:
+    done = python(RAISE.format(raised), expect=1)
+    assert "Traceback" in done.stderr and "bug" in done.stderr
+
+
+def test_being_stopped_is_no_error(python) -> None:
+    done = python(RAISE.format("errors.Preempted('stopped after step 3')"), expect=EXIT_PREEMPTED)
+    assert done.stdout == "stopped after step 3\n" and done.stderr == ""
+
+
+def test_a_rank_other_than_0_speaks_later_and_with_its_number(python) -> None:
+    began = time.monotonic()
+    done = python(RAISE.format("errors.UsageError('bad')"), expect=2, env={"RANK": "3"})
+    assert done.stderr == "[rank=3] error: bad\n"
+    assert time.monotonic() - began > 1.5
+
+
+def test_a_real_ctrl_c(environment, tmp_path: Path) -> None:
+    code = "import time\nfrom lib.core import stage\n" \
+           "def main(argv):\n print('working', flush=True)\n time.sleep(60)\nstage.run(main)"
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == 130 and "interrupted" in told and "Traceback" not in told
+
+
+def test_a_stage_is_offline_before_any_import(python) -> None:
+    done = python("""
+import os
+from lib.core import stage
+def main(argv):
+    from huggingface_hub import constants
+    print(constants.HF_HUB_OFFLINE, os.environ["HF_DATASETS_OFFLINE"],
+          os.environ["TRANSFORMERS_OFFLINE"], os.environ["HF_HUB_DISABLE_TELEMETRY"],
+          os.environ["WANDB_MODE"])
+stage.run(main)
+""", env={"HF_HUB_OFFLINE": "0"})
+    assert done.stdout == "True 1 1 1 offline\n"
+
+
+def test_stage_03_may_stay_online(python) -> None:
+    done = python("import os\nfrom lib.core import stage\n"
+                  "stage.run(lambda argv: print(os.environ.get('HF_HUB_OFFLINE')), network=True)")
+    assert done.stdout == "None\n"
+
+
+@pytest.mark.parametrize("module", ["huggingface_hub", "datasets", "transformers"])
+def test_too_late_to_go_offline_is_a_bug(python, module: str) -> None:
+    done = python(f"import sys, types\nsys.modules[{module!r}] = types.ModuleType({module!r})\n"
+                  "from lib.core import offline\noffline.enable()", expect=1)
+    assert f"RuntimeError: offline.enable() called after importing {module}" in done.stderr
+
+
+def test_after_the_real_import_too(python) -> None:
+    done = python("import huggingface_hub\nfrom lib.core import offline\noffline.enable()", expect=1)
+    assert "called after importing huggingface_hub" in done.stderr
+
+
+def test_names_that_are_no_text_do_not_end_a_run(python) -> None:
+    done = python("from lib.core import log\nlog.setup()\nlog.info('caf\\u00e9 \\udcff')",
+                  env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert done.stdout == "caf\\xe9 \\udcff\n"
+
+
+def test_the_log_file_of_a_rank_has_what_its_console_has_not(python, tmp_path: Path) -> None:
+    done = python("from pathlib import Path\nfrom lib.core import log\nlog.setup()\n"
+                  "log.add_file(Path('logs/r.log'))\nlog.info('quiet')\nlog.warn('loud')\n"
+                  "log.error('the end')", env={"RANK": "1"})
+    assert done.stdout == "[rank=1] warning: loud\n"
+    lines = (tmp_path / "logs/r.log").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == \
+        ["INFO quiet", "WARNING loud", "ERROR the end"]
+
+
+PROGRESS = """
+import sys
+from lib.core import log, progress
+log.setup()
+progress._LINE_EVERY_S = 0.0
+total = int(sys.argv[1]) or None
+with progress.Progress("reading", total, sys.argv[2], enabled=sys.argv[3] == "on") as bar:
+    for _ in range(3):
+        bar.advance(500_000)
+"""
+
+
+def test_progress_is_lines_where_there_is_no_terminal(python) -> None:
+    done = python(PROGRESS, 2_000_000, "B", "on")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and done.stderr == ""
+    assert lines[1].startswith("reading: 1.0 MB of 2.0 MB (50 %), ") and lines[1].endswith(" left")
+    assert python(PROGRESS, 0, "files", "on").stdout.startswith("reading: 500K files, ")
+
+
+@pytest.mark.parametrize(("switch", "rank"), [("off", "0"), ("on", "1")])
+def test_progress_is_silent_when_told_and_on_other_ranks(python, switch: str, rank: str) -> None:
+    assert python(PROGRESS, 10, "B", switch, env={"RANK": rank}).stdout == ""
+
+
+def test_progress_is_a_bar_on_a_terminal(environment, tmp_path: Path) -> None:
+    master, terminal = os.openpty()
+    done = subprocess.run([sys.executable, "-c", PROGRESS, "2000000", "B", "on"], env=environment,
+                          cwd=tmp_path, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    assert done.returncode == 0 and done.stdout == "" and b"reading" in os.read(master, 4096)
+    os.close(terminal)
+    os.close(master)
+
+
+def test_progress_lines_are_rare() -> None:
+    assert progress._LINE_EVERY_S >= 10 and log.rank() == 0
+
+
+def test_step_names_sort_and_come_back() -> None:
+    assert paths.step_name(1000) == "step_00001000"
+    assert [paths.step_of(name) for name in ("step_00001000", "step_x", "step_1.tmp-3", "best")] \
+        == [1000, None, None, None]
+    assert paths.model_dir_name("mistralai/Mathstral-7B-v0.1") == "mistralai--Mathstral-7B-v0.1"

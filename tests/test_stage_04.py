@@ -1,0 +1,282 @@
+"""Stage 04 as its user runs it: losses, resume, refusals, what a run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import ROOT, run_stage, stage_command
+from tests.training import SEQ_LENGTH, losses, metrics, save_model, save_tokenizer, steps_saved
+
+STEPS = 12
+COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2",
+          "--log-freq", 1, "--ckpt-freq", 4, "--eval-freq", 6, "--eval-batches", 3)
+TRAIN = (*COMMON, "--max-steps", STEPS, "-b", 2, "--grad-accum-steps", 2)  # on two ranks: batch 8
+
+
+@pytest.fixture(scope="module")
+def trained(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project with the experiment `two`: 12 steps on two ranks, batch 8."""
+    root = tmp_path_factory.mktemp("trained")
+    shutil.copytree(prepared_once, root, dirs_exist_ok=True)
+    run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=root, ranks=2)
+    return root
+
+
+@pytest.fixture
+def experiment(trained: Path, tmp_path: Path) -> Path:
+    """Return a copy of that project."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def refused(root: Path, *arguments: object, code: int, says: str) -> None:
+    """Assert that stage 04 ends with a code and a message, and without a traceback."""
+    done = run_stage("04_train_fsdp.py", *arguments, cwd=root, expect=code)
+    assert says in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: Path):
+    run_stage("04_train_fsdp.py", "-e", "one", *COMMON, "--max-steps", STEPS, "-b", 2,
+              "--global-batch-size", 8, cwd=project)  # without torchrun
+    run_stage("04_train_fsdp.py", "-e", "wide", *COMMON, "--max-steps", STEPS, "-b", 4,
+              cwd=project, ranks=2)
+    expected = losses(trained, "two")
+    assert len(expected) == STEPS and expected[STEPS] < expected[1] - 0.5
+    for name in ("one", "wide"):
+        assert losses(project, name) == pytest.approx(expected, rel=1e-4)
+        validation = [row["eval/loss"] for row in metrics(project, name) if "eval/loss" in row]
+        assert validation == pytest.approx([row["eval/loss"] for row in metrics(trained, "two")
+                                            if "eval/loss" in row], rel=1e-4)
+
+
+def test_losses_equal_a_plain_loop(trained: Path):
+    """The same samples through transformers and torch.optim alone."""
+    from transformers import AutoModelForCausalLM
+
+    from lib.tokens import order, store
+    from lib.tokens.windows import Windows
+    from lib.train.schedule import Schedule
+
+    directory = next((trained / ".cache" / "tokens").iterdir())
+    windows = Windows(store.open_store(directory).splits["train"].tokens, SEQ_LENGTH)
+    model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32).train()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    adamw = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
+                               {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95))
+    schedule = Schedule("cosine", 1e-2, 1e-3, 0, STEPS)
+    expected = {}
+    for step in range(STEPS):
+        samples = order.sample_numbers(step * 8, 8, len(windows), seed=0)
+        tokens = torch.from_numpy(windows.take(samples))
+        logits = model(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in adamw.param_groups:
+            group["lr"] = schedule.lr(step)
+        adamw.step()
+        adamw.zero_grad()
+        expected[step + 1] = loss.item()
+    assert losses(trained, "two") == pytest.approx(expected, rel=1e-5)
+
+
+def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
+    command = stage_command("04_train_fsdp.py", "-e", "two", *TRAIN, ranks=2)
+    process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, start_new_session=True)
+    log = project / "outputs" / "two" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and len(log.read_text().splitlines()) >= 6):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert max(steps_saved(project, "two")) < STEPS
+    run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2)
+    exact = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")
+    same = [{key: row[key] for key in exact} for row in metrics(project, "two")]
+    undisturbed = metrics(trained, "two")
+    assert same == [{key: row[key] for key in exact} for row in undisturbed]
+    assert metrics(project, "two")[-1]["eval/loss"] == undisturbed[-1]["eval/loss"]
+
+
+def test_other_world_size_takes_up_the_run(experiment: Path, trained: Path):
+    shutil.rmtree(experiment / "outputs" / "two" / "checkpoints" / "step_00000012")
+    run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2,
+              "--global-batch-size", 8, cwd=experiment)
+    assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)
+
+
+def test_complete_run_does_nothing_and_a_raised_end_goes_on(experiment: Path):
+    before = {path: path.stat().st_mtime_ns for path in (experiment / "outputs").rglob("*")}
+    began = time.monotonic()
+    done = run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2,
+                     "--global-batch-size", 8, cwd=experiment)
+    assert "already done" in done.stdout and time.monotonic() - began < 6
+    assert before == {path: path.stat().st_mtime_ns
+                      for path in (experiment / "outputs").rglob("*")}
+    done = run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS + 2, "-b", 2,
+                     "--global-batch-size", 8, cwd=experiment)
+    assert "resumed from" in done.stdout and "schedule" in done.stdout
+    assert [row["step"] for row in metrics(experiment, "two")] == list(range(1, STEPS + 3))
+    assert steps_saved(experiment, "two") == [8, 12, 14]
+
+
+def test_what_a_run_leaves(trained: Path):
+    root = trained / "outputs" / "two"
+    state = json.loads((root / "state.json").read_text())
+    assert (state["status"], state["step"]) == ("complete", STEPS)
+    assert state["sample_cursor"] == STEPS * 8 and state["tokens"] == STEPS * 8 * SEQ_LENGTH
+    assert state["checkpoints"] == [12, 8, 4]
+    lines = (root / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    assert events == ["start", "save", "save", "save", "complete"]
+    config = yaml.safe_load((root / "config.yaml").read_text())
+    assert config["options"]["lr"] == 0.01 and config["versions"]["torch"]
+    assert (root / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((root / "tb").iterdir()) and (root / "model" / "tokenizer.json").exists()
+    assert [p.name for p in sorted((root / "logs").iterdir())] == ["rank_00000.log",
+                                                                   "rank_00001.log"]
+    row = metrics(trained, "two")[-1]
+    keys = {"step", "epoch", "train/loss", "train/grad_norm", "train/learning_rate",
+            "train/tokens_seen", "perf/tokens_per_sec", "perf/tokens_per_sec_per_device",
+            "perf/tflops", "perf/mfu", "eval/loss", "eval/perplexity",
+            *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),
+            *(f"memory/{name}_gib" for name in ("current", "peak", "reserved", "total"))}
+    assert keys == set(row) and all(isinstance(row[key], (int, float)) for key in keys)
+    files = sorted(p.name for p in (root / "checkpoints" / "step_00000012").iterdir())
+    assert files == ["COMMIT.json", "dcp", "manifest.json", "rng.safetensors", "train_state.json"]
+
+
+def test_changed_settings_are_refused_by_name(experiment: Path):
+    one = ("-e", "two", *COMMON, "--max-steps", 20, "-b", 2)
+    refused(experiment, *one, "--global-batch-size", 4, code=2, says="--global-batch-size: 8")
+    refused(experiment, *one, "--global-batch-size", 8, "--seed", 1, "--beta1", 0.8, code=2,
+            says="--beta1: 0.9 there, 0.8 now")
+    refused(experiment, *one, "--global-batch-size", 8, "--seed", 1, code=2,
+            says="--seed: 0 there, 1 now")
+    save_model(experiment / "model")
+    config = json.loads((experiment / "model" / "config.json").read_text())
+    (experiment / "model" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
+    refused(experiment, *one, "--global-batch-size", 8, code=2, says="model: ")
+
+
+def test_checkpoints_of_another_model_are_refused(experiment: Path):
+    save_model(experiment / "other")
+    save_tokenizer(experiment / "other", experiment / "raw_text")
+    config = json.loads((experiment / "other" / "config.json").read_text())
+    (experiment / "other" / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 1}))
+    (experiment / "other" / "model.safetensors").unlink()
+    arguments = ["-e", "new", *COMMON, "-b", 8, "--max-steps", 4]
+    arguments[arguments.index("-m") + 1] = "other"
+    run_stage("04_train_fsdp.py", *arguments, cwd=experiment)
+    shutil.rmtree(experiment / "outputs" / "new" / "checkpoints")
+    shutil.copytree(experiment / "outputs" / "two" / "checkpoints",
+                    experiment / "outputs" / "new" / "checkpoints")
+    refused(experiment, *arguments, "--max-steps", 20, code=2, says="begun with other settings")
+
+
+def test_damaged_checkpoint_falls_back_and_all_damaged_stops(experiment: Path, trained: Path):
+    folder = experiment / "outputs" / "two" / "checkpoints"
+    payload = next((folder / "step_00000012" / "dcp").glob("*.distcp"))
+    content = bytearray(payload.read_bytes())
+    content[len(content) // 2] ^= 1
+    payload.write_bytes(content)
+    one = ("-e", "two", *COMMON, "--max-steps", STEPS + 1, "-b", 2, "--global-batch-size", 8)
+    done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
+    assert "set aside" in done.stdout and "step_00000008" in done.stdout
+    assert len(list((folder / "quarantine").iterdir())) == 1
+    for commit in folder.glob("step_*/COMMIT.json"):
+        commit.unlink()
+    refused(experiment, *one[:-4], "-b", 2, "--global-batch-size", 8, "--max-steps", 30, code=3,
+            says="no valid checkpoint")
+
+
+def test_signal_saves_and_exits_75(project: Path):
+    arguments = ("-e", "long", *COMMON, "--max-steps", 5000, "-b", 2, "--ckpt-freq", 100000,
+                 "--eval-freq", 0)
+    process = subprocess.Popen(stage_command("04_train_fsdp.py", *arguments), cwd=project,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = project / "outputs" / "long" / "metrics.jsonl"
+    while not (log.exists() and len(log.read_text().splitlines()) >= 3):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and "run the same command again" in output
+    state = json.loads((project / "outputs" / "long" / "state.json").read_text())
+    assert state["status"] == "preempted" and steps_saved(project, "long") == [state["step"]]
+
+
+def test_bad_input_is_refused_in_words(project: Path):
+    run = ("-e", "exp", "-m", "model", "-s", SEQ_LENGTH)
+    refused(project, *run, "-d", "nowhere", code=3, says="dataset nowhere does not exist")
+    refused(project, "-e", "exp", "-d", "corpus", "-m", "nothing", code=3, says="nothing")
+    refused(project, "-e", "exp", "-m", "model", code=2, says="-d")
+    refused(project, *run, "-d", "corpus", "--sead", 1, code=2, says="--seed")
+    refused(project, *run, "-d", "corpus", "--seq-length", 4096, code=2, says="at most 128")
+    refused(project, *run, "-d", "corpus", "-b", 3, "--global-batch-size", 8, code=2,
+            says="a multiple of 3")
+    refused(project, *run, "-d", "corpus", "--min-lr", 1, "--beta1", 1, code=2, says="2 problems")
+    (project / "hf_datasets" / "broken").mkdir()
+    shutil.copy(project / "hf_datasets" / "corpus" / "manifest.json",
+                project / "hf_datasets" / "broken")
+    refused(project, *run, "-d", "broken", code=3, says="is missing")
+    config = json.loads((project / "model" / "config.json").read_text())
+    (project / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
+    refused(project, *run, "-d", "corpus", code=2, says="larger than the model's vocabulary")
+    assert not (project / "outputs").exists()
+    assert not (project / ".cache").exists()
+
+
+def test_dataset_without_text_is_refused(project: Path):
+    import datasets
+
+    datasets.Dataset.from_dict({"words": ["a"]}).save_to_disk(str(project / "hf_datasets" / "w"))
+    refused(project, "-e", "exp", "-m", "model", "-d", "w", code=2, says="no column `text`")
+
+
+def test_dry_run_leaves_nothing(project: Path):
+    before = sorted(project.rglob("*"))
+    done = run_stage("04_train_fsdp.py", "-e", "x", *TRAIN, "--dry-run", cwd=project)
+    assert "precision" in done.stdout and sorted(project.rglob("*")) == before
+
+
+def test_artifacts_may_be_moved_between_stages(project: Path, tmp_path_factory):
+    run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
+    far = tmp_path_factory.mktemp("far")
+    shutil.move(project / "hf_datasets" / "corpus", far / "texts")
+    shutil.move(project / "model", far / "model")
+    shutil.move(project / ".cache", far / "cache")
+    done = run_stage("04_train_fsdp.py", "-e", "x", "-d", far / "texts", "-m", far / "model",
+                     "--cache-dir", far / "cache", "-s", SEQ_LENGTH, "--max-steps", 2,
+                     "--save-dir", far / "out", cwd=project)
+    assert "done: 2 steps" in done.stdout
+    assert len(list((far / "cache" / "tokens").iterdir())) == 1  # the one that was moved is used
+
+
+def test_overwrite_keeps_the_old_run_aside(experiment: Path):
+    one = ("-e", "two", *COMMON, "--max-steps", 2, "-b", 8, "--seed", 5)
+    run_stage("04_train_fsdp.py", *one, "--overwrite", cwd=experiment)
+    kept = list((experiment / "outputs").glob("two.replaced-*"))
+    assert len(kept) == 1 and (kept[0] / "checkpoints" / "step_00000012" / "COMMIT.json").exists()
+    assert steps_saved(experiment, "two") == [2]
+
+
+def test_the_loop_is_in_plain_sight():
+    source = (ROOT / "04_train_fsdp.py").read_text()
+    loop = source[source.index("def train("):source.index("if __name__")]
+    assert len(loop.splitlines()) <= 80 and ".backward()" in loop and "optimizer.step()" in loop

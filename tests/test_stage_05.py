@@ -1,0 +1,156 @@
+"""Stage 05 as its user runs it: what comes out is what was trained, under the Hub's names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import run_stage
+from tests.models.families import FAMILIES
+from tests.training import SEQ_LENGTH, VOCABULARY, save_model
+
+TRAIN = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 4,
+         "--ckpt-freq", 2, "--eval-freq", 2, "--eval-batches", 2)
+
+
+@pytest.fixture(scope="module")
+def trained(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project with `still` (lr 0, two ranks) and `moved` (a huge lr, so loss rises)."""
+    root = tmp_path_factory.mktemp("exported")
+    shutil.copytree(prepared_once, root, dirs_exist_ok=True)
+    run_stage("04_train_fsdp.py", "-e", "still", *TRAIN, "--max-steps", 2, "--lr", 0, cwd=root,
+              ranks=2)
+    run_stage("04_train_fsdp.py", "-e", "moved", *TRAIN, "--max-steps", 6, "--lr", 0.05,
+              "--lr-scheduler", "constant", "--ckpt-keep", 0, cwd=root)
+    return root
+
+
+@pytest.fixture
+def project(trained: Path, tmp_path: Path) -> Path:
+    """Return a copy of that project."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a model directory."""
+    return {key: value for path in sorted(directory.glob("*.safetensors"))
+            for key, value in load_file(path).items()}
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Assert the same names, dtypes and bits."""
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert value.dtype == right[key].dtype and torch.equal(value, right[key]), key
+
+
+def test_untouched_weights_come_out_bit_for_bit(project: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_stage("05_export_checkpoint.py", "-e", "still", "--dtype", "float32", "--out", "out",
+              cwd=project)
+    assert_equal(tensors(project / "out"), tensors(project / "model"))
+    exported = AutoModelForCausalLM.from_pretrained(project / "out")
+    assert exported.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(project / "out").eos_token == "</s>"
+    config = json.loads((project / "out" / "config.json").read_text())
+    assert config["dtype"] == "float32" and config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_shards_and_default_dtype(project: Path):
+    from transformers import AutoModelForCausalLM
+
+    run_stage("05_export_checkpoint.py", "-e", "still", "--max-shard-size", "20KB", cwd=project)
+    out = project / "outputs" / "still" / "export" / "step_00000002"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert all(p.stat().st_size < 22_000 or len(load_file(p)) == 1
+               for p in out.glob("*.safetensors"))
+    expected = {k: v.bfloat16() for k, v in tensors(project / "model").items()}
+    assert_equal(tensors(out), expected)
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in expected.values())
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+def test_steps_best_and_latest(project: Path):
+    rows = [json.loads(line) for line in
+            (project / "outputs" / "moved" / "metrics.jsonl").read_text().splitlines()]
+    held_out = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+    best = min(held_out, key=held_out.__getitem__)
+    for step, expected in (("latest", 6), ("best", best), ("2", 2)):
+        done = run_stage("05_export_checkpoint.py", "-e", "moved", "--step", step, "--dry-run",
+                         cwd=project)
+        assert f"step_{expected:08d}" in done.stdout
+    assert not (project / "outputs" / "moved" / "export").exists()
+
+
+def test_moved_directory_stands_alone(project: Path, tmp_path_factory: pytest.TempPathFactory):
+    far = tmp_path_factory.mktemp("far")
+    shutil.move(project / "outputs", far / "elsewhere")
+    for name in ("model", ".cache", "hf_datasets"):
+        shutil.rmtree(project / name)
+    run_stage("05_export_checkpoint.py", "-e", "still", "--save-dir", far / "elsewhere", cwd=far)
+    assert (far / "elsewhere" / "still" / "export" / "step_00000002" / "config.json").exists()
+
+
+def test_again_refused_or_replaced(project: Path):
+    arguments = ("-e", "still", "--out", "out")
+    run_stage("05_export_checkpoint.py", *arguments, cwd=project)
+    before = (project / "out" / "manifest.json").read_bytes()
+    done = run_stage("05_export_checkpoint.py", *arguments, cwd=project)
+    assert "already done" in done.stdout
+    done = run_stage("05_export_checkpoint.py", *arguments, "--dtype", "float16", cwd=project,
+                     expect=2)
+    assert "--dtype: bfloat16 there, float16 now" in done.stderr
+    assert (project / "out" / "manifest.json").read_bytes() == before
+    run_stage("05_export_checkpoint.py", *arguments, "--dtype", "float16", "--overwrite",
+              cwd=project)
+    assert tensors(project / "out")["model.norm.weight"].dtype == torch.float16
+    assert not list(project.glob("out.*"))
+
+
+def test_bad_input_is_refused_in_words(project: Path):
+    def refused(*arguments: object, code: int, says: str) -> None:
+        done = run_stage("05_export_checkpoint.py", *arguments, cwd=project, expect=code)
+        assert says in done.stderr and "Traceback" not in done.stderr
+    refused(code=2, says="-e is needed")
+    refused("-e", "nowhere", code=3, says="moved, still")
+    refused("-e", "moved", "--step", 3, code=3, says="steps 6, 4, 2")
+    refused("-e", "moved", "--step", "first", code=2, says="a number, latest or best")
+    refused("-e", "moved", "--max-shard-size", "big", code=2, says="5GB")
+    payload = next((project / "outputs" / "moved" / "checkpoints" / "step_00000006" / "dcp")
+                   .glob("*.distcp"))
+    content = bytearray(payload.read_bytes())
+    content[len(content) // 2] ^= 1
+    payload.write_bytes(content)
+    refused("-e", "moved", code=3, says="other content than when it was written")
+    payload.write_bytes(content[:-1])
+    done = run_stage("05_export_checkpoint.py", "-e", "moved", "--dry-run", cwd=project)
+    assert "left out" in done.stdout and "step_00000004" in done.stdout
+    assert not (project / "outputs" / "moved" / "export").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_and_comes_out_untouched(prepared_once: Path, tmp_path: Path,
+                                                     family: str):
+    """lr 0 on two ranks, then the export: the names and bits that `save_pretrained` wrote."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    save_model(tmp_path / "model", FAMILIES[family](VOCABULARY), torch.bfloat16)
+    run_stage("04_train_fsdp.py", "-e", family, *TRAIN, "--max-steps", 2, "--lr", 0, cwd=tmp_path,
+              ranks=2)
+    rows = [json.loads(line) for line in
+            (tmp_path / "outputs" / family / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["train/loss"] == pytest.approx(6.2, abs=0.6)  # about ln 512
+    run_stage("05_export_checkpoint.py", "-e", family, "--out", "out", cwd=tmp_path)
+    assert_equal(tensors(tmp_path / "out"), tensors(tmp_path / "model"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -1,0 +1,96 @@
+"""A small corpus, a tiny model with weights and a token store, and ways to run and read a run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+VOCABULARY = 512
+SEQ_LENGTH = 32
+
+
+def write_corpus(folder: Path, documents: int = 60) -> None:
+    """Write text files of made-up sentences; the same ones each time."""
+    words = [f"{a}{b}" for a in ("ka", "lo", "mi", "ru", "se") for b in ("", "n", "ta", "vi", "x")]
+    rng = random.Random(0)
+    folder.mkdir(parents=True)
+    for i in range(documents):
+        lines = [" ".join(rng.choices(words, k=rng.randint(3, 12))) + "." for _ in range(30)]
+        (folder / f"document_{i:03d}.txt").write_text("\n".join(lines) + "\n")
+
+
+def save_tokenizer(directory: Path, corpus: Path, vocabulary: int = VOCABULARY) -> None:
+    """Train and save a byte-level tokenizer with BOS and EOS."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<s>", "</s>"],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                                  show_progress=False)
+    texts = [path.read_text() for path in sorted(corpus.rglob("*.txt"))]
+    tokenizer.train_from_iterator(texts, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>",
+                            eos_token="</s>").save_pretrained(directory)
+
+
+def save_model(directory: Path, config: PretrainedConfig | None = None,
+               dtype: torch.dtype = torch.float32) -> None:
+    """Save a model with random weights (a Llama with tied embeddings unless told otherwise)."""
+    config = config or LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to(dtype).save_pretrained(directory)
+
+
+def metrics(root: Path, experiment: str) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl."""
+    text = (root / "outputs" / experiment / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def losses(root: Path, experiment: str) -> dict[int, float]:
+    """Return the training loss of each logged step."""
+    return {row["step"]: row["train/loss"] for row in metrics(root, experiment)}
+
+
+def steps_saved(root: Path, experiment: str) -> list[int]:
+    """Return the steps of the checkpoints, oldest first."""
+    folder = root / "outputs" / experiment / "checkpoints"
+    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+@pytest.fixture(scope="session")
+def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project directory with raw_text/, hf_datasets/corpus and model/."""
+    from tests.conftest import run_stage
+
+    root = tmp_path_factory.mktemp("prepared")
+    write_corpus(root / "raw_text")
+    run_stage("01_organize_data.py", "--num-dirs", 3, cwd=root)
+    run_stage("02_build_hf_dataset.py", "--validation-percent", 15, cwd=root)
+    save_tokenizer(root / "model", root / "raw_text")
+    save_model(root / "model")
+    return root
+
+
+@pytest.fixture
+def project(prepared_once: Path, tmp_path: Path) -> Path:
+    """Return a copy of the prepared project that a test may change."""
+    shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
+    return tmp_path
