@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lib.checkpoints import commit, state
-from lib.checkpoints.storage import StrictReader, TensorPlanner, plain_errors
+from lib.checkpoints.storage import StrictReader, plain_errors
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
 from lib.models import keys
@@ -128,9 +128,9 @@ def _hub_tensors(model: PreTrainedModel, checkpoint: commit.Checkpoint,
                 raise ArtifactError(f"checkpoint {checkpoint.path} is of another model",
                                     expected=f"{name} {list(shape)}", found=str(there))
             wanted[key] = torch.empty(shape, dtype=saved[key].properties.dtype)
-        with warnings.catch_warnings(), plain_errors():  # DCP warns that there is no process group; there is none
+        with warnings.catch_warnings(), plain_errors():  # it warns of what is meant: no group
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(wanted, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
         full = dict(zip(group, wanted.values(), strict=True))
         yield from keys.hub_tensors(model, full)
 

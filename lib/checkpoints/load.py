@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lib.checkpoints import commit, state
-from lib.checkpoints.storage import StrictReader, TensorPlanner, plain_errors
+from lib.checkpoints.storage import StrictReader, plain_errors
 from lib.core import log, paths
 from lib.core.errors import ArtifactError
 
@@ -76,7 +76,7 @@ def load(checkpoint: commit.Checkpoint, model: nn.Module, optimizer: torch.optim
     reader = StrictReader(checkpoint.path / commit.TENSORS)
     _require_same(tensors, reader, checkpoint.path)
     with torch.no_grad(), plain_errors():
-        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group)
+        dcp.load(tensors, storage_reader=reader, process_group=group)
     train_state = checkpoint.train_state()
     state.set_optimizer_steps(optimizer, train_state["optimizer_steps"])
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)

@@ -11,15 +11,14 @@ from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
 
 from lib.core import hashing
 from lib.core.errors import ArtifactError, StageError, from_os_error
 
-# All that the `.metadata` of a checkpoint of plain tensors is made of.
+# All that the `.metadata` of a checkpoint of tensors is made of. With BytesStorageMetadata left
+# out, pickled objects beside the tensors are refused as well: DCP would load them without care.
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
@@ -140,10 +139,3 @@ class StrictReader(FileSystemReader):
                 self._metadata.storage_meta = StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
-
-
-class TensorPlanner(DefaultLoadPlanner):
-    """Loads tensors; refuses pickled objects, of which our checkpoints have none."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ArtifactError(f"the checkpoint holds a pickled object ({read_item.dest_index.fqn})")
