@@ -102,28 +102,29 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     """Plan, prepare the tokens, and train unless that is already done."""
-    o = parse(argv)
-    if not o.experiment_name or not o.dataset_name:
+    opts = parse(argv)
+    if not opts.experiment_name or not opts.dataset_name:
         raise UsageError("-e and -d are needed: a name for the run, and a dataset",
                          run="torchrun 04_train_fsdp.py -e exp -d hf_datasets/corpus")
     from lib.train import startup
 
-    experiment = Experiment(o.save_dir, o.experiment_name)
-    inputs = startup.find_inputs(o, experiment)
-    if startup.is_complete(o, experiment, inputs):
+    experiment = Experiment(opts.save_dir, opts.experiment_name)
+    inputs = startup.find_inputs(opts, experiment)
+    if startup.is_complete(opts, experiment, inputs):
         return
-    limits = startup.check(o, inputs)
-    if o.dry_run:
-        startup.print_plan(o, inputs, limits)
+    limits = startup.check(opts, inputs)
+    if opts.dry_run:
+        startup.print_plan(opts, inputs, limits)
         return
-    store = startup.prepare_tokens(o, inputs, limits)
-    if o.prepare_only:
-        log.info(f"next: torchrun 04_train_fsdp.py -e {o.experiment_name} -d {o.dataset_name}")
+    store = startup.prepare_tokens(opts, inputs, limits)
+    if opts.prepare_only:
+        log.info(f"next: torchrun 04_train_fsdp.py -e {opts.experiment_name} "
+                 f"-d {opts.dataset_name}")
         return
 
     from lib.train.begin import begin
 
-    run = begin(o, experiment, inputs, limits, store)
+    run = begin(opts, experiment, inputs, limits, store)
     try:
         train(run)
     except BaseException as error:

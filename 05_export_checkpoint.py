@@ -51,16 +51,16 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     """Find the checkpoint, plan the files, write them, read them back, publish."""
-    o = parse(argv)
-    if not o.experiment_name:
+    opts = parse(argv)
+    if not opts.experiment_name:
         raise UsageError("-e is needed: the experiment to export",
                          run="python 05_export_checkpoint.py -e exp")
-    experiment = Experiment(o.save_dir, o.experiment_name)
-    checkpoint = find_checkpoint(o, experiment)
-    out = o.out or experiment.exports / paths.step_name(checkpoint.step)
-    identity = {"options": {"dtype": o.dtype, "max_shard_size": o.max_shard_size},
+    experiment = Experiment(opts.save_dir, opts.experiment_name)
+    checkpoint = find_checkpoint(opts, experiment)
+    out = opts.out or experiment.exports / paths.step_name(checkpoint.step)
+    identity = {"options": {"dtype": opts.dtype, "max_shard_size": opts.max_shard_size},
                 "inputs": {"step": checkpoint.step, "checkpoint": checkpoint.commit()["manifest"]}}
-    if publish.is_done(out, KIND, identity, o.overwrite):
+    if publish.is_done(out, KIND, identity, opts.overwrite):
         log.info(f"already done: {out} holds step {checkpoint.step:,}\n{next_command(out)}")
         return
 
@@ -70,39 +70,39 @@ def main(argv: list[str]) -> None:
     from lib.models import architecture
 
     model = architecture.build_on_meta(experiment.model)
-    dtype = getattr(torch, o.dtype)
-    shards = export.plan(model, dtype, o.max_shard_size)
+    dtype = getattr(torch, opts.dtype)
+    shards = export.plan(model, dtype, opts.max_shard_size)
     total = sum(entry.bytes for shard in shards for entry in shard)
     log.info(f"export of {checkpoint.path}")
     log.table({"model": f"{model.config.model_type}, "
                         f"{units.count(sum(p.numel() for p in model.parameters()))} parameters",
-               "to": f"{out}, {o.dtype}, {units.size(total)} in {len(shards)} file(s)"})
-    if o.dry_run:
+               "to": f"{out}, {opts.dtype}, {units.size(total)} in {len(shards)} file(s)"})
+    if opts.dry_run:
         return
     began = time.monotonic()
     require_intact(checkpoint)
     publish.require_space(out.parent, int(total * 1.01), "the exported model")
-    with publish.Build(out, KIND, identity, o.overwrite) as build:
-        files = copy_model_files(experiment, build.dir, model, o.dtype)
-        with Progress("exporting", total, "B", not o.no_progress) as bar:
+    with publish.Build(out, KIND, identity, opts.overwrite) as build:
+        files = copy_model_files(experiment, build.dir, model, opts.dtype)
+        with Progress("exporting", total, "B", not opts.no_progress) as bar:
             weights = export.write(model, checkpoint, shards, build.dir, dtype, bar.advance)
         export.verify(model, build.dir, weights)
-        build.publish(stage="05_export_checkpoint.py", options=options.resolved(o),
+        build.publish(stage="05_export_checkpoint.py", options=options.resolved(opts),
                       files=files + weights,
-                      summary={"step": checkpoint.step, "dtype": o.dtype, "bytes": total,
+                      summary={"step": checkpoint.step, "dtype": opts.dtype, "bytes": total,
                                "tensors": sum(map(len, shards))})
     seconds = time.monotonic() - began
     log.info(f"done: {sum(map(len, shards)):,} tensors, {units.size(total)}, written and read back "
              f"in {units.duration(seconds)} ({units.size(total / seconds)}/s)\n{next_command(out)}")
 
 
-def find_checkpoint(o: Options, experiment: Experiment) -> commit.Checkpoint:
+def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
     """Return the checkpoint that --step names; UsageError or ArtifactError when there is none."""
     if not (experiment.model / "config.json").is_file():
-        there = sorted(p.parent.parent.name for p in o.save_dir.glob("*/model/config.json"))
+        there = sorted(p.parent.parent.name for p in opts.save_dir.glob("*/model/config.json"))
         raise ArtifactError(f"no experiment {experiment.root}",
-                            found=f"under {o.save_dir}: {', '.join(there) or 'none'}",
-                            run=f"torchrun 04_train_fsdp.py -e {o.experiment_name} -d <dataset>")
+                            found=f"under {opts.save_dir}: {', '.join(there) or 'none'}",
+                            run=f"torchrun 04_train_fsdp.py -e {opts.experiment_name} -d <dataset>")
     found = commit.scan(experiment.checkpoints)
     whole = [c for c in found if not c.problems()]
     for bad in (c for c in found if c not in whole):
@@ -110,21 +110,21 @@ def find_checkpoint(o: Options, experiment: Experiment) -> commit.Checkpoint:
     listing = ", ".join(str(c.step) for c in whole) or "none"
     if not whole:
         raise ArtifactError(f"no valid checkpoint in {experiment.checkpoints}",
-                            run=f"torchrun 04_train_fsdp.py -e {o.experiment_name} -d <dataset>")
-    if o.step == "latest":
+                            run=f"torchrun 04_train_fsdp.py -e {opts.experiment_name} -d <dataset>")
+    if opts.step == "latest":
         return whole[0]
-    if o.step == "best":
+    if opts.step == "best":
         losses = {c: c.commit().get("eval_loss") for c in whole}
         measured = {c: loss for c, loss in losses.items() if loss is not None}
         if not measured:
             raise ArtifactError("no checkpoint here was saved right after an evaluation",
                                 found=f"steps {listing}", run="--step latest, or a step")
         return min(measured, key=measured.__getitem__)
-    if not o.step.isdigit():
-        raise UsageError(f"--step takes a number, latest or best, got {o.step!r}")
-    named = next((c for c in whole if c.step == int(o.step)), None)
+    if not opts.step.isdigit():
+        raise UsageError(f"--step takes a number, latest or best, got {opts.step!r}")
+    named = next((c for c in whole if c.step == int(opts.step)), None)
     if named is None:
-        raise ArtifactError(f"no valid checkpoint of step {o.step}", found=f"steps {listing}")
+        raise ArtifactError(f"no valid checkpoint of step {opts.step}", found=f"steps {listing}")
     return named
 
 

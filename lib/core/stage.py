@@ -43,14 +43,15 @@ def run(main: Callable[[list[str]], None], *, network: bool = False) -> NoReturn
 
 def _report(error: StageError) -> int:
     """Print an error once per launch and return its exit code."""
+    if isinstance(error, Preempted):
+        log.info(error.problem)
+        return error.code
     log.error(error.render())
     if log.rank() > 0:
         # Ranks mostly fail on the same input. Let rank 0 speak first: torchrun then ends the
         # others before they repeat it. A failure of this rank alone is still printed.
         time.sleep(_AFTER_RANK_0_S)
         print(f"[rank={log.rank()}] {error.render()}", file=sys.stderr, flush=True)
-    elif isinstance(error, Preempted):
-        log.info(error.problem)
     else:
         print(error.render(), file=sys.stderr, flush=True)
     return error.code

@@ -42,9 +42,10 @@ class Encoder:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True,
                                                            trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # each tokenizer class fails in a way of its own
             raise ArtifactError(f"the tokenizer in {directory} cannot be read",
-                                found=str(error).splitlines()[0]) from None
+                                found=(str(error).strip() or repr(error)).splitlines()[0]
+                                ) from error
         self._fast = getattr(self.tokenizer, "backend_tokenizer", None)
         if self._fast is not None:
             # A tokenizer.json may carry these from its training; documents must stay whole.

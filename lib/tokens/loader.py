@@ -16,23 +16,10 @@ import numpy as np
 import torch
 
 from lib.tokens import order
+from lib.tokens.order import Division
 from lib.tokens.windows import Windows
 
 IGNORED = -100  # the label that no loss is computed for
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a global batch is divided: G = micro_batch × accumulation × world_size samples."""
-
-    micro_batch: int
-    accumulation: int
-    rank: int
-    world_size: int
-
-    @property
-    def global_batch(self) -> int:
-        return self.micro_batch * self.accumulation * self.world_size
 
 
 @dataclass(frozen=True)

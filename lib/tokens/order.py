@@ -9,9 +9,25 @@ the position in the data is one integer and a resume neither skips nor repeats.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 _ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a global batch is divided: G = micro_batch × accumulation × world_size samples."""
+
+    micro_batch: int
+    accumulation: int
+    rank: int
+    world_size: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.world_size
 
 
 def sample_numbers(first: int, count: int, n: int, seed: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from lib.core.paths import MANIFEST
 
 SPLITS = ("train", "validation")
 _DATASETS_ROOT = Path("hf_datasets")
+_MARK_OF_OURS = "errors.jsonl"  # stage 02 writes it beside the shards
 _ENDS_BYTES = 1 << 20
 _BATCH_BYTES = 16 << 20
 
@@ -48,7 +49,7 @@ def open_source(path: Path) -> Source:
     if not path.is_dir() or not any(path.iterdir()):
         there = sorted(p.name for p in _DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
         raise ArtifactError(f"dataset {path} does not exist",
-                            found=_unfinished(path) or f"finished under {_DATASETS_ROOT}/: "
+                            found=manifest.unfinished(path) or f"finished under {_DATASETS_ROOT}/: "
                             f"{', '.join(there) or 'none'}", run=build)
     dataset_manifest = manifest.read_if_any(path)
     if dataset_manifest is not None:
@@ -56,9 +57,14 @@ def open_source(path: Path) -> Source:
             raise UsageError(f"{path} is no dataset", found=f"kind {dataset_manifest['kind']}",
                              run=build)
         manifest.check(path, dataset_manifest, "dataset", run=f"{build} --overwrite")
+    elif ".partial-" in path.resolve().name or (path / _MARK_OF_OURS).exists():
+        raise ArtifactError(f"dataset {path} is not finished (no {MANIFEST})",
+                            found="what an interrupted stage 02, or a copy of a part, leaves",
+                            run=build)
     splits = _splits(path, build)
     for directory in splits.values():
         _require_text(directory)
+        _require_shards(directory)
     fingerprint = _fingerprint_ours(dataset_manifest) if dataset_manifest \
         else _fingerprint_foreign(splits)
     return Source(path, fingerprint, splits, dataset_manifest is not None)
@@ -77,22 +83,20 @@ def documents(directory: Path) -> Iterator[list[str]]:
     """Yield the texts of a split in order, in lists of about 16 MB."""
     import datasets
 
-    rows = datasets.load_from_disk(str(directory)).select_columns("text")
-    average = max(1, (rows.data.nbytes or 1) // max(len(rows), 1))
-    size = max(1, min(1000, _BATCH_BYTES // average))
-    for batch in rows.with_format("arrow").iter(batch_size=size):
-        yield [text or "" for text in batch.column("text").to_pylist()]
-
-
-def _unfinished(path: Path) -> str:
-    left = sorted(path.parent.glob(f"{path.name}.partial-*")) if path.parent.is_dir() else []
-    return f"{left[0]}, left by a run that did not finish" if left else ""
+    try:
+        rows = datasets.load_from_disk(str(directory)).select_columns("text")
+        average = max(1, (rows.data.nbytes or 1) // max(len(rows), 1))
+        size = max(1, min(1000, _BATCH_BYTES // average))
+        for batch in rows.with_format("arrow").iter(batch_size=size):
+            yield [text or "" for text in batch.column("text").to_pylist()]
+    except (OSError, ValueError) as error:  # Arrow's ways to say that a file is cut or mangled
+        raise ArtifactError(f"dataset {directory} cannot be read", found=str(error)) from error
 
 
 def _splits(path: Path, build: str) -> dict[str, Path]:
     """Return the split directories of a DatasetDict, or the directory itself as `train`."""
     if (path / "dataset_dict.json").exists():
-        named = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        named = _read_json(path / "dataset_dict.json").get("splits", [])
         if "train" not in named:
             raise UsageError(f"dataset {path} has no split `train`",
                              found=f"splits {', '.join(named)}")
@@ -105,17 +109,28 @@ def _splits(path: Path, build: str) -> dict[str, Path]:
 
 
 def _require_text(directory: Path) -> None:
-    try:
-        info = json.loads((directory / "dataset_info.json").read_text(encoding="utf-8"))
-        columns = info["features"] or {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{directory} is damaged",
-                            found=f"no readable dataset_info.json ({error})") from None
-    kind = columns.get("text", {}).get("dtype") if isinstance(columns, dict) else None
+    columns = _read_json(directory / "dataset_info.json").get("features") or {}
+    kind = columns.get("text", {}).get("dtype")
     if kind not in ("string", "large_string"):
         raise UsageError(f"dataset {directory} has no column `text` of strings",
                          found=f"columns {', '.join(columns) or 'none'}",
                          run="dataset.rename_column(…, 'text'), or stage 02 with --fields")
+
+
+def _require_shards(directory: Path) -> None:
+    named = [entry["filename"] for entry in _read_json(directory / "state.json")["_data_files"]]
+    if missing := [name for name in named if not (directory / name).is_file()]:
+        raise ArtifactError(f"dataset {directory} is damaged",
+                            found=f"{len(missing)} of {len(named)} shards are missing, "
+                                  f"{missing[0]} the first")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ArtifactError(f"dataset {path.parent} is damaged",
+                            found=f"no readable {path.name} ({error})") from None
 
 
 def _fingerprint_ours(content: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ from lib.train.timers import Timers
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
-def begin(o: Options, experiment: Experiment, inputs: Inputs, limits: Limits,
+def begin(opts: Options, experiment: Experiment, inputs: Inputs, limits: Limits,
           store: TokenStore) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
@@ -45,32 +45,32 @@ def begin(o: Options, experiment: Experiment, inputs: Inputs, limits: Limits,
     windows = {name: Windows(split.tokens, limits.seq_length)
                for name, split in store.splits.items()}
     world = distributed.start()
-    run_plan = startup.make_plan(o, inputs, limits, len(windows["train"]), world.rank)
-    _claim(o, experiment, run_plan, inputs, world)
+    run_plan = startup.make_plan(opts, inputs, limits, len(windows["train"]), world.rank)
+    _claim(opts, experiment, run_plan, inputs, world)
     journal = Journal(experiment, world.rank)
-    journal.config(resolved(o), run_plan.identity(), inputs.model_dir)
+    journal.config(resolved(opts), run_plan.identity(), inputs.model_dir)
     log.add_file(experiment.rank_log(world.rank))
     if world.rank == 0:
         _copy_model_files(inputs.model_dir, experiment.model)
         commit.clean(experiment.checkpoints)
-    _print_head(o, inputs, limits, run_plan, windows)
+    _print_head(opts, inputs, limits, run_plan, windows)
 
     model = architecture.build_on_meta(inputs.model_dir)
     flops_per_token = flops.per_token(model, limits.seq_length)
     log.info(f"sharded: {sharding.shard(model, world.mesh, limits.precision)}")
     model.to_empty(device=world.device)
-    adamw = optimizer.adamw(model, o.lr, (o.beta1, o.beta2), o.weight_decay)
+    adamw = optimizer.adamw(model, opts.lr, (opts.beta1, opts.beta2), opts.weight_decay)
     loss_scale = LossScale(limits.precision)
-    step = _resume(o, experiment, run_plan, model, adamw, loss_scale, journal, world)
+    step = _resume(opts, experiment, run_plan, model, adamw, loss_scale, journal, world)
     if step is None:
-        _first_weights(o, inputs, model)
-        torch.manual_seed(o.seed + 1_000_003 * world.rank)  # dropout differs between ranks
+        _first_weights(opts, inputs, model)
+        torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
         step = 0
         journal.event("start", 0, ranks=world.size)
     peak, where = flops.device_peak(world.device, limits.precision)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
-    run = Run(o, experiment, run_plan, world, model, adamw, loss_scale, windows["train"],
+    run = Run(opts, experiment, run_plan, world, model, adamw, loss_scale, windows["train"],
               windows.get("validation", Windows(windows["train"].tokens[:0], limits.seq_length)),
               Timers(world.device), StopRequest(world), journal,
               Metrics(experiment, world.rank, step), flops_per_token, peak, step)
@@ -78,13 +78,13 @@ def begin(o: Options, experiment: Experiment, inputs: Inputs, limits: Limits,
     return run
 
 
-def _claim(o: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs, world: World,
+def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs, world: World,
            ) -> None:
     """Check on every rank that the directory is ours to use; only then is anything written."""
-    startup.require_free_name(o, experiment, run_plan, inputs)
+    startup.require_free_name(opts, experiment, run_plan, inputs)
     dist.barrier(world.control)
     if world.rank == 0:
-        if o.overwrite and experiment.root.exists() and any(experiment.root.iterdir()):
+        if opts.overwrite and experiment.root.exists() and any(experiment.root.iterdir()):
             _set_aside(experiment)
         experiment.root.mkdir(parents=True, exist_ok=True)
     dist.barrier(world.control)
@@ -106,9 +106,9 @@ def _copy_model_files(model_dir: Path, target: Path) -> None:
             shutil.copyfile(model_dir / name, target / name)
 
 
-def _print_head(o: Options, inputs: Inputs, limits: Limits, run_plan: Plan,
+def _print_head(opts: Options, inputs: Inputs, limits: Limits, run_plan: Plan,
                 windows: dict[str, Windows]) -> None:
-    log.info(f"experiment {o.save_dir / o.experiment_name}")
+    log.info(f"experiment {opts.save_dir / opts.experiment_name}")
     held_out = windows.get("validation")
     log.table({"model": inputs.model_dir, "dataset": inputs.source.path,
                "validation": f"{len(held_out):,} samples" if held_out is not None
@@ -118,16 +118,16 @@ def _print_head(o: Options, inputs: Inputs, limits: Limits, run_plan: Plan,
         log.warn("the validation split is shorter than one sample: no validation loss")
 
 
-def _resume(o: Options, experiment: Experiment, run_plan: Plan, model: nn.Module,
+def _resume(opts: Options, experiment: Experiment, run_plan: Plan, model: nn.Module,
             adamw: torch.optim.Optimizer, loss_scale: LossScale, journal: Journal, world: World,
             ) -> int | None:
     """Load a checkpoint when there is one and return its step, else None."""
-    if o.resume in ("auto", "never"):
+    if opts.resume in ("auto", "never"):
         checkpoint = load.newest_valid(
             experiment.checkpoints, world.control,
             lambda step, why: journal.event("quarantine", step, reason=why))
     else:
-        checkpoint = load.verified(Path(o.resume), world.control)
+        checkpoint = load.verified(Path(opts.resume), world.control)
         if world.rank == 0:
             commit.supersede(experiment.checkpoints, checkpoint.step)
     if checkpoint is None:
@@ -147,12 +147,12 @@ def _resume(o: Options, experiment: Experiment, run_plan: Plan, model: nn.Module
     return checkpoint.step
 
 
-def _first_weights(o: Options, inputs: Inputs, model: nn.Module) -> None:
+def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:
     began = time.monotonic()
-    if o.from_scratch or not identity.has_weights(inputs.model_dir):
-        initialise(model, o.seed)
+    if opts.from_scratch or not identity.has_weights(inputs.model_dir):
+        initialise(model, opts.seed)
     else:
         load_pretrained(model, inputs.model_dir)
     count = sum(p.numel() for p in model.parameters())
-    log.info(f"weights: {units.count(count)} parameters {startup.weights_of(o, inputs)} in "
+    log.info(f"weights: {units.count(count)} parameters {startup.weights_of(opts, inputs)} in "
              f"{units.duration(time.monotonic() - began)}")

@@ -31,11 +31,6 @@ class World:
     control: dist.ProcessGroup
 
 
-def launched_size() -> int:
-    """Return the number of ranks that torchrun started, 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def start() -> World:
     """Join the process group; all ranks must call this."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -80,7 +80,7 @@ def _tensorboard(directory: Path, step: int) -> Any:
     except ImportError:
         log.warn("no TensorBoard files: the package `tensorboard` is not installed")
         return None
-    return SummaryWriter(str(directory), purge_step=step + 1 if step else None)
+    return SummaryWriter(str(directory), purge_step=step + 1)
 
 
 def _short(value: float | None) -> Any:

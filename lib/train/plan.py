@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from lib.core import publish
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.tokens.loader import Division
+from lib.tokens.order import Division
 from lib.train import schedule
 from lib.train.schedule import Schedule
 
@@ -39,10 +40,10 @@ class Plan:
     @property
     def schedule(self) -> Schedule:
         """Return the learning rate as a function of the step."""
-        o = self.options
-        warmup = o.warmup_steps if o.warmup_steps is not None \
+        opts = self.options
+        warmup = opts.warmup_steps if opts.warmup_steps is not None \
             else schedule.default_warmup(self.total_steps)
-        return Schedule(o.lr_scheduler, o.lr, o.min_lr, warmup, self.total_steps)
+        return Schedule(opts.lr_scheduler, opts.lr, opts.min_lr, warmup, self.total_steps)
 
     def identity(self) -> dict[str, Any]:
         """Return what a run that resumes must share."""
@@ -71,6 +72,11 @@ class Plan:
         if 0 < left_out < d.global_batch:
             rows["left out"] = f"{left_out} samples at the end that fill no batch"
         return rows
+
+
+def launched_size() -> int:
+    """Return the number of ranks that torchrun started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def divide(options: Options, rank: int, ranks: int) -> Division:
@@ -118,6 +124,12 @@ def check_options(options: Options) -> None:
     if bad:
         problems.add(f"--experiment-name {options.experiment_name!r} is no name for a directory")
     problems.raise_if_any()
+
+
+def has_begun(experiment: Experiment) -> bool:
+    """Tell whether a directory holds training that could be lost: checkpoints, good or bad."""
+    found = experiment.checkpoints
+    return found.is_dir() and (bool(commit.scan(found)) or (found / "quarantine").is_dir())
 
 
 def complete(experiment: Experiment, identity: dict[str, Any], steps: int) -> bool:

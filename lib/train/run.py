@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from lib.checkpoints import commit
 from lib.checkpoints.save import save
 from lib.core import log, units
-from lib.core.errors import Preempted, StageError
+from lib.core.errors import DiskFullError, Preempted
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.tokens.loader import evaluation_batches
@@ -148,8 +149,8 @@ class Run:
     def failed(self, error: BaseException) -> None:
         """Note in state.json how the run ended, unless it was stopped after saving."""
         if not isinstance(error, Preempted):
-            full = isinstance(error, StageError) and error.code == 4
-            self.write_state("disk_full" if full else "failed")
+            with suppress(OSError):  # the disk may be full: the error itself is what matters
+                self.write_state("disk_full" if isinstance(error, DiskFullError) else "failed")
 
     def close(self, in_order: bool) -> None:
         """Flush the logs and leave the process group; in_order: all ranks got here."""

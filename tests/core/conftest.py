@@ -29,6 +29,7 @@ def python(tmp_path: Path, environment: dict[str, str]) -> Python:
                               env=environment | (env or {}), capture_output=True, text=True,
                               timeout=120)
         if expect is not None:
-            assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+            assert done.returncode == expect, \
+                f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
     return run

@@ -1,18 +1,15 @@
-"""Atomic publish: whole under the final name or not there, through kills, races and full disks."""
+"""Atomic publish: an artifact is whole under its final name, or it is not there."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lib.core import manifest, publish
-from lib.core.errors import DiskFullError, UsageError
+from lib.core.errors import UsageError
 from lib.core.publish import AlreadyBuilding, Build
 
 KIND = "thing/1"
@@ -60,7 +57,8 @@ def test_a_difference_is_named_as_the_person_typed_it(tmp_path: Path) -> None:
     changed = {"options": {"num_dirs": 2}, "inputs": {"source": "t"}}
     with pytest.raises(UsageError, match="other inputs or options") as caught:
         publish.is_done(target, KIND, changed, overwrite=False)
-    assert caught.value.found.splitlines() == ["source: s there, t now", "--num-dirs: 1 there, 2 now"]
+    assert caught.value.found.splitlines() == ["source: s there, t now",
+                                               "--num-dirs: 1 there, 2 now"]
     assert "--overwrite" in caught.value.run
     with pytest.raises(UsageError) as caught:
         publish.is_done(target, "thing/2", identity(), overwrite=False)
@@ -170,100 +168,3 @@ def test_a_second_builder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
             Build(target, KIND, identity(), False):
         pass
     assert names(tmp_path) == ["corpus"]
-
-
-BUILDER = """
-import sys, time
-from pathlib import Path
-from lib.core import log, manifest, publish
-log.setup()
-target, text = Path(sys.argv[1]), sys.argv[2]
-with publish.Build(target, "thing/1", {"options": {"num_dirs": 1}, "inputs": {"source": "s"}},
-                   False) as build:
-    (build.dir / "f").write_text(text)
-    print("building", flush=True)
-    time.sleep(float(sys.argv[3]))
-    build.publish(stage="00.py", options={}, summary={},
-                  files=[manifest.file_entry(build.dir, build.dir / "f")])
-"""
-
-
-def start(environment: dict, *argv: object) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", BUILDER, *map(str, argv)], env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_a_killed_build_does_not_exist_and_is_cleaned_up(tmp_path: Path, python, environment) -> None:
-    target = tmp_path / "corpus"
-    with start(environment, target, "half", 60) as killed:
-        killed.stdout.readline()
-        python(BUILDER, target, "late", 0, expect=1)  # its lock is held
-        killed.send_signal(signal.SIGKILL)
-    assert not target.exists() and "corpus.partial-" in manifest.unfinished(target)
-    done = python(BUILDER, target, "whole", 0)
-    assert "left by a run that did not finish" in done.stdout
-    assert (target / "f").read_text() == "whole"
-    assert [name for name in names(tmp_path) if name.startswith("corpus")] == ["corpus"]
-
-
-def test_many_builders_at_once_make_one_artifact(tmp_path: Path, environment) -> None:
-    """Whoever comes late hears AlreadyBuilding, whatever the others do at that moment."""
-    for attempt in range(3):
-        target = tmp_path / f"corpus{attempt}"
-        racers = [start(environment, target, number, 0.05) for number in range(6)]
-        errors = [racer.communicate(timeout=60)[1] for racer in racers]
-        winners = [n for n, racer in enumerate(racers) if racer.returncode == 0]
-        assert len(winners) == 1, errors
-        assert (target / "f").read_text() == str(winners[0])
-        assert all("AlreadyBuilding" in text for n, text in enumerate(errors) if n not in winners)
-    assert names(tmp_path) == ["corpus0", "corpus1", "corpus2"]
-
-
-@pytest.mark.parametrize("state", ["removed", "published"])
-def test_a_directory_that_goes_away_while_it_is_locked(tmp_path: Path, monkeypatch, state: str,
-                                                       ) -> None:
-    """Between the open and the lock another process may remove or publish the directory."""
-    path, flock = tmp_path / "d", publish.fcntl.flock
-
-    def vanish(*arguments: int) -> None:
-        if state == "published":
-            path.rename(tmp_path / "final")
-        else:
-            path.rmdir()
-            path.mkdir()
-        flock(*arguments)
-    path.mkdir()
-    monkeypatch.setattr(publish.fcntl, "flock", vanish)
-    assert publish._lock(path) == -1
-    assert publish._lock(tmp_path / "none") == -1
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    """Return an empty file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if shutil.which("mount") is None or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
-            capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def test_a_full_disk_is_told_and_leaves_nothing(small_disk: Path, python) -> None:
-    done = python("""
-import sys
-from pathlib import Path
-from lib.core import publish, stage
-def main(argv):
-    with publish.Build(Path(argv[0]), "thing/1", {}, False) as build:
-        (build.dir / "f").write_bytes(bytes(4 << 20))
-stage.run(main)
-""", small_disk / "corpus", expect=4)
-    assert "no room to write" in done.stderr and "Traceback" not in done.stderr
-    assert names(small_disk) == []
-    with pytest.raises(DiskFullError, match="not enough room for the dataset") as caught:
-        publish.require_space(small_disk / "not/yet/there", 2 << 20, "the dataset")
-    assert caught.value.found == "1.0 MB free"
-    publish.require_space(small_disk, 1 << 19, "the dataset")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -93,7 +96,8 @@ def test_too_late_to_go_offline_is_a_bug(python, module: str) -> None:
 
 
 def test_after_the_real_import_too(python) -> None:
-    done = python("import huggingface_hub\nfrom lib.core import offline\noffline.enable()", expect=1)
+    done = python("import huggingface_hub\nfrom lib.core import offline\noffline.enable()",
+                  expect=1)
     assert "called after importing huggingface_hub" in done.stderr
 
 
@@ -140,8 +144,11 @@ def test_progress_is_silent_when_told_and_on_other_ranks(python, switch: str, ra
 
 def test_progress_is_a_bar_on_a_terminal(environment, tmp_path: Path) -> None:
     master, terminal = os.openpty()
+    # A new terminal has 0 columns, no room for a bar.
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     done = subprocess.run([sys.executable, "-c", PROGRESS, "2000000", "B", "on"], env=environment,
                           cwd=tmp_path, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    os.set_blocking(master, False)
     assert done.returncode == 0 and done.stdout == "" and b"reading" in os.read(master, 4096)
     os.close(terminal)
     os.close(master)

@@ -35,7 +35,8 @@ def test_a_size_survives_the_round_trip(count: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "text"), [
-    (0, "0"), (999, "999"), (1000, "1K"), (3_212_749_824, "3.21B"), (70e12, "70T"), (12_345, "12.3K"),
+    (0, "0"), (999, "999"), (1000, "1K"), (3_212_749_824, "3.21B"), (70e12, "70T"),
+    (12_345, "12.3K"),
 ])
 def test_count(number: float, text: str) -> None:
     assert units.count(number) == text

@@ -1,0 +1,170 @@
+"""The text to train on: datasets of stage 02 and foreign ones, whole or damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lib.core.errors import ArtifactError, UsageError
+from lib.tokens import source
+
+from .conftest import TEXTS
+
+
+def texts(directory: Path) -> list[str]:
+    return [text for batch in source.documents(directory) for text in batch]
+
+
+def save_dict(path: Path, **splits: list[str]) -> Path:
+    import datasets
+    datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows})
+                          for name, rows in splits.items()}).save_to_disk(str(path))
+    return path
+
+
+def test_a_dataset_of_stage_02(of_stage_02: Path) -> None:
+    found = source.open_source(of_stage_02)
+    assert found.ours and list(found.splits) == ["train", "validation"]
+    source.check_content(found)
+    train, validation = (texts(directory) for directory in found.splits.values())
+    assert len(train) + len(validation) == 60 and validation
+    assert all(text.startswith("document number ") for text in train + validation)
+
+
+def test_a_foreign_dataset_is_one_split(foreign: Path) -> None:
+    found = source.open_source(foreign)
+    assert found.splits == {"train": foreign} and not found.ours
+    assert texts(foreign) == TEXTS
+    source.check_content(found)
+
+
+def test_a_foreign_dataset_dict_gives_train_and_validation(tmp_path: Path) -> None:
+    path = save_dict(tmp_path / "d", train=["a", "b"], validation=["c"], test=["d"])
+    found = source.open_source(path)
+    assert list(found.splits) == ["train", "validation"]
+    assert [texts(directory) for directory in found.splits.values()] == [["a", "b"], ["c"]]
+
+
+def test_no_train_split(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no split `train`") as caught:
+        source.open_source(save_dict(tmp_path / "d", test=["d"]))
+    assert "test" in caught.value.found
+
+
+def test_text_in_many_shards_and_with_nulls_comes_in_order(tmp_path: Path) -> None:
+    import datasets
+    rows = [None if n % 10 == 3 else f"row {n}" for n in range(3000)]
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "d"), num_shards=3)
+    assert texts(source.open_source(tmp_path / "d").splits["train"]) == [row or "" for row in rows]
+
+
+@pytest.mark.parametrize("columns", [{"content": ["a"]}, {"text": [1]}])
+def test_no_column_of_text(tmp_path: Path, columns: dict) -> None:
+    import datasets
+    datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(UsageError, match="no column `text` of strings") as caught:
+        source.open_source(tmp_path / "d")
+    assert next(iter(columns)) in caught.value.found
+
+
+def test_missing_names_what_is_there_and_what_was_left(of_stage_02: Path, monkeypatch) -> None:
+    monkeypatch.chdir(of_stage_02.parents[1])
+    with pytest.raises(ArtifactError, match="does not exist") as caught:
+        source.open_source(source.resolve("other"))
+    assert caught.value.found == "finished under hf_datasets/: corpus"
+    assert "02_build_hf_dataset.py" in caught.value.run
+    Path("hf_datasets/other.partial-1").mkdir()
+    with pytest.raises(ArtifactError) as caught:
+        source.open_source(Path("hf_datasets/other"))
+    assert "other.partial-1" in caught.value.found
+    assert source.resolve("corpus") == Path("hf_datasets/corpus")
+    assert source.resolve("hf_datasets/corpus") == Path("hf_datasets/corpus")
+
+
+def test_an_unfinished_dataset_of_stage_02_is_none(of_stage_02: Path) -> None:
+    """What a killed stage 02 leaves is neither ours nor foreign."""
+    partial = of_stage_02.rename(of_stage_02.with_name("corpus.partial-81f3"))
+    (partial / "manifest.json").unlink()
+    with pytest.raises(ArtifactError, match="not finished"):
+        source.open_source(partial)
+
+
+def test_another_artifact_is_no_dataset(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"kind": "splits/1", "files": []}')
+    with pytest.raises(UsageError, match="is no dataset"):
+        source.open_source(tmp_path)
+
+
+def test_a_directory_of_text_is_no_dataset(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UsageError, match="is no dataset directory") as caught:
+        source.open_source(tmp_path)
+    assert "a.txt" in caught.value.found and "02_build_hf_dataset.py" in caught.value.run
+
+
+def first_shard(path: Path) -> Path:
+    return next(iter(sorted(path.rglob("*.arrow"))))
+
+
+def test_a_truncated_shard_is_found_at_once_and_a_changed_one_by_its_digest(of_stage_02: Path,
+                                                                            ) -> None:
+    shard = first_shard(of_stage_02)
+    data = bytearray(shard.read_bytes())
+    shard.write_bytes(data[:-8])
+    with pytest.raises(ArtifactError, match="is damaged") as caught:
+        source.open_source(of_stage_02)
+    assert shard.name in caught.value.found
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    found = source.open_source(of_stage_02)
+    with pytest.raises(ArtifactError, match="is damaged"):
+        source.check_content(found)
+
+
+@pytest.mark.parametrize("damage", ["no info", "no state", "torn state", "no shard", "torn dict"])
+def test_a_damaged_foreign_dataset_is_told(tmp_path: Path, damage: str) -> None:
+    path = save_dict(tmp_path / "d", train=["a"] * 100)
+    if damage == "no info":
+        (path / "train/dataset_info.json").unlink()
+    elif damage == "no state":
+        (path / "train/state.json").unlink()
+    elif damage == "torn state":
+        (path / "train/state.json").write_text("{")
+    elif damage == "no shard":
+        first_shard(path).unlink()
+    else:
+        (path / "dataset_dict.json").write_text('{"splits"')
+    with pytest.raises(ArtifactError, match="is damaged"):
+        source.open_source(path)
+
+
+def test_a_truncated_foreign_shard_is_told_when_it_is_read(tmp_path: Path) -> None:
+    path = save_dict(tmp_path / "d", train=[f"some text {n}" for n in range(2000)])
+    shard = first_shard(path)
+    shard.write_bytes(shard.read_bytes()[:-5000])
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        texts(source.open_source(path).splits["train"])
+
+
+def test_a_moved_dataset_has_the_same_fingerprint(of_stage_02: Path, foreign: Path) -> None:
+    for path in (of_stage_02, foreign):
+        before = source.open_source(path).fingerprint
+        moved = path.rename(path.with_name("moved"))
+        assert source.open_source(moved).fingerprint == before
+        copied = Path(shutil.copytree(moved, path.with_name("copied")))
+        assert source.open_source(copied).fingerprint == before
+
+
+def test_other_text_has_another_fingerprint(tmp_path: Path, of_stage_02: Path) -> None:
+    marks = {source.open_source(save_dict(tmp_path / name, train=rows)).fingerprint
+             for name, rows in (("1", ["a"]), ("2", ["b"]), ("3", ["a", "a"]))}
+    assert len(marks) == 3
+    content = json.loads((of_stage_02 / "manifest.json").read_text())
+    before = source.open_source(of_stage_02).fingerprint
+    entry = next(e for e in content["files"] if e["path"].endswith(".arrow"))
+    entry["digest"] = "xxh3:0"
+    (of_stage_02 / "manifest.json").write_text(json.dumps(content))
+    assert source.open_source(of_stage_02).fingerprint != before
