@@ -13,6 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 _GUARD = Path(__file__).parent / "network_guard"
 
+# The tests mean the CPU also on a machine with GPUs, which may have fewer than ranks.
+_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
 StageRunner = Callable[..., subprocess.CompletedProcess]
 
 pytest_plugins = ["tests.training"]
@@ -44,7 +47,7 @@ def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0
     """
     command = stage_command(script, *arguments, ranks=ranks)
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
+                          env={**os.environ, **_CPU, **(env or {})})
     if expect is not None:
         assert done.returncode == expect, (f"{command}\nexit {done.returncode}, expected "
                                            f"{expect}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lib.core import hashing, log, publish, units
-from lib.core.errors import UsageError
+from lib.core import hashing, log, manifest, publish, units
+from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 from lib.tokens import source as sources
 from lib.tokens import store
@@ -27,10 +27,14 @@ def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: i
 
     Every process of a launch may call it: one of each machine builds, the others wait for the
     manifest to appear, without any collective that could time out. `model_vocab`: ids the model
-    can embed. Raises UsageError when the tokenizer can give larger ones.
+    can embed. Raises UsageError when the tokenizer can give larger ones, ArtifactError when a store
+    is there and damaged.
     """
     identity = store.identity(source, tokenizer_dir)
     target = store.directory(cache_dir, source, identity)
+    if target.is_dir() and any(target.iterdir()) and manifest.read_if_any(target) is None:
+        raise ArtifactError(f"token store {target} is damaged (no readable manifest.json)",
+                            run=f"rm -r {target}, then the same command again")
     builder = os.environ.get("LOCAL_RANK", "0") == "0"
     waited = False
     while not publish.is_done(target, store.KIND, identity, overwrite=False):

@@ -83,6 +83,8 @@ def documents(directory: Path) -> Iterator[list[str]]:
     """Yield the texts of a split in order, in lists of about 16 MB."""
     import datasets
 
+    if not any(directory.glob("*.arrow")):
+        return  # no rows: `datasets` 5.2 saves none as no shard, and cannot load that
     try:
         rows = datasets.load_from_disk(str(directory)).select_columns("text")
         average = max(1, (rows.data.nbytes or 1) // max(len(rows), 1))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lib.core import log
+from lib.core.errors import UsageError
 
 _START_TIMEOUT = timedelta(minutes=30)
 
@@ -54,6 +55,11 @@ def stop(world: World) -> None:
 
 def _device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UsageError(f"process {local_rank} of this machine has no GPU of its own",
+                             expected=f"at most --nproc-per-node {torch.cuda.device_count()}, the "
+                                      "number of GPUs",
+                             run="CUDA_VISIBLE_DEVICES= trains on the CPU instead")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return device

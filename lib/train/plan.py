@@ -56,8 +56,9 @@ class Plan:
         """Return the derived numbers, each with how it comes about."""
         d, samples_needed = self.division, self.total_steps * self.division.global_batch
         epochs = samples_needed / self.samples
-        left_out = self.options.num_epochs * self.samples - samples_needed \
-            if self.options.num_epochs and epochs <= self.options.num_epochs else 0
+        asked = _epochs(self.options)
+        left_out = asked * self.samples - samples_needed if asked else 0
+        down = "" if self.schedule.kind == "constant" else f", then to {self.schedule.minimum:g}"
         rows = {
             "tokens/step": f"{self.tokens_per_step:,} = {d.micro_batch} per process × "
                            f"{self.seq_length} tokens × {d.accumulation} accumulation × "
@@ -67,7 +68,7 @@ class Plan:
             "steps": f"{self.total_steps:,} ({epochs:.2f} epochs, "
                      f"{self.total_steps * self.tokens_per_step:,} tokens)",
             "learning rate": f"{self.schedule.kind}, {self.schedule.warmup} steps up to "
-                             f"{self.schedule.peak:g}, then to {self.schedule.minimum:g}",
+                             f"{self.schedule.peak:g}{down}",
         }
         if 0 < left_out < d.global_batch:
             rows["left out"] = f"{left_out} samples at the end that fill no batch"
@@ -92,14 +93,18 @@ def divide(options: Options, rank: int, ranks: int) -> Division:
     return Division(options.batch_size, accumulation, rank, ranks)
 
 
+def _epochs(options: Options) -> int | None:
+    """Return after how many passes over the data training ends; None: only --max-steps ends it."""
+    return options.num_epochs or (None if options.max_steps else 1)
+
+
 def total_steps(options: Options, samples: int, global_batch: int) -> int:
     """Return where training ends: at --max-steps or after --num-epochs, whichever comes first.
 
     Raises UsageError when the data is too small for a single step.
     """
-    epochs = options.num_epochs or (None if options.max_steps else 1)
     limits = [options.max_steps] if options.max_steps else []
-    if epochs:
+    if epochs := _epochs(options):
         limits.append(epochs * samples // global_batch)
     if samples == 0 or min(limits) == 0:
         raise UsageError("the dataset is too small for one step",

@@ -15,8 +15,6 @@ from lib.tokens.encode import Encoder
 from .conftest import TEXTS, save_tokenizer
 
 
-
-
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
 def test_a_document_gets_bos_if_the_tokenizer_adds_one_and_eos_if_it_has_one(
@@ -88,3 +86,15 @@ def test_the_fingerprint_is_of_the_files_and_not_of_their_place(tokenizer: Path)
     with (moved / "tokenizer_config.json").open("a") as file:
         file.write(" ")
     assert encode.tokenizer_fingerprint(moved) != before
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_document_forges_a_boundary_only_where_the_tokenizer_lets_it(tmp_path: Path, split: bool,
+                                                                       ) -> None:
+    directory = save_tokenizer(tmp_path / "t", bos=True)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": split}))
+    encoder = Encoder(directory, 1)
+    [ids] = encoder.encode(["a</s>b"])
+    assert (1 in ids[1:-1].tolist()) is not split
+    assert ids.tolist() == [*encoder.tokenizer("a</s>b")["input_ids"], 1]

@@ -1,0 +1,248 @@
+"""The rules of the house: rooms, sizes, options, documentation, requirements."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lib.core import options
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = sorted(ROOT.glob("0[1-5]_*.py"))
+LIB = sorted((ROOT / "lib").rglob("*.py"))
+CODE = [*LIB, *STAGES, *sorted((ROOT / "launch").rglob("*.py"))]
+ROOMS = {
+    "core": set(),
+    "corpus": {"core"},
+    "tokens": {"core"},
+    "models": {"core"},
+    "checkpoints": {"core", "models"},
+    "train": {"core", "tokens", "models", "checkpoints"},
+}
+HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
+NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
+DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the full dotted name of every import, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def tracked() -> list[Path]:
+    """Return the files of the repository, those not committed yet too."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others",
+               "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs git and a checkout, to tell the repository's files from others")
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("path", LIB, ids=name_of)
+def test_imports_go_down_the_rooms_only(path: Path) -> None:
+    room = path.relative_to(ROOT / "lib").parts[0]
+    allowed = {room, *ROOMS[room]} if room in ROOMS else set()
+    used = {name.split(".")[1] for name in imports(path) if name.split(".")[0] == "lib"}
+    assert used <= allowed, f"lib/{room} must not import {used - allowed}"
+    others = {name.split(".")[0] for name in imports(path)}
+    assert not others & {"launch", "tests", "benchmarks"}
+    assert room != "core" or not others & HEAVY
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_only_the_hub_opens_connections(path: Path) -> None:
+    found = {name for name in imports(path) if name.split(".")[0] in NETWORK}
+    assert not found or name_of(path) == "lib/models/hub.py"
+
+
+def test_rooms_are_those_of_the_design_and_none_is_a_lumber_room() -> None:
+    rooms = {path.name for path in (ROOT / "lib").iterdir() if (path / "__init__.py").exists()}
+    assert rooms == set(ROOMS)
+    assert not [path for path in tracked() if path.name in ("utils.py", "helpers.py", "misc.py")]
+
+
+@pytest.mark.parametrize("path", [*LIB, *STAGES], ids=name_of)
+def test_modules_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 320
+    long = [f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and node.end_lineno - node.lineno >= 60 and node.name != "parse"]  # a list of options
+    assert not long
+
+
+def test_lines_are_at_most_100_characters() -> None:
+    long = [f"{name_of(path)}:{number}" for path in CODE for number, line in enumerate(
+        path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > 100]
+    assert not long
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_every_module_and_public_function_says_what_it_is_for(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree)
+    if path in LIB:
+        public = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                  and not node.name.startswith("_")]
+        assert not [node.name for node in public if not ast.get_docstring(node)]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=name_of)
+def test_help_is_quick_and_imports_nothing_heavy(stage: Path) -> None:
+    """About a second is promised. A loaded machine may take half as long again, at its best."""
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-X", "importtime", str(stage), "--help"],
+                              capture_output=True, text=True, check=True)
+        seconds.append(time.monotonic() - began)
+    assert min(seconds) < 1.5
+    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "lib.core.options" in imported
+    assert not {name.split(".")[0] for name in imported} & (HEAVY | {"yaml"})
+    assert "usage:" in done.stdout and "--dry-run" in done.stdout
+
+
+def load(stage: Path) -> ModuleType:
+    """Import a stage, whose name is no identifier."""
+    spec = importlib.util.spec_from_file_location(f"stage_{stage.stem}", stage)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def parser_of(stage: Path) -> options.Parser:
+    """Return the parser that a stage makes."""
+    class Made(Exception):
+        pass
+
+    def hand_out(self: options.Parser, argv: object) -> None:
+        raise Made(self)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Made) as caught:
+        patch.setattr(options.Parser, "parse", hand_out)
+        load(stage).parse([])
+    return caught.value.args[0]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=name_of)
+def test_options_have_help_and_the_common_ones_are_there(stage: Path) -> None:
+    actions = parser_of(stage)._actions
+    assert not [a.option_strings for a in actions if not (a.help or "").strip()]
+    spelled = {string for action in actions for string in action.option_strings}
+    assert {"--config", "--dry-run", "--overwrite", "--num-workers", "--no-progress"} <= spelled
+    assert all(re.fullmatch(r"-[a-z]|--[a-z][a-z0-9-]*", string) for string in spelled)
+    valued = [a for a in actions if a.nargs != 0 and not a.choices]
+    assert not [a.dest for a in valued if not a.metavar], "options that take no named value"
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """Return (stage, arguments) of every command line that runs a stage, and elides nothing."""
+    found = []
+    for line in text.replace("\\\n", " \x01 ").splitlines():
+        line = re.sub(r"\s*\x01\s*", " ", line)  # one command on several lines
+        for column in re.split(r"\s{3,}", line.strip()):
+            match = re.search(r"(?:python|torchrun|\$\(PY\)).*?\b(0\d_\w+\.py)(.*)",
+                              column)
+            if match and "…" not in match[2]:
+                arguments = re.split(r"\s#|`", match[2])[0]
+                found.append((match[1], shlex.split(arguments)))
+    return found
+
+
+WITH_COMMANDS = [*DOCUMENTS, ROOT / "Makefile", *STAGES]
+
+
+@pytest.mark.parametrize("path", WITH_COMMANDS, ids=name_of)
+def test_every_command_that_is_shown_can_be_typed(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if path in STAGES:
+        text = ast.get_docstring(ast.parse(text))
+    shown = commands(text)
+    assert shown or path not in (ROOT / "README.md", ROOT / "Makefile", *STAGES)
+    for script, arguments in shown:
+        assert (ROOT / script).is_file(), f"no stage {script}"
+        load(ROOT / script).parse(arguments)
+
+
+def spans(text: str) -> list[str]:
+    """Return what stands in code blocks and between backticks."""
+    blocks = re.findall(r"```.*?\n(.*?)```", text, re.DOTALL)
+    return blocks + re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_option_that_is_named_exists(path: Path) -> None:
+    known = {string for stage in STAGES for action in parser_of(stage)._actions
+             for string in action.option_strings}
+    known |= {"--nproc-per-node", "--nnodes", "--standalone", "--no-index", "--find-links"}
+    named = {option.replace("_", "-") for span in spans(path.read_text(encoding="utf-8"))
+             for option in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", span)}
+    assert not named - known
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_path_that_is_named_exists(path: Path) -> None:
+    is_ours = re.compile(r"(?:lib|docs|tests|launch|benchmarks|\.ci)(?:/[\w./-]*)?"
+                         r"|[\w-]+\.(?:py|md|toml|txt)|Makefile")
+    named = {word.rstrip("/.,:") for span in spans(path.read_text(encoding="utf-8"))
+             for word in re.split(r"[\s,;()]+", span) if is_ours.fullmatch(word)}
+    assert not [name for name in named if not (ROOT / name).exists()
+                and not name.endswith(".txt")]  # a text file may be one of a model
+
+
+def requirements(name: str) -> list[str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+def test_requirements_are_exact(name: str) -> None:
+    pin = re.compile(r'[a-z0-9-]+==\d[\w.]*(; python_version (>=|<) "3\.\d+")?')
+    assert not [line for line in requirements(name) if not pin.fullmatch(line)]
+
+
+def test_what_is_imported_is_required() -> None:
+    named = {line.partition("==")[0] for line in requirements("requirements.txt")}
+    third_party = {name.split(".")[0] for path in CODE for name in imports(path)}
+    third_party -= {*sys.stdlib_module_names, "lib"}
+    packages = {{"yaml": "pyyaml"}.get(name, name.replace("_", "-")) for name in third_party}
+    assert not packages - named
+    assert not named - packages - {"tensorboard"}  # which torch.utils.tensorboard imports
+
+
+def test_nothing_of_the_place_it_was_written_at_is_in_a_file() -> None:
+    """Written in two halves, so that this file does not mention them either."""
+    places = ["py" "pi.org", "python" "hosted.org", "conda.ana" "conda", "registry." "npmjs",
+              "/wo" "rk/", "/tmp" "/w/", "index" "-url", "arti" "factory"]
+    found = [f"{name_of(path)}: {place}" for path in tracked()
+             for place in places if place.encode() in path.read_bytes()]
+    assert not found
+
+
+def test_parser_is_the_only_way_to_read_options() -> None:
+    """A plain ArgumentParser would know neither YAML nor both spellings."""
+    assert issubclass(options.Parser, argparse.ArgumentParser)
+    assert not [name_of(stage) for stage in STAGES if "ArgumentParser(" in stage.read_text()]

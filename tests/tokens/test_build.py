@@ -1,0 +1,190 @@
+"""The token store: what is in it, who builds it, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib.core.errors import ArtifactError, UsageError
+from lib.tokens import build, source, store
+
+from .conftest import ROOT, save_tokenizer
+
+
+def prepare(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_000) -> Path:
+    return build.prepare(source.open_source(dataset), tokenizer, cache, model_vocab, 1, False)
+
+
+def expected(split: Path, tokenizer: Path) -> list[list[int]]:
+    """Return what the tokenizer itself makes of each document, EOS behind it."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(str(tokenizer))
+    return [[*hf(text)["input_ids"], hf.eos_token_id]
+            for text in datasets.load_from_disk(str(split))["text"]]
+
+
+@pytest.mark.parametrize(("extra_ids", "dtype"), [(0, "uint16"), (65_536 - 258, "uint16"),
+                                                  (65_537 - 258, "uint32")])
+def test_a_store_holds_the_ids_of_the_tokenizer_document_by_document(
+        tmp_path: Path, of_stage_02: Path, extra_ids: int, dtype: str) -> None:
+    tokenizer = save_tokenizer(tmp_path / "t", bos=True, extra_ids=extra_ids)
+    opened = store.open_store(prepare(of_stage_02, tokenizer, tmp_path / ".cache"))
+    assert list(opened.splits) == ["train", "validation"]
+    assert opened.vocab_size == 258 + extra_ids
+    for name, split in opened.splits.items():
+        ids = expected(of_stage_02 / name, tokenizer)
+        assert split.tokens.dtype == dtype and split.ends.dtype == "int64"
+        assert [part.tolist() for part in np.split(split.tokens, split.ends[:-1])] == ids
+        assert opened.summary["splits"][name] == {"tokens": sum(map(len, ids)),
+                                                  "documents": len(ids)}
+        assert split.ends[-1] == len(split.tokens)
+
+
+def test_an_empty_split_is_an_empty_store(tmp_path: Path, tokenizer: Path) -> None:
+    import datasets
+    rows = {name: datasets.Dataset.from_dict(
+        {"text": text}, features=datasets.Features({"text": datasets.Value("string")}))
+        for name, text in (("train", ["a"]), ("validation", []))}
+    datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "d"))
+    opened = store.open_store(prepare(tmp_path / "d", tokenizer, tmp_path / ".cache"))
+    assert len(opened.splits["validation"].tokens) == len(opened.splits["validation"].ends) == 0
+
+
+def test_a_store_is_made_once_per_content(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
+                                          ) -> None:
+    cache = tmp_path / ".cache"
+    path = prepare(of_stage_02, tokenizer, cache)
+    made = (path / "manifest.json").stat().st_mtime_ns
+    assert prepare(of_stage_02, tokenizer, cache) == path
+    moved = of_stage_02.rename(tmp_path / "corpus")
+    assert prepare(moved, tokenizer.rename(tmp_path / "other"), cache) == path
+    assert (path / "manifest.json").stat().st_mtime_ns == made
+    other = prepare(moved, save_tokenizer(tmp_path / "t2", bos=False), cache)
+    assert other != path and len(list(other.parent.iterdir())) == 2
+
+
+def test_a_store_is_relocatable(tmp_path: Path, of_stage_02: Path, tokenizer: Path) -> None:
+    first = store.open_store(prepare(of_stage_02, tokenizer, tmp_path / ".cache"))
+    shutil.move(tmp_path / ".cache", tmp_path / "elsewhere")
+    path = prepare(of_stage_02, tokenizer, tmp_path / "elsewhere")
+    second = store.open_store(path)
+    assert path.is_relative_to(tmp_path / "elsewhere")
+    assert second.fingerprint == first.fingerprint
+    assert str(tmp_path) not in (path / "manifest.json").read_text()
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_before_any_work(
+        tmp_path: Path, of_stage_02: Path, tokenizer: Path) -> None:
+    with pytest.raises(UsageError, match="larger than the model's vocabulary") as caught:
+        prepare(of_stage_02, tokenizer, tmp_path / ".cache", model_vocab=257)
+    assert "at most 257" in caught.value.expected and "258" in caught.value.found
+    assert not list((tmp_path / ".cache").rglob("*.bin"))
+    prepare(of_stage_02, tokenizer, tmp_path / ".cache", model_vocab=258)
+
+
+def test_damage_in_the_dataset_is_found_before_it_is_trained_on(
+        tmp_path: Path, of_stage_02: Path, tokenizer: Path) -> None:
+    shard = next(iter((of_stage_02 / "train").glob("*.arrow")))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ArtifactError, match="is damaged"):
+        prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+
+
+@pytest.mark.parametrize("damage", ["short", "missing", "unfinished"])
+def test_a_damaged_store_is_told_with_the_cure(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
+                                               damage: str) -> None:
+    path = prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+    tokens = path / "train.tokens.bin"
+    if damage == "short":
+        os.truncate(tokens, tokens.stat().st_size - 2)
+    elif damage == "missing":
+        tokens.unlink()
+    else:
+        (path / "manifest.json").unlink()
+    with pytest.raises(ArtifactError, match=r"is damaged|is not finished") as caught:
+        store.open_store(path)
+    assert damage == "unfinished" or f"rm -r {path}" in caught.value.run
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from lib.core import log, offline
+offline.enable(); log.setup()
+from lib.tokens import build, source
+if sys.argv[4] == "slow":  # so that a test can act while it builds
+    import time
+    write = build._Sink.write
+    build._Sink.write = lambda self, array: (print("writing", flush=True), time.sleep(0.4),
+                                             write(self, array))
+print(build.prepare(source.open_source(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]),
+                    100_000, 1, False))
+"""
+
+
+def start(*arguments: object, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", PREPARE, *map(str, arguments)], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{ROOT}",
+             **environment})
+
+
+def wait_for(process: subprocess.Popen, text: str) -> None:
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} was not printed")
+
+
+def test_a_second_launch_and_other_ranks_wait_for_the_builder(tmp_path: Path, of_stage_02: Path,
+                                                              tokenizer: Path) -> None:
+    cache = tmp_path / ".cache"
+    builder = start(of_stage_02, tokenizer, cache, "slow")
+    wait_for(builder, "writing")
+    others = [start(of_stage_02, tokenizer, cache, "fast"),
+              start(of_stage_02, tokenizer, cache, "fast", LOCAL_RANK="1", RANK="1")]
+    outputs = [process.communicate(timeout=120)[0] for process in (builder, *others)]
+    [path] = (cache / "tokens").iterdir()
+    assert [output.splitlines()[-1] for output in outputs] == [str(path)] * 3
+    assert f"waiting for {path} to be built by another process" in outputs[1]
+    store.open_store(path)
+
+
+def test_a_killed_build_is_begun_anew(tmp_path: Path, of_stage_02: Path, tokenizer: Path) -> None:
+    cache = tmp_path / ".cache"
+    with start(of_stage_02, tokenizer, cache, "slow") as killed:
+        wait_for(killed, "writing")
+        killed.send_signal(signal.SIGKILL)
+    [left] = (cache / "tokens").iterdir()
+    assert ".partial-" in left.name
+    with pytest.raises(ArtifactError):
+        store.open_store(left)
+    path = prepare(of_stage_02, tokenizer, cache)
+    assert list((cache / "tokens").iterdir()) == [path]
+    whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
+    files = [[entry["digest"] for entry in json.loads((p / "manifest.json").read_text())["files"]]
+             for p in (path, whole)]
+    assert files[0] == files[1]
+
+
+def test_a_rank_that_waits_does_not_build(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
+                                          ) -> None:
+    process = start(of_stage_02, tokenizer, tmp_path / ".cache", "fast", LOCAL_RANK="1")
+    wait_for(process, "waiting for")
+    time.sleep(0.7)
+    assert process.poll() is None and not (tmp_path / ".cache").exists()
+    process.kill()
+    process.communicate()

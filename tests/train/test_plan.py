@@ -1,0 +1,175 @@
+"""What a run will do: steps, division of the batch, and what a resume must share."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib.core.errors import UsageError
+from lib.tokens.order import Division
+from lib.train import plan
+from lib.train.plan import Plan
+
+OPTIONS = {
+    "experiment_name": "exp", "seed": 0, "lr": 1e-3, "min_lr": 1e-4, "warmup_steps": None,
+    "lr_scheduler": "cosine", "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0,
+    "from_scratch": False, "num_epochs": None, "max_steps": None, "batch_size": 1,
+    "global_batch_size": None, "grad_accum_steps": None, "log_freq": 10, "ckpt_freq": 500,
+}
+
+
+def options(**changes: Any) -> Namespace:
+    assert changes.keys() <= OPTIONS.keys()
+    return Namespace(**OPTIONS | changes)
+
+
+def make(samples: int = 103, **changes: Any) -> Plan:
+    """Return a plan of sequences of 8 tokens on one rank."""
+    given = options(**{"batch_size": 4} | changes)
+    division = plan.divide(given, 0, 1)
+    return Plan(given, {"model": "m", "dataset": "d", "tokenizer": "t"}, 8, "fp32", division,
+                samples, plan.total_steps(given, samples, division.global_batch))
+
+
+@pytest.mark.parametrize(("given", "ranks", "expected"), [
+    ({}, 1, (1, 1, 1)),
+    ({"batch_size": 4}, 2, (4, 1, 8)),
+    ({"batch_size": 4, "grad_accum_steps": 3}, 2, (4, 3, 24)),
+    ({"global_batch_size": 24}, 1, (1, 24, 24)),
+    ({"batch_size": 4, "global_batch_size": 24}, 2, (4, 3, 24)),
+    ({"batch_size": 4, "global_batch_size": 24}, 6, (4, 1, 24)),
+])
+def test_division(given: dict, ranks: int, expected: tuple[int, int, int]) -> None:
+    division = plan.divide(options(**given), ranks - 1, ranks)
+    assert (division.micro_batch, division.accumulation, division.global_batch) == expected
+    assert (division.rank, division.world_size) == (ranks - 1, ranks)
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(5, 1), (4, 4), (1, 7), (32, 1)])
+def test_a_global_batch_that_cannot_be_divided(batch: int, ranks: int) -> None:
+    with pytest.raises(UsageError, match="--global-batch-size 24 cannot be divided") as caught:
+        plan.divide(options(batch_size=batch, global_batch_size=24), 0, ranks)
+    assert f"a multiple of {batch * ranks} = {batch} per process" in caught.value.expected
+    assert f"{ranks} ranks" in caught.value.expected
+
+
+@pytest.mark.parametrize(("given", "steps"), [
+    ({}, 10),                                   # neither: one epoch, its last 3 samples left out
+    ({"num_epochs": 3}, 30),                    # 309 samples: epochs are one stream
+    ({"num_epochs": 4}, 41),                    # 412 samples: 4 × 3 left over make one more
+    ({"max_steps": 7}, 7),
+    ({"max_steps": 1000}, 1000),                # only steps: epochs without end
+    ({"num_epochs": 1, "max_steps": 1000}, 10),  # whichever comes first
+    ({"num_epochs": 3, "max_steps": 5}, 5),
+])
+def test_where_training_ends(given: dict, steps: int) -> None:
+    assert plan.total_steps(options(**given), samples=103, global_batch=10) == steps
+
+
+@pytest.mark.parametrize(("given", "samples"), [
+    ({}, 0), ({}, 9), ({"num_epochs": 1, "max_steps": 5}, 9), ({"max_steps": 5}, 0)])
+def test_too_little_data_for_a_step(given: dict, samples: int) -> None:
+    with pytest.raises(UsageError, match="too small for one step") as caught:
+        plan.total_steps(options(**given), samples, global_batch=10)
+    assert f"{samples} samples in an epoch, 10 in a step" in caught.value.found
+
+
+def test_little_data_is_enough_when_epochs_do_not_end() -> None:
+    assert plan.total_steps(options(max_steps=5), samples=1, global_batch=10) == 5
+    assert plan.total_steps(options(num_epochs=20), samples=1, global_batch=10) == 2
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"global_batch_size": 8, "grad_accum_steps": 2}, "not both"),
+    ({"min_lr": 1e-2}, "--min-lr 0.01 is above --lr 0.001"),
+    ({"beta1": 1.0}, "--beta1 must be below 1"),
+    ({"beta2": 1.5}, "--beta2 must be below 1"),
+    ({"experiment_name": "a/b"}, "'a/b' is no name for a directory"),
+    ({"experiment_name": ".."}, "is no name for a directory"),
+    ({"experiment_name": ""}, "is no name for a directory"),
+])
+def test_contradictions_between_options(given: dict, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        plan.check_options(options(**given))
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    with pytest.raises(UsageError, match="3 problems") as caught:
+        plan.check_options(options(min_lr=1.0, beta1=1.0, beta2=1.0))
+    assert "--beta2" in caught.value.problem
+    plan.check_options(options())
+
+
+def test_derived_numbers_come_with_their_reason() -> None:
+    rows = make(grad_accum_steps=3, num_epochs=2).describe()
+    assert rows["tokens/step"] == "96 = 4 per process × 8 tokens × 3 accumulation × 1 ranks"
+    assert rows["epoch"] == "103 samples = 8.6 steps of 12"
+    assert rows["steps"] == "17 (1.98 epochs, 1,632 tokens)"
+    assert rows["left out"] == "2 samples at the end that fill no batch"
+    assert rows["learning rate"] == "cosine, 0 steps up to 0.001, then to 0.0001"
+
+
+def test_samples_left_out_are_told_when_there_are_some() -> None:
+    assert make().describe()["left out"].startswith("3 samples")  # one epoch, not asked for
+    assert "left out" not in make(samples=104).describe()
+    assert "left out" not in make(max_steps=3).describe()
+    assert "left out" not in make(max_steps=3, num_epochs=1).describe()
+
+
+def test_a_constant_rate_does_not_go_down() -> None:
+    assert make(lr_scheduler="constant").describe()["learning rate"] == \
+        "constant, 1 steps up to 0.001"
+
+
+def test_the_schedule_is_that_of_the_options() -> None:
+    schedule = make(num_epochs=40, lr_scheduler="linear").schedule
+    assert (schedule.kind, schedule.peak, schedule.minimum) == ("linear", 1e-3, 1e-4)
+    assert (schedule.total, schedule.warmup) == (1030, 51)
+    assert make(warmup_steps=0).schedule.warmup == 0
+
+
+@pytest.mark.parametrize("changes", [
+    {"log_freq": 1}, {"ckpt_freq": 7}, {"num_epochs": 9}, {"max_steps": 99},
+    {"batch_size": 2, "grad_accum_steps": 2}, {"batch_size": 1, "global_batch_size": 4},
+    {"experiment_name": "moved"},
+])
+def test_what_a_resume_may_change(changes: dict) -> None:
+    plan.require_same(make().identity(), make(**changes).identity(), Path("outputs/exp"))
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"seed": 1}, "--seed: 0 there, 1 now"),
+    ({"lr": 2e-3}, "--lr: 0.001 there, 0.002 now"),
+    ({"min_lr": 0.0}, "--min-lr: 0.0001 there, 0.0 now"),
+    ({"warmup_steps": 3}, "--warmup-steps: None there, 3 now"),
+    ({"lr_scheduler": "wsd"}, "--lr-scheduler: cosine there, wsd now"),
+    ({"weight_decay": 0.0}, "--weight-decay: 0.1 there, 0.0 now"),
+    ({"beta2": 0.99}, "--beta2: 0.95 there, 0.99 now"),
+    ({"grad_clip": 0.0}, "--grad-clip: 1.0 there, 0.0 now"),
+    ({"batch_size": 8}, "--global-batch-size: 4 there, 8 now"),
+])
+def test_what_a_resume_must_share(changes: dict, told: str) -> None:
+    with pytest.raises(UsageError, match="was begun with other settings") as caught:
+        plan.require_same(make().identity(), make(**changes).identity(), Path("outputs/exp"))
+    assert caught.value.found == told
+
+
+def test_inputs_length_and_precision_must_be_the_same_and_all_are_named() -> None:
+    before = make()
+    now = replace(before, inputs={**before.inputs, "dataset": "other"}, seq_length=16,
+                  precision="bf16")
+    with pytest.raises(UsageError) as caught:
+        plan.require_same(before.identity(), now.identity(), Path("outputs/exp"))
+    assert caught.value.found.splitlines() == [
+        "dataset: d there, other now", "--precision: fp32 there, bf16 now",
+        "--seq-length: 8 there, 16 now"]
+
+
+def test_a_division_does_not_change_the_identity() -> None:
+    before = make()
+    now = replace(before, division=Division(1, 2, 0, 2))
+    assert now.identity() == before.identity()
