@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -19,36 +21,47 @@ from lib.tokens.source import Source
 
 _POLL_S = 0.5
 _BYTES_PER_TEXT_BYTE = 1.0  # a store is rarely larger than its text: ≥ 3 bytes a token, 2–4 stored
+_PROGRESS = "progress.json"
+_SAVE_PROGRESS_S = 20.0
 
 
 def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: int,
             num_workers: int, progress: bool) -> Path:
     """Return the finished store of a dataset and a tokenizer, building it when needed.
 
-    Every process of a launch may call it: one of each machine builds, the others wait for the
-    manifest to appear, without any collective that could time out. `model_vocab`: ids the model
-    can embed. Raises UsageError when the tokenizer can give larger ones, ArtifactError when a store
-    is there and damaged.
+    Every process of a launch may call it (see `once`). `model_vocab`: ids the model can embed.
+    Raises UsageError when the tokenizer can give larger ones, ArtifactError when a store is there
+    and damaged.
     """
     identity = store.identity(source, tokenizer_dir)
     target = store.directory(cache_dir, source, identity)
+    once(target, store.KIND, identity, lambda: _build(
+        source, tokenizer_dir, target, identity, model_vocab, num_workers, progress))
+    return target
+
+
+def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], None]) -> None:
+    """Have an artifact built by one process of each machine while the others wait.
+
+    They wait for the manifest to appear, without any collective that could time out.
+    Raises ArtifactError when something damaged is there.
+    """
     if target.is_dir() and any(target.iterdir()) and manifest.read_if_any(target) is None:
-        raise ArtifactError(f"token store {target} is damaged (no readable manifest.json)",
+        raise ArtifactError(f"{target} is damaged (no readable manifest.json)",
                             run=f"rm -r {target}, then the same command again")
-    builder = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
     waited = False
-    while not publish.is_done(target, store.KIND, identity, overwrite=False):
-        if builder:
+    while not publish.is_done(target, kind, identity, overwrite=False):
+        if is_builder:
             try:
-                _build(source, tokenizer_dir, target, identity, model_vocab, num_workers, progress)
-                break
+                build()
+                return
             except publish.AlreadyBuilding:
                 pass  # another machine or launch that shares this directory is at it
         if not waited:
             log.info(f"waiting for {target} to be built by another process")
             waited = True
         time.sleep(_POLL_S)
-    return target
 
 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:
@@ -68,14 +81,19 @@ def _build(source: Source, tokenizer_dir: Path, target: Path, identity: dict[str
     text_bytes = sum(f.stat().st_size for d in source.splits.values() for f in d.glob("*.arrow"))
     publish.require_space(target.parent, int(text_bytes * _BYTES_PER_TEXT_BYTE), "the token store")
     dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
-    log.info(f"tokenising {source.path} with {tokenizer_dir} → {target} ({dtype})")
-    began = time.monotonic()
-    with publish.Build(target, store.KIND, identity, overwrite=False) as build:
+    with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
+        log.info(f"tokenising {source.path} with {tokenizer_dir} → {target} ({dtype})")
+        encoder.tune(sources.sample(source.splits["train"]))
+        began = time.monotonic()
         counts, files = {}, []
         with Progress("tokenising", text_bytes, "B", progress) as bar:
             for name, split_dir in source.splits.items():
-                counts[name], made = _write_split(split_dir, name, build.dir, dtype, encoder, bar)
-                files += made
+                writer = _SplitWriter(build.dir, name, dtype)
+                writer.run(split_dir, encoder, bar)
+                counts[name] = {"tokens": writer.tokens, "documents": writer.documents}
+                files += writer.entries()
+        for leftover in build.dir.glob(f"*.{_PROGRESS}"):
+            leftover.unlink()
         summary = {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
                    "bos": encoder.bos, "eos": encoder.eos,
                    "policy": "[bos] document [eos], ends exclusive in *.ends.bin"}
@@ -87,32 +105,75 @@ def _build(source: Source, tokenizer_dir: Path, target: Path, identity: dict[str
     log.info(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
 
 
-def _write_split(split_dir: Path, name: str, out: Path, dtype: str, encoder: Encoder,
-                 bar: Progress) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Tokenise one split; return its counts and the manifest entries of its two files."""
-    tokens_path, ends_path = out / f"{name}.tokens.bin", out / f"{name}.ends.bin"
-    tokens = documents = 0
-    with tokens_path.open("wb") as token_file, ends_path.open("wb") as ends_file:
-        token_sink, ends_sink = _Sink(token_file), _Sink(ends_file)
-        for texts in sources.documents(split_dir):
-            coded = encoder.encode(texts)
-            ends = tokens + np.cumsum([len(ids) for ids in coded], dtype=np.int64)
-            tokens, documents = int(ends[-1]), documents + len(coded)
-            token_sink.write(np.concatenate(coded).astype(np.dtype(dtype).newbyteorder("<")))
-            ends_sink.write(ends.astype("<i8"))
+class _SplitWriter:
+    """Writes tokens and ends of one split; takes up what a killed run had made durable.
+
+    The files depend on nothing but documents and tokenizer, so where a run was cut leaves no trace.
+    """
+
+    def __init__(self, directory: Path, name: str, dtype: str) -> None:
+        self._progress = directory / f"{name}.{_PROGRESS}"
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        earlier = _read_progress(self._progress)
+        self.documents, self.tokens = earlier.get("documents", 0), earlier.get("tokens", 0)
+        self._token_sink = _Sink(directory / f"{name}.tokens.bin",
+                                 self.tokens * self._dtype.itemsize)
+        self._ends_sink = _Sink(directory / f"{name}.ends.bin", self.documents * 8)
+
+    def run(self, split_dir: Path, encoder: Encoder, bar: Progress) -> None:
+        """Tokenise the documents that are not there yet."""
+        if self.documents:
+            log.info(f"  going on after {self.documents:,} documents of an interrupted run")
+        saved = time.monotonic()
+        for texts in sources.documents(split_dir, self.documents):
+            ids, lengths = encoder.encode(texts)
+            self._token_sink.write(ids.astype(self._dtype))
+            self._ends_sink.write((self.tokens + np.cumsum(lengths)).astype("<i8"))
+            self.tokens, self.documents = self.tokens + len(ids), self.documents + len(texts)
             bar.advance(sum(map(len, texts)))
-    entries = [{"path": path.name, "bytes": sink.bytes, "digest": hashing.digest(sink.hasher)}
-               for path, sink in ((tokens_path, token_sink), (ends_path, ends_sink))]
-    return {"tokens": tokens, "documents": documents}, entries
+            if time.monotonic() - saved > _SAVE_PROGRESS_S:
+                self._save_progress()
+                saved = time.monotonic()
+        self._save_progress()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the manifest entries of the two files."""
+        return [self._token_sink.close(), self._ends_sink.close()]
+
+    def _save_progress(self) -> None:
+        self._token_sink.sync()
+        self._ends_sink.sync()
+        manifest.write_json(self._progress, {"documents": self.documents, "tokens": self.tokens})
 
 
 class _Sink:
-    """A file that is hashed while it is written."""
+    """A file that is hashed while it is written; the first `keep` bytes of an old one stay."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.hasher, self.bytes = file, hashing.new(), 0
+    def __init__(self, path: Path, keep: int) -> None:
+        self.path, self.bytes, self._hasher = path, keep, hashing.new()
+        self._file = path.open("r+b" if keep else "w+b")
+        self._file.truncate(keep)
+        while chunk := self._file.read(1 << 22):
+            self._hasher.update(chunk)
 
     def write(self, array: np.ndarray) -> None:
-        data = array.tobytes()
-        self.hasher.update(data)
-        self.bytes += self.file.write(data)
+        data = memoryview(np.ascontiguousarray(array)).cast("B")
+        self._hasher.update(data)
+        self.bytes += self._file.write(data)
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> dict[str, Any]:
+        """Close the file and return its manifest entry."""
+        self._file.close()
+        return {"path": self.path.name, "bytes": self.bytes,
+                "digest": hashing.digest(self._hasher)}
+
+
+def _read_progress(path: Path) -> dict[str, int]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

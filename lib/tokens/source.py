@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ SPLITS = ("train", "validation")
 _DATASETS_ROOT = Path("hf_datasets")
 _MARK_OF_OURS = "errors.jsonl"  # stage 02 writes it beside the shards
 _ENDS_BYTES = 1 << 20
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES, _BATCH_ROWS = 16 << 20, 100_000
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,47 @@ def check_content(source: Source) -> None:
         log.info(f"{source.path} was not made by stage 02: no digests to check it against")
 
 
-def documents(directory: Path) -> Iterator[list[str]]:
-    """Yield the texts of a split in order, in lists of about 16 MB."""
+def documents(directory: Path, first: int = 0) -> Iterator[list[bytes]]:
+    """Yield the texts of a split from row `first` on, as UTF-8, in lists of about 16 MB."""
+    with _readable(directory) as rows:
+        if rows is None:
+            return
+        average = max(1, (rows.data.nbytes or 1) // max(len(rows), 1))
+        size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // average))
+        rest = rows.select(range(first, len(rows))).with_format("arrow")
+        for batch in rest.iter(batch_size=size):
+            yield _texts(batch)
+
+
+def sample(directory: Path, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
+    """Return the beginnings of texts that lie evenly over a split."""
+    with _readable(directory) as rows:
+        if rows is None:
+            return []
+        step = max(1, len(rows) // texts)
+        chosen = rows.select(range(0, len(rows), step)).with_format("arrow")[:]
+        # The cut may fall inside a character: what is left of it is dropped.
+        return [text[:most_bytes].decode("utf-8", "ignore").encode() for text in _texts(chosen)]
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[Any]:
+    """Open a split for reading its text, None when it has no rows; ArtifactError when damaged."""
     import datasets
 
-    if not any(directory.glob("*.arrow")):
-        return  # no rows: `datasets` 5.2 saves none as no shard, and cannot load that
     try:
-        rows = datasets.load_from_disk(str(directory)).select_columns("text")
-        average = max(1, (rows.data.nbytes or 1) // max(len(rows), 1))
-        size = max(1, min(1000, _BATCH_BYTES // average))
-        for batch in rows.with_format("arrow").iter(batch_size=size):
-            yield [text or "" for text in batch.column("text").to_pylist()]
+        # `datasets` 5.2 saves no rows as no shard, and cannot load that.
+        yield datasets.load_from_disk(str(directory)).select_columns("text") \
+            if any(directory.glob("*.arrow")) else None
     except (OSError, ValueError) as error:  # Arrow's ways to say that a file is cut or mangled
         raise ArtifactError(f"dataset {directory} cannot be read", found=str(error)) from error
+
+
+def _texts(table: Any) -> list[bytes]:
+    import pyarrow
+
+    column = table.column("text").cast(pyarrow.large_string()).cast(pyarrow.large_binary())
+    return [text or b"" for text in column.to_pylist()]
 
 
 def _splits(path: Path, build: str) -> dict[str, Path]:

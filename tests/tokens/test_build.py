@@ -127,6 +127,7 @@ offline.enable(); log.setup()
 from lib.tokens import build, source
 if sys.argv[4] == "slow":  # so that a test can act while it builds
     import time
+    source._BATCH_ROWS, build._SAVE_PROGRESS_S = 5, 0
     write = build._Sink.write
     build._Sink.write = lambda self, array: (print("writing", flush=True), time.sleep(0.4),
                                              write(self, array))
@@ -163,16 +164,23 @@ def test_a_second_launch_and_other_ranks_wait_for_the_builder(tmp_path: Path, of
     store.open_store(path)
 
 
-def test_a_killed_build_is_begun_anew(tmp_path: Path, of_stage_02: Path, tokenizer: Path) -> None:
+@pytest.mark.parametrize("writes", [1, 2, 3, 6, 9])
+def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path, of_stage_02: Path,
+                                                  tokenizer: Path, writes: int,
+                                                  caplog: pytest.LogCaptureFixture) -> None:
     cache = tmp_path / ".cache"
     with start(of_stage_02, tokenizer, cache, "slow") as killed:
-        wait_for(killed, "writing")
+        for _ in range(writes):
+            wait_for(killed, "writing")
         killed.send_signal(signal.SIGKILL)
     [left] = (cache / "tokens").iterdir()
     assert ".partial-" in left.name
     with pytest.raises(ArtifactError):
         store.open_store(left)
+    caplog.set_level("INFO", logger="pipeline")
     path = prepare(of_stage_02, tokenizer, cache)
+    documents = (writes - 1) // 2 * 5  # two files are written to, five documents at a time
+    assert (f"going on after {documents} documents" in caplog.text) == bool(documents)
     assert list((cache / "tokens").iterdir()) == [path]
     whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
     files = [[entry["digest"] for entry in json.loads((p / "manifest.json").read_text())["files"]]

@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 
 from lib.core.errors import ArtifactError
-from lib.tokens import encode
+from lib.tokens import encode, engines
 from lib.tokens.encode import Encoder
 
 from .conftest import TEXTS, save_tokenizer
+
+
+def ids_of(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text."""
+    flat, lengths = encoder.encode([text.encode() for text in texts])
+    assert flat.dtype == np.uint32 and len(flat) == lengths.sum()
+    return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -22,25 +29,25 @@ def test_a_document_gets_bos_if_the_tokenizer_adds_one_and_eos_if_it_has_one(
     encoder = Encoder(save_tokenizer(tmp_path / "t", bos=bos, eos=eos), 1)
     assert (encoder.bos, encoder.eos) == (0 if bos else None, 1 if eos else None)
     assert encoder.vocab_size == 258
-    word, nothing = encoder.encode(["ab", ""])
+    word, nothing = ids_of(encoder, ["ab", ""])
     plain = encoder.tokenizer("ab", add_special_tokens=False)["input_ids"]
     assert len(plain) == 2
     before, after = [0] if bos else [], [1] if eos else []
-    assert word.tolist() == before + plain + after and word.dtype == np.int64
-    assert nothing.tolist() == before + after
+    assert word == before + plain + after
+    assert nothing == before + after
 
 
 def test_the_ids_are_those_of_the_tokenizer_on_its_own(tokenizer: Path) -> None:
     encoder = Encoder(tokenizer, 1)
-    for text, ids in zip(TEXTS, encoder.encode(TEXTS), strict=True):
-        assert ids.tolist() == [*encoder.tokenizer(text)["input_ids"], 1]
+    for text, ids in zip(TEXTS, ids_of(encoder, TEXTS), strict=True):
+        assert ids == [*encoder.tokenizer(text)["input_ids"], 1]
 
 
 def test_truncation_and_padding_in_the_file_are_undone(tmp_path: Path) -> None:
     directory = save_tokenizer(tmp_path / "t", bos=True, truncate=True)
     saved = json.loads((directory / "tokenizer.json").read_text())
     assert saved["truncation"] and saved["padding"]
-    short, long = Encoder(directory, 1).encode(["a", "x" * 300])
+    short, long = ids_of(Encoder(directory, 1), ["a", "x" * 300])
     assert (len(short), len(long)) == (3, 302)
 
 
@@ -56,8 +63,8 @@ def test_a_tokenizer_that_adds_eos_itself_gives_one(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     encoder = Encoder(directory, 1)
     assert encoder.tokenizer("ab")["input_ids"][-1] == 1
-    [ids] = encoder.encode(["ab"])
-    assert ids.tolist()[2:] == [1] and encoder.bos is None
+    [ids] = ids_of(encoder, ["ab"])
+    assert ids[2:] == [1] and encoder.bos is None
 
 
 def test_the_vocabulary_ends_above_the_largest_id(tmp_path: Path) -> None:
@@ -95,6 +102,47 @@ def test_a_document_forges_a_boundary_only_where_the_tokenizer_lets_it(tmp_path:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": split}))
     encoder = Encoder(directory, 1)
-    [ids] = encoder.encode(["a</s>b"])
-    assert (1 in ids[1:-1].tolist()) is not split
-    assert ids.tolist() == [*encoder.tokenizer("a</s>b")["input_ids"], 1]
+    encoder.tune([b"some text\nof the corpus"])  # the faster engine keeps to it as well
+    [ids] = ids_of(encoder, ["a</s>b"])
+    assert (1 in ids[1:-1]) is not split
+    assert ids == [*encoder.tokenizer("a</s>b")["input_ids"], 1]
+
+
+def test_a_long_text_is_cut_only_where_that_changes_nothing(
+        tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = [b"a line\nand the next\n  indented\n\nlast"]
+    text = "words and\nmore words\n\n  of it\n" * 50
+    whole = ids_of(Encoder(tokenizer, 1), ["short", text, ""])
+    monkeypatch.setattr(encode, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(encode, "_GROUP_BYTES", 200)
+    encoder = Encoder(tokenizer, 1)
+    encoder.tune(sample)
+    pieces, _ = encoder._pieces([b"short", text.encode(), b""])
+    assert len(pieces) > 20 and b"".join(pieces) == b"short" + text.encode()
+    assert ids_of(encoder, ["short", text, ""]) == whole
+
+
+def test_a_tokenizer_that_minds_is_never_cut(tmp_path: Path) -> None:
+    """One that puts a space before every text, as SentencePiece models do."""
+    directory = save_tokenizer(tmp_path / "t", bos=False)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    path.write_text(json.dumps(content))
+    encoder = Encoder(directory, 1)
+    encoder.tune([b"a line\nand the next"])
+    assert not encoder._may_cut
+
+
+def test_gigatoken_is_taken_when_its_ids_are_equal_and_only_then(
+        tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gigatoken")
+    encoder, sample = Encoder(tokenizer, 1), [text.encode() for text in TEXTS]
+    encoder.tune(sample)
+    assert isinstance(encoder._engine, engines.Gigatoken)
+    assert ids_of(encoder, TEXTS) == ids_of(Encoder(tokenizer, 1), TEXTS)
+    honest = engines.Gigatoken._fast
+    monkeypatch.setattr(engines.Gigatoken, "_fast",
+                        lambda self, texts: (honest(self, texts)[0] + 1, honest(self, texts)[1]))
+    encoder.tune(sample)
+    assert isinstance(encoder._engine, engines.HuggingFace)

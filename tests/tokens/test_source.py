@@ -15,7 +15,7 @@ from .conftest import TEXTS
 
 
 def texts(directory: Path) -> list[str]:
-    return [text for batch in source.documents(directory) for text in batch]
+    return [text.decode() for batch in source.documents(directory) for text in batch]
 
 
 def save_dict(path: Path, **splits: list[str]) -> Path:
