@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import log, options, stage
+from lib.core import log, options, paths, stage
 from lib.core.errors import Preempted, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -39,7 +39,7 @@ def parse(argv: list[str]) -> Options:
                      help="where experiments lie")
     run.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
                      help="where prepared models and token stores lie")
-    run.add_argument("--seed", type=options.count, default=0, metavar="N",
+    run.add_argument("--seed", type=options.seed, default=0, metavar="N",
                      help="decides order of samples, initial weights and dropout")
     run.add_argument("--from-scratch", action="store_true",
                      help="draw the weights from the seed even if the model has some")
@@ -106,31 +106,35 @@ def main(argv: list[str]) -> None:
     if not opts.experiment_name or not opts.dataset_name:
         raise UsageError("-e and -d are needed: a name for the run, and a dataset",
                          run="torchrun 04_train_fsdp.py -e exp -d hf_datasets/corpus")
+    if not paths.is_name(opts.experiment_name):
+        raise UsageError(f"-e {opts.experiment_name!r} is no name for an experiment",
+                         expected="a name for a directory, without / and not beginning with - or .")
+
     from lib.train import startup
 
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     inputs = startup.find_inputs(opts, experiment)
     if startup.is_complete(opts, experiment, inputs):
         return
-    limits = startup.check(opts, inputs)
+    setting = startup.check(opts, experiment, inputs)
     if opts.dry_run:
-        startup.print_plan(opts, inputs, limits)
+        startup.print_plan(opts, inputs, setting)
         return
-    store = startup.prepare_tokens(opts, inputs, limits)
+    store = startup.prepare_tokens(opts, inputs, setting)
     if opts.prepare_only:
-        log.info(f"next: torchrun 04_train_fsdp.py -e {opts.experiment_name} "
-                 f"-d {opts.dataset_name}")
+        log.info("next: the same command without --prepare-only")
         return
 
     from lib.train.begin import begin
+    from lib.train.memory import explained
 
-    run = begin(opts, experiment, inputs, limits, store)
+    run = begin(opts, experiment, inputs, setting, store)
     try:
         train(run)
     except BaseException as error:
         run.failed(error)
         run.close(in_order=isinstance(error, Preempted))
-        raise
+        raise (explained(error) or error) from error
     run.finish()
     log.info(startup.next_command(experiment))
     run.close(in_order=True)
@@ -178,18 +182,20 @@ def train(run: Run) -> None:
             run.journal.event("skip_step", run.step, reason="fp16 gradients overflowed")
 
         stopping = run.stop_request.agreed()
-        if run.log_is_due() or run.evaluation_is_due() or stopping:
+        evaluating = run.evaluation_is_due() and not stopping  # a launcher waits half a minute
+        if run.log_is_due() or evaluating or stopping:
             losses = distributed.total([step_loss.item(), window_loss.item()], world)
             figures = run.figures(losses[0] / plan.tokens_per_step, grad_norm, learning_rate)
-            if run.evaluation_is_due():
+            if evaluating:
                 figures |= run.evaluate()
             run.report(figures, losses[1] / plan.tokens_per_step / window_steps)
             window_loss, window_steps = torch.zeros_like(window_loss), 0
         if run.save_is_due() or stopping:
             run.save(stopping)
-        if stopping:
+        if stopping and run.step < plan.total_steps:
+            again = " without --overwrite" if run.options.overwrite else ""
             raise Preempted(f"stopped by {stopping} after step {run.step}, which is saved; run the "
-                            "same command again to go on")
+                            f"same command again{again} to go on")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def parse(argv: list[str]) -> Options:
                              "(default: <save-dir>/<experiment>/export/step_…)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16",
                         help="dtype of the weights; training keeps them in float32")
-    parser.add_argument("--max-shard-size", type=options.byte_size, default="5GB", metavar="SIZE",
+    parser.add_argument("--max-shard-size", type=options.positive_size, default="5GB",
+                        metavar="SIZE",
                         help="bytes per safetensors file at most, for example 5GB or 512MiB")
     parser.add_common(workers="are not used here: the disk is what limits an export")
     return parser.parse(argv)
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> None:
     if not opts.experiment_name:
         raise UsageError("-e is needed: the experiment to export",
                          run="python 05_export_checkpoint.py -e exp")
+    if not paths.is_name(opts.experiment_name):
+        raise UsageError(f"-e {opts.experiment_name!r} is no name of an experiment")
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     checkpoint = find_checkpoint(opts, experiment)
     out = opts.out or experiment.exports / paths.step_name(checkpoint.step)
@@ -130,6 +133,9 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
 
 def require_intact(checkpoint: commit.Checkpoint) -> None:
     """Hash the whole checkpoint before any of it is unpickled; ArtifactError when it differs."""
+    if not checkpoint.path.exists():
+        raise ArtifactError(f"{checkpoint.path} was deleted meanwhile: the run that goes on there "
+                            "keeps only its newest", run="the same command again")
     if problems := checkpoint.content_problems(0, 1):
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems),
                             run="choose an older one with --step")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +56,30 @@ def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0
         assert done.returncode == expect, (f"{command}\nexit {done.returncode}, expected "
                                            f"{expect}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def kill_all(process: subprocess.Popen, directory: Path) -> None:
+    """Kill a launch with all its ranks: torchrun gives each a session of its own."""
+    def is_ours(entry: Path) -> bool:
+        try:
+            command = (entry / "cmdline").read_bytes()
+            return b"04_train_fsdp.py" in command and (entry / "cwd").readlink() == directory
+        except OSError:
+            return False  # it has just ended
+    while ours := [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_ours(entry)]:
+        for pid in ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.05)
+    process.wait()
 
 
 @pytest.fixture

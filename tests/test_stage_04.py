@@ -14,8 +14,16 @@ import pytest
 import torch
 import yaml
 
-from tests.conftest import ROOT, run_stage, stage_command
-from tests.training import SEQ_LENGTH, losses, metrics, save_model, save_tokenizer, steps_saved
+from tests.conftest import ROOT, free_port, kill_all, run_stage, stage_command
+from tests.training import (
+    SEQ_LENGTH,
+    VOCABULARY,
+    losses,
+    metrics,
+    save_model,
+    save_tokenizer,
+    steps_saved,
+)
 
 STEPS = 12
 COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2",
@@ -95,14 +103,13 @@ def test_losses_equal_a_plain_loop(trained: Path):
 def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
     command = stage_command("04_train_fsdp.py", "-e", "two", *TRAIN, ranks=2)
     process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True)
+                               stderr=subprocess.DEVNULL)
     log = project / "outputs" / "two" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (log.exists() and len(log.read_text().splitlines()) >= 6):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_all(process, project.resolve())
     assert max(steps_saved(project, "two")) < STEPS
     run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2)
     exact = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")
@@ -195,14 +202,16 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_stops(experiment: Path, t
     content = bytearray(payload.read_bytes())
     content[len(content) // 2] ^= 1
     payload.write_bytes(content)
-    one = ("-e", "two", *COMMON, "--max-steps", STEPS + 1, "-b", 2, "--global-batch-size", 8)
-    done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
-    assert "set aside" in done.stdout and "step_00000008" in done.stdout
+    one = ("-e", "two", *COMMON, "-b", 2, "--global-batch-size", 8)
+    done = run_stage("04_train_fsdp.py", *one, "--max-steps", STEPS + 1, cwd=experiment)
+    assert "set aside" in done.stdout
+    assert "resumed from outputs/two/checkpoints/step_00000008" in done.stdout
     assert len(list((folder / "quarantine").iterdir())) == 1
     for commit in folder.glob("step_*/COMMIT.json"):
         commit.unlink()
-    refused(experiment, *one[:-4], "-b", 2, "--global-batch-size", 8, "--max-steps", 30, code=3,
-            says="no valid checkpoint")
+    for _ in range(2):  # a launcher that tries again must not train from the start either
+        refused(experiment, *one, "--max-steps", 30, code=3, says="no valid checkpoint")
+    assert not list(folder.glob("step_*"))
 
 
 def test_signal_saves_and_exits_75(project: Path):
@@ -274,6 +283,122 @@ def test_overwrite_keeps_the_old_run_aside(experiment: Path):
     kept = list((experiment / "outputs").glob("two.replaced-*"))
     assert len(kept) == 1 and (kept[0] / "checkpoints" / "step_00000012" / "COMMIT.json").exists()
     assert steps_saved(experiment, "two") == [2]
+
+
+def test_dropout_goes_on_bit_for_bit(project: Path):
+    from transformers import GPT2Config
+
+    (project / "model" / "model.safetensors").unlink()
+    save_model(project / "model", GPT2Config(
+        vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4,
+        embd_pdrop=0.2, resid_pdrop=0.2, attn_pdrop=0.2))
+    common = (*COMMON, "-b", 2)
+    run_stage("04_train_fsdp.py", "-e", "whole", *common, "--max-steps", 8, cwd=project, ranks=2)
+    shutil.copytree(project / "outputs" / "whole", project / "outputs" / "cut")
+    shutil.rmtree(project / "outputs" / "cut" / "checkpoints" / "step_00000008")
+    run_stage("04_train_fsdp.py", "-e", "cut", *common, "--max-steps", 8, cwd=project, ranks=2)
+    assert losses(project, "cut") == losses(project, "whole")
+
+
+def test_resume_from_a_named_checkpoint(experiment: Path, trained: Path):
+    folder = experiment / "outputs" / "two" / "checkpoints"
+    one = ("-e", "two", *COMMON, "-b", 2, "--global-batch-size", 8, "--max-steps", STEPS,
+           "--resume", "outputs/two/checkpoints/step_00000004")
+    refused(experiment, *one, "--seed", 3, code=2, says="--seed: 0 there, 3 now")
+    assert steps_saved(experiment, "two") == [4, 8, 12]  # a refusal moves nothing
+    done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
+    assert "step 4 of 12" in done.stdout and len(list((folder / "quarantine").iterdir())) == 2
+    assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)
+    shutil.rmtree(folder / "step_00000012")  # as if it had been stopped: the same command goes on
+    done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
+    assert "step 8 of 12" in done.stdout
+    refused(experiment, *one[:-1], "outputs/two/checkpoints/step_9", code=3, says="no checkpoint")
+    refused(experiment, *one[:-1], "never", "--max-steps", 20, code=2, says="--resume is never")
+
+
+def test_epochs_end_and_the_rest_is_told(project: Path):
+    one = ("-e", "epochs", *COMMON, "-b", 50)
+    done = run_stage("04_train_fsdp.py", *one, "--num-epochs", 2, "--grad-clip", 0, cwd=project)
+    state = json.loads((project / "outputs" / "epochs" / "state.json").read_text())
+    assert state["step"] == 2 * state["samples"] // 50 and state["samples"] % 50
+    assert f"{2 * state['samples'] % 50} samples at the end that fill no batch" in done.stdout
+    assert metrics(project, "epochs")[-1]["epoch"] > 1.5
+
+
+def test_lost_bookkeeping_is_no_lost_training(experiment: Path):
+    root = experiment / "outputs" / "two"
+    (root / "state.json").unlink()
+    (root / "config.yaml").write_text("")
+    one = ("-e", "two", *COMMON, "-b", 2, "--global-batch-size", 8, "--max-steps")
+    assert "already done" in run_stage("04_train_fsdp.py", *one, STEPS, cwd=experiment).stdout
+    assert json.loads((root / "state.json").read_text())["status"] == "complete"
+    refused(experiment, *one, STEPS, "--seed", 1, code=2, says="--seed: 0 there, 1 now")
+    done = run_stage("04_train_fsdp.py", *one, STEPS + 1, cwd=experiment)
+    assert "resumed from" in done.stdout
+
+
+def test_settings_may_change_until_something_is_saved(project: Path):
+    one = ("-e", "early", *COMMON, "-b", 2, "--max-steps", 2)
+    run_stage("04_train_fsdp.py", *one, cwd=project)
+    shutil.rmtree(project / "outputs" / "early" / "checkpoints")
+    save_tokenizer(project / "model", project / "raw_text", vocabulary=400)
+    run_stage("04_train_fsdp.py", *one, "--seed", 1, cwd=project)
+    assert len(metrics(project, "early")) == 2
+    kept = project / "outputs" / "early" / "model" / "tokenizer.json"
+    assert kept.read_bytes() == (project / "model" / "tokenizer.json").read_bytes()
+
+
+def test_ranks_that_were_not_started_alike_stop(project: Path):
+    """Two ranks by hand: the second logs at other steps, which would hang at the first log line."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
+               "LOCAL_WORLD_SIZE": "2"}
+    run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
+    processes = [subprocess.Popen(
+        stage_command("04_train_fsdp.py", "-e", "x", *COMMON, "--log-freq", 1 + rank,
+                      "--max-steps", 4), cwd=project, text=True, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, env={**os.environ, **address, "RANK": str(rank),
+                                        "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("were not started alike" in error and "--log-freq" in error for error in errors)
+    assert not (project / "outputs").exists()
+
+
+def test_a_second_launch_is_refused(project: Path):
+    arguments = ("-e", "busy", *COMMON, "--max-steps", 100000, "-b", 1, "--ckpt-freq", 100000)
+    first = subprocess.Popen(stage_command("04_train_fsdp.py", *arguments), cwd=project,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (project / "outputs" / "busy" / "metrics.jsonl").exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    refused(project, *arguments, code=2, says="another launch is training")
+    refused(project, *arguments, "--overwrite", code=2, says="another launch is training")
+    assert first.poll() is None
+    first.kill()
+    first.wait()
+
+
+def test_disk_full_at_a_checkpoint(project: Path):
+    """A file size limit stands for a full disk: the write fails in the middle of the tensors."""
+    command = stage_command("04_train_fsdp.py", "-e", "full", *COMMON, "--max-steps", 4, "-b", 1)
+    run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
+    done = subprocess.run(["bash", "-c", 'trap "" XFSZ; ulimit -f 60; exec "$@"', "-", *command],
+                          cwd=project, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 4, done.stderr[-2000:]
+    assert "no room to write" in done.stderr and "Traceback" not in done.stderr
+    assert not list((project / "outputs" / "full" / "checkpoints").iterdir())
+
+
+def test_cheap_checks_come_before_tokenising(experiment: Path):
+    shutil.rmtree(experiment / ".cache")
+    one = ("-e", "two", *COMMON, "-b", 2, "--global-batch-size", 8, "--max-steps", 20)
+    refused(experiment, *one, "--seed", 7, code=2, says="begun with other settings")
+    refused(experiment, *one, "--save-dir", "raw_text/document_000.txt", code=2, says="is a file")
+    refused(experiment, *one, "--resume", "foo", code=3, says="foo is no checkpoint")
+    refused(experiment, "-e", "x", "-d", "nothing", "-m", "nobody", code=3, says="2 problems")
+    (experiment / "model" / "config.json").write_text('{"model_type": "bert"}')
+    refused(experiment, *one[2:], "-e", "bert", code=2, says="no causal language model")
+    assert not (experiment / ".cache").exists() and not (experiment / "outputs" / "bert").exists()
 
 
 def test_the_loop_is_in_plain_sight():

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import hashing, log, manifest, paths, publish
+from lib.core.errors import ArtifactError
 
 COMMIT = "COMMIT.json"
 MANIFEST = paths.MANIFEST
@@ -47,13 +48,18 @@ class Checkpoint:
             return manifest.damages(self.path, self.manifest(), deep=False)
         except FileNotFoundError as error:
             return [f"{Path(error.filename).name} is missing"]
+        except OSError as error:
+            return [str(error)]
         except (ValueError, KeyError, TypeError) as error:
             return [f"{COMMIT} or {MANIFEST} cannot be read ({error})"]
 
     def content_problems(self, part: int, parts: int) -> list[str]:
         """Return which files have other content than when written, of every `parts`-th file."""
-        entries = self.manifest()["files"][part::parts]
-        return manifest.damages(self.path, {"files": entries}, deep=True)
+        try:
+            entries = self.manifest()["files"][part::parts]
+            return manifest.damages(self.path, {"files": entries}, deep=True)
+        except OSError as error:  # a disk that fails to read is as good as damage
+            return [str(error)]
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest, unchecked."""
@@ -81,12 +87,19 @@ def attempt_directory(checkpoints: Path, step: int) -> Path:
     """Make a fresh directory for one attempt to save a step."""
     path = checkpoints / f"{paths.step_name(step)}.tmp-{time.time_ns():x}"
     path.mkdir(parents=True)
+    publish.fsync(checkpoints.parent)
     return path
 
 
 def commit(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[str, Any],
            world_size: int, facts: dict[str, Any]) -> Checkpoint:
-    """Write manifest and COMMIT, make all durable, and give the attempt its final name."""
+    """Write manifest and COMMIT, make all durable, and give the attempt its final name.
+
+    Raises ArtifactError when a file that a rank wrote is not to be seen here.
+    """
+    if unseen := manifest.damages(attempt, {"files": files}, deep=False):
+        raise ArtifactError("a checkpoint is missing what other ranks wrote", found=unseen[0],
+                            expected="--save-dir on a file system that all nodes share")
     manifest.write_json(attempt / MANIFEST, {"kind": KIND, "files": files})
     digest = hashing.file_digest(attempt / MANIFEST, "sha256")
     manifest.write_json(attempt / COMMIT, {
@@ -118,6 +131,12 @@ def supersede(checkpoints: Path, step: int) -> None:
             quarantine(checkpoint, f"newer than step {step}, from which --resume goes on")
 
 
+def quarantined(checkpoints: Path) -> list[Path]:
+    """Return what was set aside."""
+    aside = checkpoints / "quarantine"
+    return sorted(aside.iterdir()) if aside.is_dir() else []
+
+
 def clean(checkpoints: Path) -> None:
     """Remove what killed saves and interrupted deletions left."""
     if checkpoints.is_dir():
@@ -134,7 +153,7 @@ def prune(checkpoints: Path, keep: int) -> list[int]:
     intact = [c for c in scan(checkpoints) if not c.problems()]
     gone = intact[keep:] if keep else []
     for checkpoint in gone:
-        trash = checkpoint.path.with_name(f".trash-{checkpoint.path.name}")
+        trash = checkpoint.path.with_name(f".trash-{checkpoint.path.name}-{time.time_ns():x}")
         checkpoint.path.rename(trash)  # from here on it does not count, however the deletion ends
         shutil.rmtree(trash, ignore_errors=True)
     return [c.step for c in gone]

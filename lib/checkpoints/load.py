@@ -12,61 +12,54 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lib.checkpoints import commit, state
+from lib.checkpoints.collective import gather, on_rank_0
+from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.storage import StrictReader, plain_errors
-from lib.core import log, paths
+from lib.core import log
 from lib.core.errors import ArtifactError
 
 
 def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
-                 quarantined: Callable[[int, str], None]) -> commit.Checkpoint | None:
+                 quarantined: Callable[[int, str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose every byte is as written; all ranks must call this.
 
     A damaged one is moved to quarantine (and `quarantined(step, why)` called on rank 0) and the
-    next older is tried. None when there never was one. Raises ArtifactError when there are some
-    and none is valid: training does not silently start again.
+    next older is tried. None when there never was one. Raises ArtifactError when there are some,
+    be it in quarantine, and none is valid: training does not silently start again.
     """
-    rank = dist.get_rank(group)
-    told: list[Any] = [[str(c.path) for c in commit.scan(checkpoints)] if rank == 0 else None]
-    dist.broadcast_object_list(told, src=0, group=group)
-    refused: list[str] = []
-    for path in map(Path, told[0]):
-        candidate = commit.Checkpoint(path, paths.step_of(path.name))
+    candidates, aside = on_rank_0(
+        lambda: (commit.scan(checkpoints), commit.quarantined(checkpoints)), group)
+    refused = [f"{path.name}: in quarantine" for path in aside]
+    for candidate in candidates:
         problems = _agreed_problems(candidate, group)
         if not problems:
             return candidate
-        refused.append(f"{path.name}: {problems[0]}")
-        if rank == 0:
+        refused.append(f"{candidate.path.name}: {problems[0]}")
+        if dist.get_rank(group) == 0:
             commit.quarantine(candidate, problems[0])
             quarantined(candidate.step, problems[0])
     if refused:
         raise ArtifactError(f"no valid checkpoint is left in {checkpoints}",
-                            found="\n".join(refused),
+                            found="\n".join(refused[-8:]),
                             expected="look at checkpoints/quarantine/; to train from the start, "
                                      "use another experiment name or --overwrite")
     return None
 
 
-def verified(path: Path, group: dist.ProcessGroup) -> commit.Checkpoint:
-    """Return the checkpoint that a person named, or raise ArtifactError; all ranks must call."""
-    step = paths.step_of(path.name)
-    if step is None or not path.is_dir():
-        raise ArtifactError(f"{path} is no checkpoint", expected="a directory step_…")
-    checkpoint = commit.Checkpoint(path, step)
+def require_intact(checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
+    """Raise ArtifactError when any byte of a checkpoint has changed; all ranks must call this."""
     if problems := _agreed_problems(checkpoint, group):
-        raise ArtifactError(f"checkpoint {path} is damaged", found="\n".join(problems))
-    return checkpoint
+        raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems))
 
 
-def _agreed_problems(checkpoint: commit.Checkpoint, group: dist.ProcessGroup) -> list[str]:
+def _agreed_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[str]:
     """Return what any rank found wrong; the ranks share the hashing."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     mine = checkpoint.problems() or checkpoint.content_problems(rank, world_size)
-    found: list[list[str]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(found, mine, group=group)
-    return list(dict.fromkeys(problem for part in found for problem in part))
+    return list(dict.fromkeys(problem for part in gather(mine, group) for problem in part))
 
 
-def load(checkpoint: commit.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,
+def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,
          device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
     """Fill model, optimizer and random states from a verified checkpoint; return its train state.
 

@@ -44,9 +44,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps the optimizer took (fewer than the run's, where fp16 skipped some)."""
-    for state in optimizer.state.values():
-        return int(state["step"])
-    return 0
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:

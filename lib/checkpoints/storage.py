@@ -45,6 +45,9 @@ def plain_errors() -> Iterator[None]:
             cause: BaseException | None = error
             while cause is not None:
                 known = from_os_error(cause) if isinstance(cause, OSError) else cause
+                if isinstance(cause, FileNotFoundError):
+                    known = ArtifactError(f"{cause.filename} vanished while it was in use",
+                                          run="the same command again")
                 if isinstance(known, StageError):
                     raise known from failure
                 cause = cause.__cause__ or cause.__context__
@@ -57,6 +60,7 @@ class _HashingStream(io.RawIOBase):
     def __init__(self, file: BinaryIO, algorithm: str) -> None:
         self._file, self.algorithm = file, algorithm
         self.hasher, self.bytes = hashing.new(algorithm), 0
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -64,7 +68,11 @@ class _HashingStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data)
         self.hasher.update(view)
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         self.bytes += view.nbytes
         return view.nbytes
 
@@ -92,7 +100,11 @@ class _HashingFileSystem(FileSystem):
         algorithm = "sha256" if Path(path).name.startswith(".metadata") else hashing.FAST
         with super().create_stream(path, mode) as file:
             stream = _HashingStream(file, algorithm)
-            yield stream
+            try:
+                yield stream
+            except RuntimeError as error:
+                # torch's zip writer hides what a write raised behind an error of its own.
+                raise stream.error or error from None
             self.entries[Path(path).name] = (stream.bytes,
                                              hashing.digest(stream.hasher, algorithm))
 

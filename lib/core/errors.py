@@ -12,6 +12,10 @@ Anything else that escapes a stage is a bug: its traceback is kept and the exit 
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL, EXIT_PREEMPTED = 0, 1, 2, 3, 4, 75
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -80,6 +84,14 @@ class Problems:
         is_error = isinstance(problem, StageError)
         self._errors.append(problem if is_error else UsageError(problem, **parts))
 
+    def collect(self, check: Callable[[], Result]) -> Result | None:
+        """Return what a check returns, or note the StageError it raises and return None."""
+        try:
+            return check()
+        except StageError as error:
+            self.add(error)
+            return None
+
     def raise_if_any(self) -> None:
         """Raise one error that tells all problems; its class is that of the first."""
         if len(self._errors) == 1:
@@ -95,9 +107,8 @@ def from_os_error(error: OSError) -> StageError | None:
     where = f": {error.filename}" if error.filename else ""
     if error.errno in _DISK_FULL_ERRNOS:
         return DiskFullError(f"no room to write{where} ({error.strerror})",
-                             found="nothing was published under a final name",
                              expected="free space there (`df -h`), then run the same command again")
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
-                       errno.ENAMETOOLONG}:
+                       errno.ENAMETOOLONG, errno.EEXIST}:
         return UsageError(f"{error.strerror}{where}")
     return None

@@ -53,10 +53,14 @@ def write(directory: Path, *, kind: str, stage: str, identity: dict[str, Any],
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON through a temporary file, fsync and rename: whole or not at all."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file through a temporary one, fsync and rename: whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -71,29 +75,37 @@ def read(directory: Path, kind: str, what: str, run: str = "") -> dict[str, Any]
     if not directory.is_dir():
         raise ArtifactError(f"{what} {directory} does not exist", found=unfinished(directory),
                             run=run)
-    path = directory / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = content["kind"]
-    except FileNotFoundError:
+    if not (directory / MANIFEST).exists():
         raise ArtifactError(f"{what} {directory} is not finished (no {MANIFEST})",
-                            found=unfinished(directory), run=run) from None
-    except (ValueError, KeyError, TypeError):
-        raise ArtifactError(f"{path} is damaged", expected="a JSON object with a `kind`",
-                            run=run) from None
-    if found != kind:
+                            found=unfinished(directory), run=run)
+    content = read_if_any(directory)
+    if content is None:
+        raise ArtifactError(f"{directory / MANIFEST} is damaged",
+                            expected="the manifest that a finished stage writes", run=run)
+    if content["kind"] != kind:
         raise ArtifactError(f"{directory} is not {what}", expected=f"kind {kind}",
-                            found=f"kind {found}", run=run)
+                            found=f"kind {content['kind']}", run=run)
     return content
 
 
 def read_if_any(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of a directory, or None when there is no readable one."""
+    """Return the manifest of a directory, or None when there is none or it is damaged."""
     try:
         content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        whole = isinstance(content["kind"], str) and isinstance(content["summary"], dict) \
+            and isinstance(content["identity"], dict) \
+            and all({"path", "bytes", "digest"} <= entry.keys() for entry in content["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return content if isinstance(content, dict) and "kind" in content else None
+    return content if whole else None
+
+
+def kind_of(directory: Path) -> str:
+    """Return the kind that a manifest says, be it whole or not; empty when it says none."""
+    try:
+        return str(json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["kind"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:

@@ -192,6 +192,9 @@ fraction = _number(float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1")
 percent = _number(float, lambda x: 0 <= x < 100, "a percentage from 0 to below 100")
 
 
+seed = _number(int, lambda n: 0 <= n < 1 << 63, "a whole number from 0 to 2^63 - 1")
+
+
 def on_off(text: str) -> bool:
     """Parse `on` or `off`."""
     try:
@@ -200,10 +203,13 @@ def on_off(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"expected on or off, got {text!r}") from None
 
 
-def byte_size(text: str) -> int:
-    """Parse a size such as `5GB`."""
+def positive_size(text: str) -> int:
+    """Parse a size such as `5GB`, above 0."""
     from lib.core import units
     try:
-        return units.parse_size(text)
+        size = units.parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"expected a size above 0, got {text!r}")
+    return size

@@ -22,6 +22,12 @@ def tokens_root(cache_dir: Path) -> Path:
     return cache_dir / "tokens"
 
 
+def is_name(text: str) -> bool:
+    """Tell whether a text can name an experiment's directory, and be typed in a command again."""
+    return text.isprintable() and not text.startswith(("-", ".")) and "/" not in text \
+        and 0 < len(text.encode()) <= 200
+
+
 class Experiment:
     """The tree that a training run leaves under `outputs/<experiment>/`."""
 

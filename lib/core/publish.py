@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import platform
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from lib.core import hashing, log, manifest, units
-from lib.core.errors import DiskFullError, UsageError
+from lib.core.errors import ArtifactError, DiskFullError, UsageError
+from lib.core.paths import MANIFEST
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -27,18 +29,22 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool) 
 
     identity: `{"options": …, "inputs": …}`. Returns False when it has to be built.
     Raises UsageError when something else is there and `overwrite` is off, or when what is there
-    was not made by this stage (that is never replaced).
+    was not made by this stage (that is never replaced); ArtifactError when its manifest is damaged.
     """
     target = target.resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
-    there = manifest.read_if_any(target) if target.is_dir() else None
-    if there is None or there["kind"].partition("/")[0] != kind.partition("/")[0]:
+    found = manifest.kind_of(target) if target.is_dir() else ""
+    if found.partition("/")[0] != kind.partition("/")[0]:
         raise UsageError(f"{target} exists and was not made by this stage",
                          expected="a name that is free, or an artifact of this stage",
-                         found=f"an artifact of kind {there['kind']}" if there else
-                         "a directory without manifest.json" if target.is_dir() else "a file",
+                         found=f"an artifact of kind {found}" if found else
+                         f"a directory without {MANIFEST} of ours" if target.is_dir() else "a file",
                          run="choose another name, or move it away")
+    there = manifest.read_if_any(target)
+    if there is None:
+        raise ArtifactError(f"{target / MANIFEST} is damaged",
+                            run=f"move {target} away, or delete it, then the same command again")
     if overwrite:
         return False
     changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
@@ -94,9 +100,13 @@ class Build:
 
     def __enter__(self) -> Build:
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
+        if _locks_work(self.target.parent):
+            self._remove_leftovers()
+        else:  # nothing tells another's work from leftovers: share no directory, delete none
+            self.dir = self.dir.with_name(f"{self.dir.name}-{platform.node()}-{os.getpid()}")
+            self.resumable = False
         self.dir.mkdir(exist_ok=True)
-        self._lock = _lock(self.dir)
+        self._lock = lock(self.dir)
         if self._lock < 0:
             raise AlreadyBuilding(f"another process is building {self.target} now",
                                   found=str(self.dir), run="wait for it, or stop it")
@@ -124,8 +134,8 @@ class Build:
             fsync(directory)
         if self.target.exists() and any(self.target.iterdir()):
             if not self.overwrite:
-                raise UsageError(f"{self.target} appeared while this run was building it",
-                                 run="choose another name, or add --overwrite")
+                raise AlreadyBuilding(f"{self.target} appeared while this run was building it",
+                                      run="choose another name, or add --overwrite")
             _replace(self.dir, self.target)
         else:
             self.dir.replace(self.target)
@@ -142,14 +152,14 @@ class Build:
                    if path.name.startswith(f"{self.target.name}.partial-")
                    and not (path == self.dir and self.resumable)]
         for left in aside + partial:
-            lock = _lock(left)
-            if lock >= 0:
+            descriptor = lock(left)
+            if descriptor >= 0:
                 shutil.rmtree(left)
-                os.close(lock)
+                os.close(descriptor)
                 log.info(f"removed {left.name}, left by a run that did not finish")
 
 
-def _lock(directory: Path) -> int:
+def lock(directory: Path) -> int:
     """Return a descriptor that holds the lock on a directory.
 
     Returns -1 when another process has it, or has just removed or published the directory.
@@ -162,12 +172,24 @@ def _lock(directory: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_there = os.path.samestat(os.fstat(descriptor), directory.stat())
     except OSError as error:
-        # A file system without locks: go on without; only two runs at once would notice.
+        # Without locks on a file system, nobody is known to hold one.
         is_there = error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.ENOENT)
     if is_there:
         return descriptor
     os.close(descriptor)
     return -1
+
+
+def _locks_work(directory: Path) -> bool:
+    """Tell whether a file system knows locks (some network file systems are mounted without)."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EAGAIN)
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _replace(new: Path, old: Path) -> None:

@@ -6,11 +6,12 @@ import faulthandler
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from lib.core import log, offline
-from lib.core.errors import EXIT_DONE, Preempted, StageError, from_os_error
+from lib.core.errors import EXIT_DONE, Preempted, StageError, UsageError, from_os_error
 
 _AFTER_RANK_0_S = 2.0
 
@@ -34,6 +35,14 @@ def run(main: Callable[[list[str]], None], *, network: bool = False) -> NoReturn
         if known is None:
             raise
         code = _report(known)
+    except ModuleNotFoundError as error:
+        if (error.name or "lib").partition(".")[0] == "lib":
+            raise
+        code = _report(UsageError(f"the package {error.name} is not installed",
+                                  run="pip install -r requirements.txt"))
+    except Exception:
+        log.error(traceback.format_exc())  # to the rank's own file too; Python prints it here
+        raise
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to go on", file=sys.stderr)
         code = 128 + signal.SIGINT

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from lib.core import hashing, manifest
+from lib.core.errors import ArtifactError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -20,9 +21,12 @@ def fingerprint(model_dir: Path) -> str:
     """Identify config and weights wherever the directory lies, without reading all weights.
 
     A directory of stage 03: the digests of its manifest. One made elsewhere: config.json, and
-    size and header of each safetensors file.
+    size and header of each safetensors file. Raises ArtifactError when config.json is damaged.
     """
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{model_dir / 'config.json'} is damaged", found=str(error)) from None
     content = manifest.read_if_any(model_dir)
     if content is not None:
         weights = [[e["path"], e["digest"]] for e in content["files"]

@@ -53,11 +53,12 @@ def open_source(path: Path) -> Source:
                             found=manifest.unfinished(path) or f"finished under {_DATASETS_ROOT}/: "
                             f"{', '.join(there) or 'none'}", run=build)
     dataset_manifest = manifest.read_if_any(path)
+    if (kind := manifest.kind_of(path)) and not kind.startswith("dataset/"):
+        raise UsageError(f"{path} is no dataset", found=f"kind {kind}", run=build)
     if dataset_manifest is not None:
-        if not dataset_manifest["kind"].startswith("dataset/"):
-            raise UsageError(f"{path} is no dataset", found=f"kind {dataset_manifest['kind']}",
-                             run=build)
         manifest.check(path, dataset_manifest, "dataset", run=f"{build} --overwrite")
+    elif (path / MANIFEST).exists():
+        raise ArtifactError(f"{path / MANIFEST} is damaged", run=f"{build} --overwrite")
     elif ".partial-" in path.resolve().name or (path / _MARK_OF_OURS).exists():
         raise ArtifactError(f"dataset {path} is not finished (no {MANIFEST})",
                             found="what an interrupted stage 02, or a copy of a part, leaves",
@@ -140,15 +141,21 @@ def _splits(path: Path, build: str) -> dict[str, Path]:
 
 def _require_text(directory: Path) -> None:
     columns = _read_json(directory / "dataset_info.json").get("features") or {}
-    kind = columns.get("text", {}).get("dtype")
+    text = columns.get("text") or {}
+    kind = text.get("dtype") if isinstance(text, dict) else "a list"
     if kind not in ("string", "large_string"):
         raise UsageError(f"dataset {directory} has no column `text` of strings",
-                         found=f"columns {', '.join(columns) or 'none'}",
+                         found=f"`text` of {kind}" if "text" in columns
+                         else f"columns {', '.join(columns) or 'none'}",
                          run="dataset.rename_column(…, 'text'), or stage 02 with --fields")
 
 
 def _require_shards(directory: Path) -> None:
-    named = [entry["filename"] for entry in _read_json(directory / "state.json")["_data_files"]]
+    try:
+        named = [entry["filename"] for entry in _read_json(directory / "state.json")["_data_files"]]
+    except (KeyError, TypeError):
+        raise ArtifactError(f"{directory / 'state.json'} is damaged",
+                            expected="what `save_to_disk` writes") from None
     if missing := [name for name in named if not (directory / name).is_file()]:
         raise ArtifactError(f"dataset {directory} is damaged",
                             found=f"{len(missing)} of {len(named)} shards are missing, "

@@ -7,87 +7,127 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lib.checkpoints import commit, load
+from lib.checkpoints.collective import gather, on_rank_0
 from lib.core import log, units
+from lib.core.errors import UsageError
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
-from lib.models import architecture, identity
+from lib.core.publish import differences, lock
+from lib.models import identity
 from lib.models.initialise import initialise, restore_buffers
 from lib.models.shards import tie_again
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.tokens.store import TokenStore
 from lib.tokens.windows import Windows
-from lib.train import distributed, flops, optimizer, plan, sharding, startup
+from lib.train import distributed, earlier, flops, optimizer, sharding, startup
 from lib.train.distributed import World
-from lib.train.journal import Journal
+from lib.train.journal import Journal, read_config
 from lib.train.metrics import Metrics
 from lib.train.optimizer import LossScale
 from lib.train.plan import Plan
 from lib.train.run import Run
 from lib.train.signals import StopRequest
-from lib.train.startup import Inputs, Limits
+from lib.train.startup import Inputs, Setting
 from lib.train.timers import Timers
 
+_SHARED_WITHIN_S = 60.0
+_ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "eval_freq", "eval_batches", "resume", "overwrite")
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
-def begin(opts: Options, experiment: Experiment, inputs: Inputs, limits: Limits,
+def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Setting,
           store: TokenStore) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
-    All ranks must call this. Raises UsageError when the experiment's directory holds another run,
-    ArtifactError when it has checkpoints and none of them is valid.
+    All ranks must call this. Raises UsageError when the experiment's directory holds another run or
+    the ranks were not started alike, ArtifactError when it has checkpoints and none is valid.
     """
-    windows = {name: Windows(split.tokens, limits.seq_length)
+    windows = {name: Windows(split.tokens, setting.seq_length)
                for name, split in store.splits.items()}
     world = distributed.start()
-    run_plan = startup.make_plan(opts, inputs, limits, len(windows["train"]), world.rank)
-    _claim(opts, experiment, run_plan, inputs, world)
+    run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
+                                 len(windows["train"]), world.rank)
     journal = Journal(experiment, world.rank)
-    journal.config(resolved(opts), run_plan.identity(), inputs.model_dir)
+    _require_agreement(opts, run_plan, world)
+    _claim(opts, experiment, run_plan, inputs, journal, world)
     log.add_file(experiment.rank_log(world.rank))
-    if world.rank == 0:
-        _copy_model_files(inputs.model_dir, experiment.model)
-        commit.clean(experiment.checkpoints)
-    _print_head(opts, inputs, limits, run_plan, windows)
+    _print_head(opts, inputs, run_plan, windows)
 
-    model = architecture.build_on_meta(inputs.model_dir)
-    flops_per_token = flops.per_token(model, limits.seq_length)
-    log.info(f"sharded: {sharding.shard(model, world.mesh, limits.precision)}")
+    model = setting.model
+    flops_per_token = flops.per_token(model, setting.seq_length)
+    peak, where = flops.device_peak(world.device, setting.precision)
+    log.info(f"sharded: {sharding.shard(model, world.mesh, setting.precision)}")
     model.to_empty(device=world.device)
     adamw = optimizer.adamw(model, opts.lr, (opts.beta1, opts.beta2), opts.weight_decay)
-    loss_scale = LossScale(limits.precision)
-    step = _resume(opts, experiment, run_plan, model, adamw, loss_scale, journal, world)
-    if step is None:
-        _first_weights(opts, inputs, model)
-        torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
-        step = 0
-        journal.event("start", 0, ranks=world.size)
-    peak, where = flops.device_peak(world.device, limits.precision)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
-    run = Run(opts, experiment, run_plan, world, model, adamw, loss_scale, windows["train"],
-              windows.get("validation", Windows(windows["train"].tokens[:0], limits.seq_length)),
-              Timers(world.device), StopRequest(world), journal,
-              Metrics(experiment, world.rank, step), flops_per_token, peak, step)
+    run = Run(opts, experiment, run_plan, world, model, adamw, LossScale(setting.precision),
+              windows["train"], windows.get("validation"), Timers(world.device),
+              StopRequest(world), journal, flops_per_token, peak)
+    if not _resume(run, inputs):
+        _first_weights(opts, inputs, model)
+        torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
+        journal.event("start", 0, ranks=world.size)
+    run.metrics = Metrics(experiment, world.rank, run.step)
     run.write_state("running")
     return run
 
 
-def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs, world: World,
-           ) -> None:
-    """Check on every rank that the directory is ours to use; only then is anything written."""
-    startup.require_free_name(opts, experiment, run_plan, inputs)
-    dist.barrier(world.control)
-    if world.rank == 0:
+def _require_agreement(opts: Options, run_plan: Plan, world: World) -> None:
+    """Raise UsageError when a rank was started with other data or options; all ranks call this.
+
+    A difference would train on a mixture, or hang the first time one rank saves alone.
+    """
+    mine = run_plan.identity()
+    mine["options"] |= {key: getattr(opts, key) for key in _ALIKE} | {
+        "steps": run_plan.total_steps, "batch_size": run_plan.division.micro_batch}
+    mine["inputs"] = mine["inputs"] | {"samples": run_plan.samples}
+    for rank, other in enumerate(gather(mine, world.control)):
+        if found := differences(other, mine):
+            raise UsageError(f"ranks {rank} and {world.rank} were not started alike",
+                             found="\n".join(line.replace(" there,", f" on rank {rank},")
+                                             .replace(" now", f" on rank {world.rank}")
+                                             for line in found),
+                             expected="the same command, dataset and model on every node")
+
+
+def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
+           world: World) -> None:
+    """Make the directory ours, and see that every rank means the same one by it.
+
+    All ranks must call this. Raises UsageError when another launch is at work there.
+    """
+    def write() -> str:
+        _lock(experiment)
         if opts.overwrite and experiment.root.exists() and any(experiment.root.iterdir()):
             _set_aside(experiment)
-        experiment.root.mkdir(parents=True, exist_ok=True)
-    dist.barrier(world.control)
+            _lock(experiment)
+        launch = f"{time.time_ns():x}"
+        journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, launch)
+        _copy_model_files(inputs.model_dir, experiment.model)
+        commit.clean(experiment.checkpoints)
+        return launch
+
+    launch = on_rank_0(write, world.control)
+    deadline = time.monotonic() + _SHARED_WITHIN_S  # network file systems may show it late
+    while not (seen := read_config(experiment).get("launch") == launch) \
+            and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if not all(gather(seen, world.control)):
+        raise UsageError(f"{experiment.root} is not the same directory on all nodes",
+                         expected="--save-dir on a file system that all nodes share")
+
+
+def _lock(experiment: Experiment) -> None:
+    """Hold the experiment's directory for as long as this process lives."""
+    experiment.root.mkdir(parents=True, exist_ok=True)
+    if lock(experiment.root) < 0:
+        raise UsageError(f"another launch is training {experiment.root} now",
+                         run="wait for it or stop it, or use another --experiment-name")
 
 
 def _set_aside(experiment: Experiment) -> None:
@@ -99,15 +139,20 @@ def _set_aside(experiment: Experiment) -> None:
 
 
 def _copy_model_files(model_dir: Path, target: Path) -> None:
-    """Keep config and tokenizer with the run, so that it stands alone."""
+    """Keep config and tokenizer with the run, so that it stands alone; of this model and no other.
+    """
     target.mkdir(exist_ok=True)
     for name in _MODEL_FILES:
-        if (model_dir / name).is_file() and not (target / name).is_file():
-            shutil.copyfile(model_dir / name, target / name)
+        if not (model_dir / name).is_file():
+            (target / name).unlink(missing_ok=True)
+            continue
+        temporary = target / f"{name}.tmp"
+        shutil.copyfile(model_dir / name, temporary)
+        temporary.replace(target / name)
 
 
-def _print_head(opts: Options, inputs: Inputs, limits: Limits, run_plan: Plan,
-                windows: dict[str, Windows]) -> None:
+def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, windows: dict[str, Windows],
+                ) -> None:
     log.info(f"experiment {opts.save_dir / opts.experiment_name}")
     held_out = windows.get("validation")
     log.table({"model": inputs.model_dir, "dataset": inputs.source.path,
@@ -118,33 +163,38 @@ def _print_head(opts: Options, inputs: Inputs, limits: Limits, run_plan: Plan,
         log.warn("the validation split is shorter than one sample: no validation loss")
 
 
-def _resume(opts: Options, experiment: Experiment, run_plan: Plan, model: nn.Module,
-            adamw: torch.optim.Optimizer, loss_scale: LossScale, journal: Journal, world: World,
-            ) -> int | None:
-    """Load a checkpoint when there is one and return its step, else None."""
-    if opts.resume in ("auto", "never"):
-        checkpoint = load.newest_valid(
-            experiment.checkpoints, world.control,
-            lambda step, why: journal.event("quarantine", step, reason=why))
+def _resume(run: Run, inputs: Inputs) -> bool:
+    """Load the checkpoint to go on from; False when there is none. All ranks must call this."""
+    experiment, control = run.experiment, run.world.control
+    named = inputs.named
+    if named is not None and not on_rank_0(
+            lambda: earlier.descends(earlier.newest(experiment), named), control):
+        load.require_intact(named, control)
+        checkpoint, run.resumed_from = named, named.commit()["manifest"]
     else:
-        checkpoint = load.verified(Path(opts.resume), world.control)
-        if world.rank == 0:
-            commit.supersede(experiment.checkpoints, checkpoint.step)
-    if checkpoint is None:
-        return None
-    plan.require_same(checkpoint.commit()["identity"], run_plan.identity(), checkpoint.path)
+        checkpoint = load.newest_valid(
+            experiment.checkpoints, control,
+            lambda step, why: run.journal.event("quarantine", step, reason=why))
+        if checkpoint is None:
+            return False
+        run.resumed_from = checkpoint.commit().get("resumed_from")
+    earlier.require_same(checkpoint.commit()["identity"], run.plan.identity(), checkpoint.path)
     began = time.monotonic()
-    tie_again(model)
-    restore_buffers(model)
-    state = load.load(checkpoint, model, adamw, world.device, world.control)
-    loss_scale.restore(state["loss_scale"])
-    journal.event("resume", checkpoint.step, path=str(checkpoint.path), ranks=world.size)
+    tie_again(run.model)
+    restore_buffers(run.model)
+    state = load.load(checkpoint, run.model, run.optimizer, run.world.device, control)
+    run.loss_scale.restore(state["loss_scale"])
+    run.step = checkpoint.step
+    if checkpoint is named and run.world.rank == 0:
+        is_own = named.path.parent == experiment.checkpoints.resolve()
+        commit.supersede(experiment.checkpoints, named.step if is_own else -1)
+    run.journal.event("resume", run.step, path=str(checkpoint.path), ranks=run.world.size)
     log.info(f"resumed from {checkpoint.path} in {units.duration(time.monotonic() - began)}: step "
-             f"{checkpoint.step:,} of {run_plan.total_steps:,}, {state['tokens']:,} tokens seen")
-    if state["total_steps"] != run_plan.total_steps:
-        log.info(f"the end moves from step {state['total_steps']:,} to {run_plan.total_steps:,}: "
+             f"{run.step:,} of {run.plan.total_steps:,}, {state['tokens']:,} tokens seen")
+    if state["total_steps"] != run.plan.total_steps:
+        log.info(f"the end moves from step {state['total_steps']:,} to {run.plan.total_steps:,}: "
                  "the learning-rate schedule is stretched over all of it")
-    return checkpoint.step
+    return True
 
 
 def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:

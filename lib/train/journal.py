@@ -24,16 +24,14 @@ class Journal:
         self.experiment, self._active = experiment, rank == 0
 
     def config(self, resolved: dict[str, Any], identity: dict[str, Any], model_dir: Path,
-               ) -> None:
+               launch: str) -> None:
         """Write config.yaml: resolved options, versions, argv and the commit of the code."""
         if not self._active:
             return
-        content = {"options": resolved, "model_dir": str(model_dir), "identity": identity,
-                   "versions": manifest.versions(),
+        content = {"launch": launch, "options": resolved, "model_dir": str(model_dir),
+                   "identity": identity, "versions": manifest.versions(),
                    "argv": options.redacted_argv(sys.argv), "git_commit": git_commit()}
-        temporary = self.experiment.config.with_suffix(".tmp")
-        temporary.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        temporary.replace(self.experiment.config)
+        manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))
 
     def state(self, **facts: Any) -> None:
         """Replace state.json: a hint for people and launchers, never the truth."""

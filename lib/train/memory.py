@@ -7,7 +7,19 @@ from pathlib import Path
 
 import torch
 
+from lib.core.errors import UsageError
+
 _GIB = 1 << 30
+
+
+def explained(error: BaseException) -> UsageError | None:
+    """Return what to do about an allocation that failed, None for any other error."""
+    text = str(error)
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in text:
+        return None
+    return UsageError("out of memory", found=text.splitlines()[0],
+                      expected="a smaller --batch-size (with --grad-accum-steps to keep the global "
+                               "batch), a smaller --seq-length, or more ranks to shard over")
 
 
 def usage(device: torch.device) -> dict[str, float]:

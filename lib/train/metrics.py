@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Metrics:
         """Write the figures of `figures["step"]`."""
         if not self._active:
             return
-        self._file.write(json.dumps(figures) + "\n")
+        self._file.write(_line(figures))
         if self._board is not None:
             for key, value in figures.items():
                 if isinstance(value, (int, float)) and key != "step":
@@ -52,7 +53,8 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the logged objects; a line torn by a crash is left out."""
+    """Return the logged objects, NaN for what was not finite; lines torn by a crash are left out.
+    """
     if not path.exists():
         return []
     rows = []
@@ -61,19 +63,26 @@ def read(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append({key: math.nan if value is None else value for key, value in row.items()})
     return rows
 
 
 def _cut(path: Path, step: int) -> None:
     """Drop the lines after `step`: the steps they tell of are about to be run again."""
     rows = read(path)
-    kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
+    kept = [_line(row) for row in rows if row["step"] <= step]
     if path.exists():
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(path)
+
+
+def _line(figures: dict[str, Any]) -> str:
+    """Return a line of metrics.jsonl; JSON knows no NaN, so what is not finite becomes null."""
+    plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+             for key, value in figures.items()}
+    return json.dumps(plain) + "\n"
 
 
 def _tensorboard(directory: Path, step: int) -> Any:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lib.checkpoints import commit
-from lib.core import publish
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
-from lib.core.paths import Experiment
 from lib.tokens.order import Division
 from lib.train import schedule
 from lib.train.schedule import Schedule
@@ -47,10 +43,8 @@ class Plan:
 
     def identity(self) -> dict[str, Any]:
         """Return what a run that resumes must share."""
-        decisive = {key: getattr(self.options, key) for key in _DECISIVE}
-        decisive |= {"seq_length": self.seq_length, "precision": self.precision,
-                     "global_batch_size": self.division.global_batch}
-        return {"options": decisive, "inputs": self.inputs}
+        return identity(self.options, self.inputs, self.seq_length, self.precision,
+                        self.division.global_batch)
 
     def describe(self) -> dict[str, str]:
         """Return the derived numbers, each with how it comes about."""
@@ -60,9 +54,7 @@ class Plan:
         left_out = asked * self.samples - samples_needed if asked else 0
         down = "" if self.schedule.kind == "constant" else f", then to {self.schedule.minimum:g}"
         rows = {
-            "tokens/step": f"{self.tokens_per_step:,} = {d.micro_batch} per process × "
-                           f"{self.seq_length} tokens × {d.accumulation} accumulation × "
-                           f"{d.world_size} ranks",
+            "tokens/step": product(d, self.seq_length),
             "epoch": f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps of "
                      f"{d.global_batch}",
             "steps": f"{self.total_steps:,} ({epochs:.2f} epochs, "
@@ -73,6 +65,20 @@ class Plan:
         if 0 < left_out < d.global_batch:
             rows["left out"] = f"{left_out} samples at the end that fill no batch"
         return rows
+
+
+def product(d: Division, seq_length: int) -> str:
+    """Return the tokens of a step with the factors they come from."""
+    return f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length} tokens " \
+           f"× {d.accumulation} accumulation × {d.world_size} ranks"
+
+
+def identity(options: Options, inputs: dict[str, str], seq_length: int, precision: str,
+             global_batch: int) -> dict[str, Any]:
+    """Return what decides the result of a run, in the form publish.py compares."""
+    decisive = {key: getattr(options, key) for key in _DECISIVE}
+    return {"options": {**decisive, "seq_length": seq_length, "precision": precision,
+                        "global_batch_size": global_batch}, "inputs": inputs}
 
 
 def launched_size() -> int:
@@ -124,29 +130,4 @@ def check_options(options: Options) -> None:
     for name in ("beta1", "beta2"):
         if getattr(options, name) >= 1:
             problems.add(f"--{name} must be below 1, got {getattr(options, name):g}")
-    bad = not options.experiment_name or options.experiment_name in (".", "..") \
-        or "/" in options.experiment_name
-    if bad:
-        problems.add(f"--experiment-name {options.experiment_name!r} is no name for a directory")
     problems.raise_if_any()
-
-
-def has_begun(experiment: Experiment) -> bool:
-    """Tell whether a directory holds training that could be lost: checkpoints, good or bad."""
-    found = experiment.checkpoints
-    return found.is_dir() and (bool(commit.scan(found)) or (found / "quarantine").is_dir())
-
-
-def complete(experiment: Experiment, identity: dict[str, Any], steps: int) -> bool:
-    """Tell whether a checkpoint of this very run stands at `steps` or beyond."""
-    newest = next((c for c in commit.scan(experiment.checkpoints) if not c.problems()), None)
-    return newest is not None and newest.step >= steps and not publish.differences(
-        newest.commit()["identity"], identity)
-
-
-def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path) -> None:
-    """Raise UsageError naming every difference that forbids to resume."""
-    if changed := publish.differences(earlier, now):
-        raise UsageError(f"{where} was begun with other settings", found="\n".join(changed),
-                         run="use the same settings, another --experiment-name, or --overwrite to "
-                             "start this one anew (the old one is kept aside)")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lib.checkpoints import commit
 from lib.checkpoints.save import save
 from lib.core import log, units
-from lib.core.errors import DiskFullError, Preempted
+from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.tokens.loader import evaluation_batches
@@ -32,7 +32,11 @@ from lib.train.timers import Timers
 
 @dataclass
 class Run:
-    """step: optimizer steps done. flops: per token, forward and backward. peak: FLOP/s per rank."""
+    """step: optimizer steps done. flops: per token, forward and backward. peak: FLOP/s per rank.
+
+    resumed_from: digest of the checkpoint that a person named with --resume, here or in an earlier
+    launch that this one goes on from.
+    """
 
     options: Options
     experiment: Experiment
@@ -42,14 +46,15 @@ class Run:
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
     train_windows: Windows
-    eval_windows: Windows
+    eval_windows: Windows | None
     timers: Timers
     stop_request: StopRequest
     journal: Journal
-    metrics: Metrics
     flops: float
     peak: float
-    step: int
+    step: int = 0
+    resumed_from: str | None = None
+    metrics: Metrics = field(init=False)
     began: float = field(default_factory=time.monotonic)
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -59,7 +64,7 @@ class Run:
 
     def evaluation_is_due(self) -> bool:
         """Tell whether the validation loss is measured after this step."""
-        if len(self.eval_windows) == 0:
+        if not self.eval_windows:  # no validation split, or one shorter than a sample
             return False
         every = self.options.eval_freq
         return self.step == self.plan.total_steps or bool(every and self.step % every == 0)
@@ -108,6 +113,7 @@ class Run:
         samples = self.step * self.plan.division.global_batch
         state = {"step": self.step, "samples": samples, "tokens": samples * self.plan.seq_length,
                  "seed": self.options.seed, "total_steps": self.plan.total_steps,
+                 "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
                  "world_size": self.world.size,
                  "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
                  "loss_scale": self.loss_scale.state()}
@@ -115,8 +121,7 @@ class Run:
                           state, self.plan.identity(), self.world.device, self.world.control)
         self.journal.event("save", self.step, path=checkpoint.path.name)
         if self.world.rank == 0:
-            if gone := commit.prune(self.experiment.checkpoints, self.options.ckpt_keep):
-                self.journal.event("prune", self.step, steps=gone)
+            self._prune()
             self._draw()
             log.info(f"[rank=0] step {self.step}: saved {checkpoint.path} "
                      f"({units.duration(time.monotonic() - began)})")
@@ -128,6 +133,8 @@ class Run:
 
     def write_state(self, status: str) -> None:
         """Write state.json."""
+        if self.world.rank != 0:
+            return
         samples = self.step * self.plan.division.global_batch
         checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
         self.journal.state(status=status, step=self.step, total_steps=self.plan.total_steps,
@@ -137,8 +144,11 @@ class Run:
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
         self.journal.event("complete", self.step)
+        self.write_state("complete")
+        if self.world.rank != 0:
+            return
         rows = [row for row in metrics.read(self.experiment.metrics) if "train/loss" in row]
-        if self.world.rank == 0 and rows:
+        if rows:
             log.info(f"done: {self.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens, "
                      f"{units.duration(time.monotonic() - self.began)}")
             log.table({"training loss": f"{rows[0]['train/loss']:.4f} at step {rows[0]['step']} → "
@@ -149,8 +159,9 @@ class Run:
     def failed(self, error: BaseException) -> None:
         """Note in state.json how the run ended, unless it was stopped after saving."""
         if not isinstance(error, Preempted):
+            known = from_os_error(error) if isinstance(error, OSError) else error
             with suppress(OSError):  # the disk may be full: the error itself is what matters
-                self.write_state("disk_full" if isinstance(error, DiskFullError) else "failed")
+                self.write_state("disk_full" if isinstance(known, DiskFullError) else "failed")
 
     def close(self, in_order: bool) -> None:
         """Flush the logs and leave the process group; in_order: all ranks got here."""
@@ -158,14 +169,26 @@ class Run:
         if in_order:
             distributed.stop(self.world)
 
+    def _prune(self) -> None:
+        try:
+            gone = commit.prune(self.experiment.checkpoints, self.options.ckpt_keep)
+        except OSError as error:
+            log.warn(f"old checkpoints could not be deleted: {error}")
+            return
+        if gone:
+            self.journal.event("prune", self.step, steps=gone)
+
     def _draw(self) -> None:
         name = f"{self.experiment.root.name}: {self.model.config.model_type}, " \
                f"{self.world.size} × {self.world.device.type}"
-        plot.loss(metrics.read(self.experiment.metrics), self.experiment.plot, name)
+        try:
+            plot.loss(metrics.read(self.experiment.metrics), self.experiment.plot, name)
+        except Exception as error:  # a picture is no reason to end a run that has just been saved
+            log.warn(f"no {self.experiment.plot.name} this time: {error}")
 
 
 def _validation(rows: list[dict[str, Any]]) -> str:
     losses = [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
     if not losses:
-        return "not measured (the dataset has no validation split)"
+        return "not measured (no validation split, or one shorter than a sample)"
     return f"{losses[-1][1]:.4f} at step {losses[-1][0]}"

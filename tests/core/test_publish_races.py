@@ -81,8 +81,8 @@ def test_a_directory_that_goes_away_while_it_is_locked(tmp_path: Path, monkeypat
         flock(*arguments)
     path.mkdir()
     monkeypatch.setattr(publish.fcntl, "flock", vanish)
-    assert publish._lock(path) == -1
-    assert publish._lock(tmp_path / "none") == -1
+    assert publish.lock(path) == -1
+    assert publish.lock(tmp_path / "none") == -1
 
 
 @pytest.fixture

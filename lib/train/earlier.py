@@ -1,0 +1,105 @@
+"""What an earlier launch of an experiment left, and whether this one may go on from it.
+
+The checkpoints are the truth: each COMMIT.json holds the identity of its run. config.yaml says
+the same for people, and state.json is a hint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lib.checkpoints import commit
+from lib.checkpoints.commit import Checkpoint
+from lib.core import log, manifest, paths, publish
+from lib.core.errors import ArtifactError, UsageError
+from lib.core.options import Options
+from lib.core.paths import Experiment
+from lib.train import journal
+
+
+def has_begun(experiment: Experiment) -> bool:
+    """Tell whether a directory holds training that could be lost: checkpoints, good or bad."""
+    return bool(commit.scan(experiment.checkpoints)) or \
+        bool(commit.quarantined(experiment.checkpoints))
+
+
+def newest(experiment: Experiment) -> Checkpoint | None:
+    """Return the newest checkpoint that is whole by its COMMIT, manifest and sizes."""
+    return next((c for c in commit.scan(experiment.checkpoints) if not c.problems()), None)
+
+
+def read(experiment: Experiment) -> dict[str, Any]:
+    """Return `identity` and `model_dir` of the training in a directory; empty when none has begun.
+
+    Taken from config.yaml, or from the newest checkpoint when that is lost.
+    """
+    if not has_begun(experiment):
+        return {}
+    config = journal.read_config(experiment)
+    if "identity" in config:
+        return config
+    checkpoint = newest(experiment)
+    return {"identity": checkpoint.commit()["identity"]} if checkpoint else {}
+
+
+def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path) -> None:
+    """Raise UsageError naming every difference that forbids to resume."""
+    if changed := publish.differences(earlier, now):
+        raise UsageError(f"{where} was begun with other settings", found="\n".join(changed),
+                         run="use the same settings, another --experiment-name, or --overwrite to "
+                             "start this one anew (the old one is kept aside)")
+
+
+def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, Any],
+                      identity: dict[str, Any]) -> None:
+    """Raise UsageError when a directory holds something that this run cannot go on from."""
+    if opts.overwrite:
+        return
+    if earlier:
+        require_same(earlier["identity"], identity, experiment.root)
+        if opts.resume == "never":
+            raise UsageError(f"{experiment.root} has been trained already, and --resume is never",
+                             run="use another --experiment-name, or --overwrite")
+    elif has_begun(experiment):
+        raise ArtifactError(f"{experiment.root} holds checkpoints, none of them whole, and no "
+                            "readable config.yaml",
+                            run="use another --experiment-name, or --overwrite to move it aside")
+    elif not experiment.config.exists() and experiment.root.exists() \
+            and any(experiment.root.iterdir()):
+        raise UsageError(f"{experiment.root} exists and is no experiment (no config.yaml)",
+                         run="use another --experiment-name, or --overwrite to move it aside")
+
+
+def named_checkpoint(opts: Options, experiment: Experiment) -> Checkpoint | None:
+    """Return the checkpoint that --resume names, None for auto and never.
+
+    Raises ArtifactError when it is none or is damaged, as far as that shows without hashing.
+    """
+    if opts.resume in ("auto", "never"):
+        return None
+    path = Path(opts.resume)
+    step = paths.step_of(path.resolve().name)
+    if step is None or not path.is_dir():
+        raise ArtifactError(f"--resume: {path} is no checkpoint",
+                            expected="auto, never, or a directory …/checkpoints/step_…")
+    if opts.overwrite and path.resolve().is_relative_to(experiment.root.resolve()):
+        raise UsageError(f"--overwrite would move away {path}, which --resume names",
+                         run="train under another --experiment-name")
+    checkpoint = Checkpoint(path.resolve(), step)
+    if problems := checkpoint.problems():
+        raise ArtifactError(f"--resume: {path} is damaged", found="\n".join(problems))
+    return checkpoint
+
+
+def descends(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
+    """Tell whether a checkpoint comes from a run that was resumed from `ancestor` by name."""
+    return checkpoint is not None and \
+        checkpoint.commit().get("resumed_from") == ancestor.commit()["manifest"]
+
+
+def mark_complete(experiment: Experiment, step: int) -> None:
+    """Correct a state.json that a crash after the last save left behind."""
+    state = journal.read_state(experiment)
+    if log.rank() == 0 and (state.get("status"), state.get("step")) != ("complete", step):
+        manifest.write_json(experiment.state, state | {"status": "complete", "step": step})
