@@ -40,10 +40,10 @@ demo: $(VENV)/installed
 	  --prompt 'def __init__(self' --prompt 'import '
 
 test: $(VENV)/installed-dev
-	$(PY) -m pytest -q -m 'not slow'
+	$(PY) -m pytest -q -n 2 --dist worksteal -m 'not slow'
 
 test-slow: $(VENV)/installed-dev
-	$(PY) -m pytest -q -m slow
+	$(PY) -m pytest -q -n 2 --dist worksteal -m slow
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
