@@ -62,6 +62,10 @@ def parse(argv: list[str]) -> Options:
     length.add_argument("-s", "--seq-length", "--seq-len", type=options.positive_int, metavar="N",
                         help="tokens per sample (default: 1024, or the model's limit if lower)")
 
+    length.add_argument("--packing", choices=("concat", "documents"), default="concat",
+                        help="concat: windows across documents; documents: whole documents that "
+                             "do not see each other, with padding")
+
     optimizer = parser.add_argument_group("optimizer")
     optimizer.add_argument("--lr", "--max-lr", type=options.non_negative, metavar="X",
                            help="peak learning rate (default: 3e-5, from scratch 3e-4)")
@@ -150,11 +154,9 @@ def train(run: Run) -> None:
     from lib.train.optimizer import set_learning_rate
 
     plan, world, model, timers = run.plan, run.world, run.model, run.timers
-    batches = iter(Loader(run.train_windows, run.options.seed, plan.division, run.step,
-                          plan.total_steps, world.device))
-    # The loss is a sum over all label tokens of the step, and FSDP averages over the ranks.
-    per_token = world.size / plan.tokens_per_step
-    window_loss, window_steps = torch.zeros((), dtype=torch.float64, device=world.device), 0
+    steps = iter(Loader(run.train_samples, run.options.seed, plan.division, run.step,
+                        plan.total_steps, world.device))
+    window_loss, window_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0
     timers.restart()
     for step in range(run.step, plan.total_steps):
         run.stop_request.ask()
@@ -162,14 +164,16 @@ def train(run: Run) -> None:
         set_learning_rate(run.optimizer, learning_rate)
         step_loss = torch.zeros((), dtype=torch.float64, device=world.device)
         with timers("data"):
-            batch = next(batches)
-        for micro_batch in batch:
+            batch = next(steps)
+        # The loss is a sum over all label tokens of the step, and FSDP averages over the ranks.
+        scale = run.loss_scale.scale * world.size / batch.label_tokens
+        for micro_batch in batch.micro_batches:
             with timers("data"):
                 on_device = micro_batch.to(world.device)
             with timers("forward"):
                 loss = token_loss_sum(model, on_device)
             with timers("backward"):
-                (loss * (per_token * run.loss_scale.scale)).backward()
+                (loss * scale).backward()
             step_loss += loss.detach()
         with timers("update"):
             grad_norm, may_step = run.loss_scale.clip(model.parameters(), run.options.grad_clip)
@@ -177,7 +181,8 @@ def train(run: Run) -> None:
                 run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
         timers.step_done()
-        run.step, window_loss, window_steps = step + 1, window_loss + step_loss, window_steps + 1
+        run.step, run.tokens = step + 1, run.tokens + batch.tokens
+        window_loss, window_tokens = window_loss + step_loss, window_tokens + batch.label_tokens
         if not may_step:
             run.journal.event("skip_step", run.step, reason="fp16 gradients overflowed")
 
@@ -185,11 +190,11 @@ def train(run: Run) -> None:
         evaluating = run.evaluation_is_due() and not stopping  # a launcher waits half a minute
         if run.log_is_due() or evaluating or stopping:
             losses = distributed.total([step_loss.item(), window_loss.item()], world)
-            figures = run.figures(losses[0] / plan.tokens_per_step, grad_norm, learning_rate)
+            figures = run.figures(losses[0] / batch.label_tokens, grad_norm, learning_rate)
             if evaluating:
                 figures |= run.evaluate()
-            run.report(figures, losses[1] / plan.tokens_per_step / window_steps)
-            window_loss, window_steps = torch.zeros_like(window_loss), 0
+            run.report(figures, losses[1] / window_tokens)
+            window_loss, window_tokens = torch.zeros_like(window_loss), 0
         if run.save_is_due() or stopping:
             run.save(stopping)
         if stopping and run.step < plan.total_steps:

@@ -401,6 +401,22 @@ def test_cheap_checks_come_before_tokenising(experiment: Path):
     assert not (experiment / ".cache").exists() and not (experiment / "outputs" / "bert").exists()
 
 
+def test_packed_documents(project: Path):
+    """The losses do not depend on the ranks although the label tokens of each pack differ."""
+    one = (*COMMON, "--max-steps", 6, "--packing", "documents", "-s", 100)
+    done = run_stage("04_train_fsdp.py", "-e", "one", *one, "-b", 4, cwd=project)
+    assert "% padding" in done.stdout
+    run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 1, "--grad-accum-steps", 2, cwd=project,
+              ranks=2)
+    assert losses(project, "two") == pytest.approx(losses(project, "one"), rel=1e-4)
+    seen = [row["train/tokens_seen"] for row in metrics(project, "one")]
+    assert 5 * 400 < seen[-1] < 6 * 400 and seen == sorted(seen)
+    assert seen == [row["train/tokens_seen"] for row in metrics(project, "two")]
+    shutil.rmtree(project / "outputs" / "two" / "checkpoints" / "step_00000006")
+    run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 4, cwd=project)
+    assert seen == [row["train/tokens_seen"] for row in metrics(project, "two")]
+
+
 def test_the_loop_is_in_plain_sight():
     source = (ROOT / "04_train_fsdp.py").read_text()
     loop = source[source.index("def train("):source.index("if __name__")]

@@ -2,7 +2,7 @@
 
 1. Step s takes the sample numbers [s·G, (s+1)·G) of the endless stream, G the global batch.
 2. Micro-batch a of rank r is numbers s·G + (a·W + r)·B … + B of them (W ranks, B per rank).
-3. A thread reads the windows of the next step while this one computes.
+3. A thread reads the samples of the next step while this one computes.
 So ranks and micro-batches only divide a range that is the same for every world size.
 """
 
@@ -11,77 +11,99 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from lib.tokens import order
 from lib.tokens.order import Division
-from lib.tokens.windows import Windows
+from lib.tokens.windows import IGNORED, Rows
 
-IGNORED = -100  # the label that no loss is computed for
+
+class Samples(Protocol):
+    """Numbered samples: windows of the stream, or packs of documents."""
+
+    def __len__(self) -> int: ...
+    def rows(self, samples: np.ndarray) -> Rows: ...
+    def counts(self, samples: np.ndarray) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t]."""
+    """input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t].
+
+    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+    position_ids: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on a device; from pinned memory it does not wait."""
-        return MicroBatch(self.input_ids.to(device, non_blocking=True),
-                          self.labels.to(device, non_blocking=True))
+        return MicroBatch(*(None if part is None else part.to(device, non_blocking=True)
+                            for part in (self.input_ids, self.labels, self.position_ids)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """This rank's part of a step, and the step's counts over all ranks.
+
+    label_tokens: what the loss is divided by. tokens: without padding.
+    """
+
+    micro_batches: list[MicroBatch]
+    label_tokens: int
+    tokens: int
 
 
 class Loader:
     """The micro-batches of this rank for steps [first_step, last_step)."""
 
-    def __init__(self, windows: Windows, seed: int, division: Division, first_step: int,
+    def __init__(self, samples: Samples, seed: int, division: Division, first_step: int,
                  last_step: int, device: torch.device) -> None:
-        self.windows, self.seed, self.division = windows, seed, division
+        self.samples, self.seed, self.division = samples, seed, division
         self.first_step, self.last_step = first_step, last_step
         self.pin = device.type == "cuda"
 
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        """Yield, per step, the list of its micro-batches in host memory."""
+    def __iter__(self) -> Iterator[Step]:
+        """Yield the steps in host memory."""
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
             ahead = reader.submit(self._read, self.first_step)
             for step in range(self.first_step, self.last_step):
-                batch = ahead.result()
+                ready = ahead.result()
                 if step + 1 < self.last_step:
                     ahead = reader.submit(self._read, step + 1)
-                yield batch
+                yield ready
 
-    def _read(self, step: int) -> list[MicroBatch]:
+    def _read(self, step: int) -> Step:
         d = self.division
-        batch = []
-        for a in range(d.accumulation):
-            first = step * d.global_batch + (a * d.world_size + d.rank) * d.micro_batch
-            samples = order.sample_numbers(first, d.micro_batch, len(self.windows), self.seed)
-            batch.append(_micro_batch(self.windows.take(samples), self.pin))
-        return batch
+        numbers = order.sample_numbers(step * d.global_batch, d.global_batch, len(self.samples),
+                                       self.seed)
+        parts = numbers.reshape(d.accumulation, d.world_size, d.micro_batch)[:, d.rank]
+        batches = [_micro_batch(self.samples.rows(part), self.pin) for part in parts]
+        return Step(batches, *self.samples.counts(numbers))
 
 
-def evaluation_batches(windows: Windows, batches: int, division: Division) -> Iterator[MicroBatch]:
+def evaluation_batches(samples: Samples, batches: int, division: Division) -> Iterator[MicroBatch]:
     """Yield this rank's share of the first `batches` global batches, in the stored order.
 
     All ranks get the same number of micro-batches (sharded forwards are collective); where the
     samples run out, labels are all ignored, so the loss over them is that of any world size.
     """
     d = division
-    total = min(batches * d.global_batch, len(windows))
+    total = min(batches * d.global_batch, len(samples))
     per_round = d.micro_batch * d.world_size
     for start in range(0, total, per_round):
-        samples = start + d.rank * d.micro_batch + np.arange(d.micro_batch)
-        batch = _micro_batch(windows.take(np.minimum(samples, len(windows) - 1)), pin=False)
-        batch.labels[torch.from_numpy(samples >= total)] = IGNORED
+        numbers = start + d.rank * d.micro_batch + np.arange(d.micro_batch)
+        batch = _micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), pin=False)
+        batch.labels[torch.from_numpy(numbers >= total)] = IGNORED
         yield batch
 
 
-def _micro_batch(tokens: np.ndarray, pin: bool) -> MicroBatch:
-    rows = torch.from_numpy(tokens)
-    input_ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    return MicroBatch(input_ids.pin_memory(), labels.pin_memory()) if pin \
-        else MicroBatch(input_ids, labels)
+def _micro_batch(rows: Rows, pin: bool) -> MicroBatch:
+    tensors = [None if part is None else torch.from_numpy(np.ascontiguousarray(part))
+               for part in rows]
+    return MicroBatch(*(part.pin_memory() if pin and part is not None else part
+                        for part in tensors))

@@ -62,15 +62,16 @@ def open_store(path: Path) -> TokenStore:
     content = manifest.read(path, KIND, "token store")
     manifest.check(path, content, "token store", run=f"rm -r {path}, then the same command again")
     summary = content["summary"]
-    splits = {name: Split(_map(path / f"{name}.tokens.bin", summary["dtype"]),
-                          _map(path / f"{name}.ends.bin", "int64"))
+    splits = {name: Split(map_file(path / f"{name}.tokens.bin", summary["dtype"]),
+                          map_file(path / f"{name}.ends.bin", "int64"))
               for name in summary["splits"]}
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
     fingerprint = hashing.fingerprint(content["identity"]["inputs"])
     return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits)
 
 
-def _map(path: Path, dtype: str) -> np.ndarray:
+def map_file(path: Path, dtype: str) -> np.ndarray:
+    """Map a file of little-endian numbers, read-only."""
     little_endian = np.dtype(dtype).newbyteorder("<")
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, little_endian)

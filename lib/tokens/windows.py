@@ -1,8 +1,20 @@
-"""Samples as windows of the token stream, across documents."""
+"""Samples as windows of the token stream, across documents: `--packing concat`."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+
+IGNORED = -100  # the label that no loss is computed for
+
+
+class Rows(NamedTuple):
+    """int64 [samples, T] each; positions None: they run from 0 to T - 1."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray | None
 
 
 class Windows:
@@ -18,8 +30,17 @@ class Windows:
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_length)
 
+    def rows(self, samples: np.ndarray) -> Rows:
+        """Return the samples as inputs and labels."""
+        tokens = self.take(samples)
+        return Rows(tokens[:, :-1], tokens[:, 1:], None)
+
     def take(self, samples: np.ndarray) -> np.ndarray:
         """Return int64 [len(samples), T + 1]."""
         starts = samples * self.seq_length
         windows = [self.tokens[start:start + self.seq_length + 1] for start in starts]
         return np.stack(windows).astype(np.int64)
+
+    def counts(self, samples: np.ndarray) -> tuple[int, int]:
+        """Return the label tokens and the tokens without padding of some samples."""
+        return len(samples) * self.seq_length, len(samples) * self.seq_length

@@ -21,9 +21,9 @@ from lib.models.initialise import initialise, restore_buffers
 from lib.models.shards import tie_again
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
+from lib.tokens.loader import Samples
 from lib.tokens.store import TokenStore
-from lib.tokens.windows import Windows
-from lib.train import distributed, earlier, flops, optimizer, sharding, startup
+from lib.train import distributed, earlier, flops, isolation, optimizer, sharding, startup
 from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
 from lib.train.metrics import Metrics
@@ -46,16 +46,15 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     All ranks must call this. Raises UsageError when the experiment's directory holds another run or
     the ranks were not started alike, ArtifactError when it has checkpoints and none is valid.
     """
-    windows = {name: Windows(split.tokens, setting.seq_length)
-               for name, split in store.splits.items()}
+    samples = startup.samples_of(opts, store, setting.seq_length)
     world = distributed.start()
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
-                                 len(windows["train"]), world.rank)
+                                 len(samples["train"]), world.rank)
     journal = Journal(experiment, world.rank)
     _require_agreement(opts, run_plan, world)
     _claim(opts, experiment, run_plan, inputs, journal, world)
     log.add_file(experiment.rank_log(world.rank))
-    _print_head(opts, inputs, run_plan, windows)
+    _print_head(opts, inputs, run_plan, samples)
 
     model = setting.model
     flops_per_token = flops.per_token(model, setting.seq_length)
@@ -66,12 +65,14 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
     run = Run(opts, experiment, run_plan, world, model, adamw, LossScale(setting.precision),
-              windows["train"], windows.get("validation"), Timers(world.device),
+              samples["train"], samples.get("validation"), Timers(world.device),
               StopRequest(world), journal, flops_per_token, peak)
     if not _resume(run, inputs):
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
         journal.event("start", 0, ranks=world.size)
+    if opts.packing == "documents":
+        isolation.require(model, world)
     run.metrics = Metrics(experiment, world.rank, run.step)
     run.write_state("running")
     return run
@@ -151,10 +152,10 @@ def _copy_model_files(model_dir: Path, target: Path) -> None:
         temporary.replace(target / name)
 
 
-def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, windows: dict[str, Windows],
+def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, samples: dict[str, Samples],
                 ) -> None:
     log.info(f"experiment {opts.save_dir / opts.experiment_name}")
-    held_out = windows.get("validation")
+    held_out = samples.get("validation")
     log.table({"model": inputs.model_dir, "dataset": inputs.source.path,
                "validation": f"{len(held_out):,} samples" if held_out is not None
                else "none (stage 02 makes one with --validation-percent)",
@@ -184,7 +185,7 @@ def _resume(run: Run, inputs: Inputs) -> bool:
     restore_buffers(run.model)
     state = load.load(checkpoint, run.model, run.optimizer, run.world.device, control)
     run.loss_scale.restore(state["loss_scale"])
-    run.step = checkpoint.step
+    run.step, run.tokens = checkpoint.step, state["tokens"]
     if checkpoint is named and run.world.rank == 0:
         is_own = named.path.parent == experiment.checkpoints.resolve()
         commit.supersede(experiment.checkpoints, named.step if is_own else -1)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lib.tokens.loader import IGNORED, MicroBatch
+from lib.tokens.loader import MicroBatch
+from lib.tokens.windows import IGNORED
 from lib.train import distributed, sharding
 from lib.train.distributed import World
 
@@ -18,7 +19,9 @@ def token_loss_sum(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
 
     A micro-batch whose labels are all ignored gives a zero that is still part of the graph.
     """
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits  # [B, T, V]
+    # Without a mask, and with positions that restart, transformers keeps documents apart.
+    positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    logits = model(input_ids=batch.input_ids, use_cache=False, **positions).logits  # [B, T, V]
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(),
                            ignore_index=IGNORED, reduction="sum")
 

@@ -14,7 +14,7 @@ from lib.train.schedule import Schedule
 
 # Options that change the result; a run that resumes must be given the same.
 _DECISIVE = ("seed", "lr", "min_lr", "warmup_steps", "lr_scheduler", "weight_decay", "beta1",
-             "beta2", "grad_clip", "from_scratch")
+             "beta2", "grad_clip", "from_scratch", "packing")
 
 
 @dataclass(frozen=True)

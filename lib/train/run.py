@@ -17,8 +17,7 @@ from lib.core import log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.tokens.loader import evaluation_batches
-from lib.tokens.windows import Windows
+from lib.tokens.loader import Samples, evaluation_batches
 from lib.train import distributed, memory, metrics, plot
 from lib.train.distributed import World
 from lib.train.journal import Journal
@@ -32,8 +31,9 @@ from lib.train.timers import Timers
 
 @dataclass
 class Run:
-    """step: optimizer steps done. flops: per token, forward and backward. peak: FLOP/s per rank.
+    """step: optimizer steps done. tokens: seen in them, without padding.
 
+    flops: per token, forward and backward. peak: FLOP/s per rank.
     resumed_from: digest of the checkpoint that a person named with --resume, here or in an earlier
     launch that this one goes on from.
     """
@@ -45,14 +45,15 @@ class Run:
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
-    train_windows: Windows
-    eval_windows: Windows | None
+    train_samples: Samples
+    eval_samples: Samples | None
     timers: Timers
     stop_request: StopRequest
     journal: Journal
     flops: float
     peak: float
     step: int = 0
+    tokens: int = 0
     resumed_from: str | None = None
     metrics: Metrics = field(init=False)
     began: float = field(default_factory=time.monotonic)
@@ -64,7 +65,7 @@ class Run:
 
     def evaluation_is_due(self) -> bool:
         """Tell whether the validation loss is measured after this step."""
-        if not self.eval_windows:  # no validation split, or one shorter than a sample
+        if not self.eval_samples:  # no validation split, or one shorter than a sample
             return False
         every = self.options.eval_freq
         return self.step == self.plan.total_steps or bool(every and self.step % every == 0)
@@ -83,7 +84,7 @@ class Run:
         return {"step": self.step, "epoch": samples / self.plan.samples,
                 "train/loss": loss, "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": learning_rate,
-                "train/tokens_seen": samples * self.plan.seq_length,
+                "train/tokens_seen": self.tokens,
                 "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
                 "perf/tflops": per_device * self.flops / 1e12,
                 "perf/mfu": per_device * self.flops / self.peak,
@@ -92,7 +93,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss; all ranks must call this."""
         began = time.monotonic()
-        batches = evaluation_batches(self.eval_windows, self.options.eval_batches,
+        batches = evaluation_batches(self.eval_samples, self.options.eval_batches,
                                      self.plan.division)
         loss = evaluate(self.model, batches, self.world)
         log.info(f"[rank=0] step {self.step}: validation loss {loss:.4f} "
@@ -111,7 +112,7 @@ class Run:
         began = time.monotonic()
         logged = self.last if self.last.get("step") == self.step else {}
         samples = self.step * self.plan.division.global_batch
-        state = {"step": self.step, "samples": samples, "tokens": samples * self.plan.seq_length,
+        state = {"step": self.step, "samples": samples, "tokens": self.tokens,
                  "seed": self.options.seed, "total_steps": self.plan.total_steps,
                  "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
                  "world_size": self.world.size,
@@ -138,7 +139,7 @@ class Run:
         samples = self.step * self.plan.division.global_batch
         checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
         self.journal.state(status=status, step=self.step, total_steps=self.plan.total_steps,
-                           tokens=samples * self.plan.seq_length, sample_cursor=samples,
+                           tokens=self.tokens, sample_cursor=samples,
                            samples=self.plan.samples, checkpoints=checkpoints)
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.models import identity, resolve
-from lib.tokens import build, source, store
+from lib.tokens import build, packing, source, store
 from lib.tokens.source import Source
 from lib.tokens.store import TokenStore
 from lib.tokens.windows import Windows
@@ -24,6 +24,8 @@ from lib.train.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from lib.tokens.loader import Samples
 
 _SEQ_LENGTH = 1024
 
@@ -153,6 +155,7 @@ def prepare_tokens(opts: Options, inputs: Inputs, setting: Setting) -> TokenStor
     tokens = store.open_store(path)
     build.require_vocabulary(tokens.vocab_size, setting.vocab_size, inputs.model_dir)
     log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
+    samples_of(opts, tokens, setting.seq_length)  # what is long is done before any process group
     return tokens
 
 
@@ -172,10 +175,20 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
         log.info(f"  tokens are not prepared yet ({target}): the run makes them first, or "
                  "--prepare-only; steps and epochs are known then")
         return
-    train = store.open_store(target).splits["train"]
-    samples = len(Windows(train.tokens, setting.seq_length))
+    tokens = store.open_store(target)
+    if opts.packing == "documents" and not packing.directory(tokens, setting.seq_length).exists():
+        log.info("  the documents are not packed yet: the run does it first, or --prepare-only")
+        return
+    samples = len(samples_of(opts, tokens, setting.seq_length)["train"])
     log.table(make_plan(opts, inputs, setting.seq_length, setting.precision, samples).describe())
     log.info("dry run: nothing was written")
+
+
+def samples_of(opts: Options, tokens: TokenStore, seq_length: int) -> dict[str, Samples]:
+    """Return the samples of every split, making the index of packs first where it is needed."""
+    if opts.packing == "documents":
+        return packing.prepare(tokens, seq_length)
+    return {name: Windows(split.tokens, seq_length) for name, split in tokens.splits.items()}
 
 
 def weights_of(opts: Options, inputs: Inputs) -> str:

@@ -52,7 +52,8 @@ def test_large_ids_stay_positive() -> None:
 
 
 def test_a_batch_is_inputs_and_the_tokens_after_them() -> None:
-    [[batch]] = list(Loader(windows(5), 0, Division(2, 1, 0, 1), 0, 1, CPU))
+    [[batch]] = [step.micro_batches for step in Loader(windows(5), 0, Division(2, 1, 0, 1), 0, 1,
+                                                       CPU)]
     assert batch.input_ids.shape == batch.labels.shape == (2, T)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert torch.equal(batch.labels, batch.input_ids + 1)
@@ -67,22 +68,24 @@ def test_ranks_and_micro_batches_only_divide_the_samples_of_a_step() -> None:
         loaders = [Loader(w, 3, Division(micro, accumulation, rank, ranks), 0, steps, CPU)
                    for rank in range(ranks)]
         for step, of_ranks in enumerate(zip(*loaders, strict=True)):
-            assert all(len(batches) == accumulation for batches in of_ranks)
-            seen = [s for batches in of_ranks for batch in batches for s in starts(batch)]
+            assert all(len(rank.micro_batches) == accumulation for rank in of_ranks)
+            seen = [s for rank in of_ranks for batch in rank.micro_batches for s in starts(batch)]
             assert sorted(seen) == expected[step]
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 5])
 def test_a_resume_goes_on_where_the_run_stood(k: int) -> None:
     division = Division(2, 2, 1, 2)
-    whole = [[starts(b) for b in step] for step in Loader(windows(11), 0, division, 0, 6, CPU)]
-    rest = [[starts(b) for b in step] for step in Loader(windows(11), 0, division, k, 6, CPU)]
+    whole = [[starts(b) for b in step.micro_batches]
+             for step in Loader(windows(11), 0, division, 0, 6, CPU)]
+    rest = [[starts(b) for b in step.micro_batches]
+            for step in Loader(windows(11), 0, division, k, 6, CPU)]
     assert rest == whole[k:]
 
 
 def test_an_epoch_reads_every_sample_once() -> None:
     seen = Counter(s for step in Loader(windows(24), 0, Division(2, 3, 0, 1), 0, 4, CPU)
-                   for batch in step for s in starts(batch))
+                   for batch in step.micro_batches for s in starts(batch))
     assert seen == Counter(range(24))
 
 

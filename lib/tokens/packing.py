@@ -1,0 +1,182 @@
+"""Samples as packs of whole documents: `--packing documents`.
+
+A document that fits a window stays whole; a longer one is cut into windows and a rest. The pieces
+are packed best-fit decreasing (Ding et al. 2024, "Fewer truncations improve language modeling",
+arXiv 2404.10830). The index is made once per store and length, beside the store:
+
+    .cache/tokens/<store>.packs-<T>/
+        train.starts.bin    int64 [pieces], where a piece begins in train.tokens.bin, pack by pack
+        train.lengths.bin   int32 [pieces], negative where a document ends with the piece
+        train.packs.bin     int64 [packs + 1], the pieces of pack p are [packs[p], packs[p + 1])
+        train.labels.bin    int32 [packs], label tokens of each pack
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.core import hashing, log, manifest, publish
+from lib.tokens import build, store
+from lib.tokens.store import Split, TokenStore
+from lib.tokens.windows import IGNORED, Rows
+
+KIND = "packs/1"
+_FILES = {"starts": "int64", "lengths": "int32", "packs": "int64", "labels": "int32"}
+
+
+class Packs:
+    """Sample p is the pieces of pack p one after the other, then padding.
+
+    Positions restart at each piece and in the padding, the last token of a document and the
+    padding carry no label.
+    """
+
+    def __init__(self, tokens: np.ndarray, index: dict[str, np.ndarray], seq_length: int) -> None:
+        self.tokens, self.seq_length, self._index = tokens, seq_length, index
+
+    def __len__(self) -> int:
+        return max(0, len(self._index["packs"]) - 1)
+
+    def rows(self, samples: np.ndarray) -> Rows:
+        """Return the samples as inputs, labels and positions, int64 [samples, T] each."""
+        shape = (len(samples), self.seq_length)
+        inputs, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        labels = np.full(shape, IGNORED, np.int64)
+        for row, pack in enumerate(samples):
+            filled = 0
+            for start, length, is_end in self._pieces(int(pack)):
+                place = slice(filled, filled + length)
+                piece = self.tokens[start:start + length + (not is_end)].astype(np.int64)
+                inputs[row, place], positions[row, place] = piece[:length], np.arange(length)
+                labels[row, filled:filled + len(piece) - 1] = piece[1:]
+                filled += length
+            positions[row, filled:] = np.arange(self.seq_length - filled)
+        return Rows(inputs, labels, positions)
+
+    def counts(self, samples: np.ndarray) -> tuple[int, int]:
+        """Return the label tokens and the tokens without padding of some samples."""
+        packs = self._index["packs"]
+        tokens = sum(int(np.abs(self._index["lengths"][packs[p]:packs[p + 1]]).sum())
+                     for p in samples)
+        return int(self._index["labels"][samples].sum()), tokens
+
+    def _pieces(self, pack: int) -> Iterator[tuple[int, int, bool]]:
+        """Yield start, length and whether a document ends there, which its negative length says."""
+        first, last = self._index["packs"][pack:pack + 2]
+        starts = self._index["starts"][first:last].tolist()
+        for start, length in zip(starts, self._index["lengths"][first:last].tolist(), strict=True):
+            yield start, abs(length), length < 0
+
+
+def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
+    """Return the packs of every split, making the index first when there is none.
+
+    Every process of a launch may call it, before the process group exists.
+    """
+    target = directory(tokens, seq_length)
+    identity = {"options": {"seq_length": seq_length}, "inputs": {"store": tokens.fingerprint}}
+    build.once(target, KIND, identity, lambda: _build(tokens, seq_length, target, identity))
+    summary = manifest.read(target, KIND, "the packs")["summary"]
+    for name, facts in summary["splits"].items():
+        log.info(f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
+                 f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
+                 "documents cut")
+    return {name: Packs(split.tokens, _open(target, name), seq_length)
+            for name, split in tokens.splits.items()}
+
+
+def directory(tokens: TokenStore, seq_length: int) -> Path:
+    """Return where the index of a store and a length lies."""
+    return tokens.path.with_name(f"{tokens.path.name}.packs-{seq_length}")
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the bin of each item, packed best-fit decreasing into bins of `capacity`.
+
+    lengths: int [N], each from 1 to capacity. Items of one length are placed together: the bin
+    with the least room that fits stays that bin until it is full, so whole runs go at once.
+    """
+    bins = np.empty(len(lengths), np.int64)
+    by_room: dict[int, list[int]] = {}  # room left → bins
+    rooms: list[int] = []  # the keys of by_room, in order
+    opened = 0
+
+    def put_back(numbers: list[int], room: int) -> None:
+        if not numbers or not room:
+            return
+        if room not in by_room:
+            by_room[room] = []
+            insort(rooms, room)
+        by_room[room] += numbers
+
+    order = np.argsort(-lengths, kind="stable")
+    ends = np.flatnonzero(np.diff(lengths[order])) + 1
+    for items in np.split(order, ends) if len(order) else []:
+        length, done = int(lengths[items[0]]), 0
+        while done < len(items):
+            at = bisect_left(rooms, length)
+            if at == len(rooms):
+                room, wanted = capacity, -(-(len(items) - done) // (capacity // length))
+                chosen = list(range(opened, opened + wanted))
+                opened += wanted
+            else:
+                room = rooms[at]
+                wanted = -(-(len(items) - done) // (room // length))
+                chosen, by_room[room] = by_room[room][-wanted:], by_room[room][:-wanted]
+                if not by_room[room]:
+                    del by_room[room], rooms[at]
+            each = room // length
+            now = min(len(items) - done, each * len(chosen))
+            bins[items[done:done + now]] = np.repeat(chosen, each)[:now]
+            in_last = now - each * (len(chosen) - 1)
+            put_back(chosen[:-1], room - each * length)
+            put_back(chosen[-1:], room - in_last * length)
+            done += now
+    return bins
+
+
+def _build(tokens: TokenStore, seq_length: int, target: Path, identity: dict[str, Any]) -> None:
+    with publish.Build(target, KIND, identity, overwrite=False) as building:
+        splits, files = {}, []
+        for name, split in tokens.splits.items():
+            index, splits[name] = _index(split, seq_length)
+            for part, dtype in _FILES.items():
+                path = building.dir / f"{name}.{part}.bin"
+                path.write_bytes(index[part].astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+                files.append(manifest.file_entry(building.dir, path, hashing.FAST))
+        building.publish(stage="04_train_fsdp.py", options={"seq_length": seq_length}, files=files,
+                         summary={"splits": splits})
+
+
+def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Cut the documents of a split into pieces and pack them; return the index and its figures."""
+    ends = np.asarray(split.ends, np.int64)
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    begins, ends = begins[ends > begins], ends[ends > begins]
+    per_document = -(-(ends - begins) // capacity)
+    owner = np.repeat(np.arange(len(ends)), per_document)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(per_document) - per_document, per_document)
+    starts = begins[owner] + number * capacity
+    lengths = np.minimum(ends[owner] - starts, capacity)
+    is_end = starts + lengths == ends[owner]
+    bins = best_fit(lengths, capacity)
+    order = np.lexsort((starts, bins))
+    count = int(bins.max()) + 1 if len(bins) else 0
+    packs = np.searchsorted(bins[order], np.arange(count + 1))
+    labels = np.bincount(bins, lengths - is_end, minlength=count)
+    # The sign tells a piece at whose end the document ends, so its last token has no label.
+    signed = np.where(is_end, -lengths, lengths)
+    figures = {"packs": count, "padding": 1 - lengths.sum() / max(1, count * capacity),
+               "cut": float((per_document > 1).mean()) if len(ends) else 0.0}
+    return {"starts": starts[order], "lengths": signed[order], "packs": packs,
+            "labels": labels}, figures
+
+
+def _open(target: Path, name: str) -> dict[str, np.ndarray]:
+    return {part: store.map_file(target / f"{name}.{part}.bin", dtype)
+            for part, dtype in _FILES.items()}

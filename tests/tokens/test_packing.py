@@ -1,0 +1,88 @@
+"""Packs of whole documents: best fit, every token once, no label across a boundary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib.tokens import packing, store
+from lib.tokens.store import Split, TokenStore
+from lib.tokens.windows import IGNORED
+
+
+def one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:
+    """Return the room left in each bin, by the textbook: longest first, into the tightest bin."""
+    rooms: list[int] = []
+    for length in sorted(lengths.tolist(), reverse=True):
+        fits = [i for i, room in enumerate(rooms) if room >= length]
+        if not fits:
+            rooms.append(capacity)
+            fits = [len(rooms) - 1]
+        best = min(fits, key=lambda i: rooms[i])
+        rooms[best] -= length
+    return sorted(rooms)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("capacity", [1, 7, 64])
+def test_best_fit_decreasing_as_the_textbook_has_it(seed: int, capacity: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, capacity + 1, 300)
+    if seed % 2:
+        lengths = np.minimum(lengths, rng.integers(1, capacity + 1, 300))  # more short ones
+    bins = packing.best_fit(lengths, capacity)
+    filled = np.bincount(bins, lengths)
+    assert filled.max() <= capacity and (filled > 0).all()
+    assert sorted((capacity - filled).astype(int).tolist()) == one_by_one(lengths, capacity)
+
+
+def test_nothing_to_pack() -> None:
+    assert len(packing.best_fit(np.array([], np.int64), 8)) == 0
+
+
+def make(documents: list[int], tmp_path: Path, capacity: int) -> tuple[np.ndarray, packing.Packs]:
+    """Pack documents of these lengths; tokens are 1, 2, 3 … so that each is known."""
+    ends = np.cumsum(documents).astype(np.int64)
+    tokens = np.arange(1, ends[-1] + 1, dtype=np.uint16)
+    whole = TokenStore(tmp_path / "corpus-key", "fingerprint", 9999, {},
+                       {"train": Split(tokens, ends)})
+    return tokens, packing.prepare(whole, capacity)["train"]
+
+
+@pytest.mark.parametrize("documents", [[3, 5, 8, 2, 0, 1, 8], [20, 7, 16, 1], [1] * 30])
+def test_every_token_once_and_labels_within_documents(tmp_path: Path, documents: list[int]):
+    tokens, packs = make(documents, tmp_path, 8)
+    rows = packs.rows(np.arange(len(packs)))
+    seen = rows.inputs[rows.inputs > 0]
+    assert sorted(seen.tolist()) == tokens.tolist()
+    ends = set(np.cumsum(documents).tolist())  # tokens count from 1, so these end a document
+    expected = np.where(np.isin(rows.inputs, [0, *ends]), IGNORED, rows.inputs + 1)
+    assert np.array_equal(rows.labels, expected)
+    steps = np.diff(rows.positions, axis=1)
+    assert ((steps == 1) | (rows.positions[:, 1:] == 0)).all() and (rows.positions[:, 0] == 0).all()
+    label_tokens, count = packs.counts(np.arange(len(packs)))
+    assert (label_tokens, count) == (int((rows.labels != IGNORED).sum()), len(tokens))
+
+
+def test_a_document_that_fits_is_never_cut(tmp_path: Path) -> None:
+    documents = [5, 8, 3, 7, 8, 1, 2, 6]
+    _, packs = make(documents, tmp_path, 8)
+    rows = packs.rows(np.arange(len(packs)))
+    begins = set((np.cumsum(documents) - documents + 1).tolist())
+    assert set(rows.inputs[(rows.positions == 0) & (rows.inputs > 0)].tolist()) == begins
+    assert len(packs) == sum(documents) // 8  # and here they fill every window
+
+
+def test_the_index_is_made_once_and_tells_its_losses(tmp_path: Path,
+                                                     caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="pipeline")
+    make([20, 4, 4], tmp_path, 8)
+    [index] = tmp_path.iterdir()
+    made = (index / "manifest.json").read_bytes()
+    assert index.name == "corpus-key.packs-8"
+    assert "12.5 % padding" in caplog.text and "33.3 % of the documents cut" in caplog.text
+    make([20, 4, 4], tmp_path, 8)
+    assert (index / "manifest.json").read_bytes() == made
+    assert store.map_file(index / "train.packs.bin", "int64")[-1] == 5
