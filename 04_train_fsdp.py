@@ -124,7 +124,7 @@ def main(argv: list[str]) -> None:
     if opts.dry_run:
         startup.print_plan(opts, inputs, setting)
         return
-    store = startup.prepare_tokens(opts, inputs, setting)
+    samples = startup.prepare_samples(opts, inputs, setting)
     if opts.prepare_only:
         log.info("next: the same command without --prepare-only")
         return
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
     from lib.train.begin import begin
     from lib.train.memory import explained
 
-    run = begin(opts, experiment, inputs, setting, store)
+    run = begin(opts, experiment, inputs, setting, samples)
     try:
         train(run)
     except BaseException as error:

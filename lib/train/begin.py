@@ -22,7 +22,6 @@ from lib.models.shards import tie_again
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.tokens.loader import Samples
-from lib.tokens.store import TokenStore
 from lib.train import distributed, earlier, flops, isolation, optimizer, sharding, startup
 from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
@@ -40,13 +39,12 @@ _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", 
 
 
 def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Setting,
-          store: TokenStore) -> Run:
+          samples: dict[str, Samples]) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
     All ranks must call this. Raises UsageError when the experiment's directory holds another run or
     the ranks were not started alike, ArtifactError when it has checkpoints and none is valid.
     """
-    samples = startup.samples_of(opts, store, setting.seq_length)
     world = distributed.start()
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  len(samples["train"]), world.rank)

@@ -148,15 +148,17 @@ def make_plan(opts: Options, inputs: Inputs, seq_length: int, precision: str, sa
     return Plan(opts, inputs.fingerprints, seq_length, precision, division, samples, steps)
 
 
-def prepare_tokens(opts: Options, inputs: Inputs, setting: Setting) -> TokenStore:
-    """Return the token store, building it first when there is none (no process group exists)."""
+def prepare_samples(opts: Options, inputs: Inputs, setting: Setting) -> dict[str, Samples]:
+    """Return the samples of every split, making token store and packs first where they are missing.
+
+    Must run before the process group exists: it may take hours, and no collective may time out.
+    """
     path = build.prepare(inputs.source, inputs.model_dir, opts.cache_dir, setting.vocab_size,
                          opts.num_workers, not opts.no_progress)
     tokens = store.open_store(path)
     build.require_vocabulary(tokens.vocab_size, setting.vocab_size, inputs.model_dir)
     log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
-    samples_of(opts, tokens, setting.seq_length)  # what is long is done before any process group
-    return tokens
+    return samples_of(opts, tokens, setting.seq_length)
 
 
 def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
