@@ -103,7 +103,7 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
 
 
 def _micro_batch(rows: Rows, pin: bool) -> MicroBatch:
-    tensors = [None if part is None else torch.from_numpy(np.ascontiguousarray(part))
-               for part in rows]
-    return MicroBatch(*(part.pin_memory() if pin and part is not None else part
+    tensors = (None if part is None else torch.from_numpy(part) for part in rows)
+    # Contiguous where it is pinned: a copy to the device of anything else would wait.
+    return MicroBatch(*(part.contiguous().pin_memory() if pin and part is not None else part
                         for part in tensors))

@@ -31,15 +31,16 @@ class Windows:
         return max(0, (len(self.tokens) - 1) // self.seq_length)
 
     def rows(self, samples: np.ndarray) -> Rows:
-        """Return the samples as inputs and labels."""
+        """Return the samples as inputs and labels, two views of the same tokens."""
         tokens = self.take(samples)
         return Rows(tokens[:, :-1], tokens[:, 1:], None)
 
     def take(self, samples: np.ndarray) -> np.ndarray:
         """Return int64 [len(samples), T + 1]."""
-        starts = samples * self.seq_length
-        windows = [self.tokens[start:start + self.seq_length + 1] for start in starts]
-        return np.stack(windows).astype(np.int64)
+        taken = np.empty((len(samples), self.seq_length + 1), np.int64)
+        for row, start in zip(taken, (samples * self.seq_length).tolist(), strict=True):
+            row[:] = self.tokens[start:start + self.seq_length + 1]  # one pass: copy and widen
+        return taken
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
         """Return the label tokens and the tokens without padding of some samples."""

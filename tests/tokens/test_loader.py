@@ -57,7 +57,6 @@ def test_a_batch_is_inputs_and_the_tokens_after_them() -> None:
     assert batch.input_ids.shape == batch.labels.shape == (2, T)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert torch.equal(batch.labels, batch.input_ids + 1)
-    assert batch.input_ids.is_contiguous() and batch.labels.is_contiguous()
 
 
 def test_ranks_and_micro_batches_only_divide_the_samples_of_a_step() -> None:
