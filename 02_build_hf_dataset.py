@@ -3,7 +3,9 @@
 
   python 02_build_hf_dataset.py
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
-  python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --min-chars 200
+  python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
+  python 02_build_hf_dataset.py --only-splits 0-4   (on each of several machines, other numbers)
+  python 02_build_hf_dataset.py --merge             (on one of them, when all are done)
 
 Reads the splits of stage 01, or any directory. Plain text of any suffix is one document; JSON is
 one per element of a top-level list (or per value), JSON Lines one per line, YAML one per YAML
@@ -15,6 +17,7 @@ in it errors.jsonl with everything that failed or gave nothing. Never goes onlin
 from __future__ import annotations
 
 import argparse
+import codecs
 import shlex
 import shutil
 import time
@@ -24,8 +27,8 @@ from pathlib import Path
 from lib.core import log, options, publish, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.progress import Progress
-from lib.corpus import inputs, work
-from lib.corpus.dataset import ERRORS, Dataset
+from lib.corpus import inputs, pool, store, work
+from lib.corpus.dataset import ERRORS, PARTS, Dataset
 from lib.corpus.documents import TRAIN, Shape
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import Pool
@@ -47,6 +50,11 @@ def parse(argv: Sequence[str]) -> options.Options:
         help="join the strings of a document by newlines, or make each a row of its own")
     add("--min-chars", type=options.count, default=0, metavar="N",
         help="drop rows of fewer characters")
+    add("--fallback-encoding", type=_encoding, metavar="NAME",
+        help="how to read what is neither UTF-8 nor UTF-16 with a byte order mark, cp1252 for "
+             "example (default: replace what is no text by U+FFFD)")
+    add("--dedup", choices=("none", "exact"), default="none",
+        help="drop rows whose text is that of an earlier row (about 25 bytes of memory per row)")
     add("--validation-percent", type=options.percent, default=0.0, metavar="P",
         help="percentage of the rows that become a validation split, drawn by a hash of their "
              "text (0: none)")
@@ -55,6 +63,11 @@ def parse(argv: Sequence[str]) -> options.Options:
     add("--max-error-rate", type=options.fraction, default=1.0, metavar="F",
         help="fail when more than this fraction of the files could not be read in full "
              "(1: never)")
+    add("--only-splits", type=_numbers, metavar="0-4",
+        help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge")
+    add("--merge", action="store_true",
+        help="put the parts of all splits together; the result is that of one machine, byte for "
+             "byte")
     parser.add_common("read files")
     return parser.parse(argv)
 
@@ -66,9 +79,34 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def check_paths(folder: Path, save_dir: Path) -> None:
-    """Raise UsageError when input and output lie inside each other."""
-    problems = Problems()
+def _encoding(text: str) -> str:
+    """Return the usual name of an encoding of text."""
+    try:
+        "".encode(text)
+        return codecs.lookup(text).name
+    except (LookupError, ValueError):
+        raise argparse.ArgumentTypeError(f"no encoding of text is called {text!r}") from None
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of `0-4,7`."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            raise argparse.ArgumentTypeError(f"expected numbers such as 0-4,7, got {text!r}")
+        if len(found := range(int(first), int(last or first) + 1)) == 0:
+            raise argparse.ArgumentTypeError(f"expected a range that rises, got {part!r}")
+        numbers += found
+    return numbers
+
+
+def check_options(opts: options.Options) -> None:
+    """Raise UsageError when options contradict each other or input and output overlap."""
+    folder, save_dir, problems = opts.data_folder, opts.save_dir, Problems()
+    if opts.merge and opts.only_splits is not None:
+        problems.add("--only-splits and --merge exclude each other",
+                     expected="--only-splits on each machine, then --merge on one")
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(f"--save-dir {save_dir} lies in --data-folder {folder}",
                      expected="a place where the dataset is not read as input again")
@@ -92,7 +130,68 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
     })
 
 
-def check_result(opts: options.Options, dataset: Dataset, files: int) -> None:
+def identity_of(opts: options.Options, files: Sequence[InputFile]) -> dict:
+    """Return what decides the content of the dataset, on however many machines it is built."""
+    chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge")
+    return {"options": chosen, "inputs": inputs.identity(files)}
+
+
+def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape) -> None:
+    """Build the parts of some splits, each an artifact of its own, and say what comes next."""
+    began, root = time.monotonic(), store.root(opts.save_dir)
+    by_split = inputs.by_split(files)
+    names = store.choose(list(by_split), opts.only_splits)
+    needed = work.room([file for name in names for file in by_split[name]])
+    log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
+    publish.require_space(root, needed, "the parts")
+    for name in names:
+        identity = store.identity(identity_of(opts, files), by_split[name])
+        if publish.is_done(root / name, store.KIND, identity, opts.overwrite):
+            log.info(f"already done: {root / name}")
+        elif not opts.dry_run:
+            build_split(opts, publish.Build(root / name, store.KIND, identity, opts.overwrite,
+                                            resumable=True), by_split[name], shape)
+    if opts.dry_run:
+        log.info("dry run: nothing was written")
+        return
+    log.info(f"done in {units.duration(time.monotonic() - began)}")
+    log.info("next: the same command with --merge in place of --only-splits, when all "
+             f"{len(by_split)} splits are built")
+
+
+def build_split(opts: options.Options, build: publish.Build, files: Sequence[InputFile],
+                shape: Shape) -> None:
+    """Build the parts of one split; a run that was killed goes on after its finished units."""
+    with build:
+        tasks = work.units(opts.data_folder, files, build.dir, shape)
+        total, rows, listed = sum(file.bytes for file in files), 0, []
+        with Pool(min(opts.num_workers, len(tasks)), store.process) as workers, \
+                Progress(build.target.name, total, "B", not opts.no_progress) as bar:
+            for done in workers.run(tasks):
+                listed += store.entries(done)
+                rows += sum(done.rows.values())
+                bar.advance(done.unit.bytes)
+        build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
+                      summary={"files": len(files), "bytes": total, "rows": rows})
+    log.info(f"{build.target.name}: {rows:,} rows of {len(files):,} files")
+
+
+def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Unit]) -> None:
+    """Add what the units give that are not in a dataset yet: read now, or kept for the merge."""
+    if dataset.units:
+        log.info(f"going on after unit {dataset.units} of {len(tasks)}, where a run before this "
+                 "one was stopped")
+    total, left = sum(task.bytes for task in tasks), tasks[dataset.units:]
+    with Pool(min(opts.num_workers, len(tasks))) as workers, \
+            Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar:
+        bar.advance(total - sum(task.bytes for task in left))
+        for done in store.kept(left) if opts.merge else workers.run(left):
+            dataset.add(done)
+            bar.advance(done.unit.bytes)
+
+
+def check_result(opts: options.Options, dataset: Dataset, files: int,
+                 build: publish.Build) -> None:
     """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
     tally, kept = dataset.tally, None
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
@@ -104,6 +203,7 @@ def check_result(opts: options.Options, dataset: Dataset, files: int) -> None:
     if kept:
         left = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
         shutil.copyfile(dataset.errors, left)
+        build.resumable = False  # other options or inputs are needed, so nothing goes on from here
         raise UsageError(kept, found=f"{tally.short:,} rows below --min-chars; problems: "
                                      f"{problems}\nlisted in {left}; nothing was published")
     for field in sorted(set(opts.fields) - tally.fields_seen):
@@ -123,6 +223,8 @@ def print_summary(opts: options.Options, dataset: Dataset, files: int, total: in
              "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text"}
     if tally.short:
         lines["short"] = f"{tally.short:,} rows below --min-chars {opts.min_chars} dropped"
+    if dataset.duplicates:
+        lines["dedup"] = f"{dataset.duplicates:,} rows with the text of an earlier one dropped"
     if tally.problems:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = f"{counts} ({len(tally.failed):,} files failed), " \
@@ -146,22 +248,30 @@ def main(argv: list[str]) -> None:
     progress = not opts.no_progress
 
     # Check the inputs.
-    check_paths(opts.data_folder, opts.save_dir)
+    check_options(opts)
+    if not (opts.dry_run or opts.merge or opts.save_dir.exists()):
+        pool.prepare()
     files, skipped = inputs.find(opts.data_folder, progress)
-    identity = {"options": options.identity(opts, "data_folder", "save_dir"),
-                "inputs": inputs.identity(files)}
+    shape = Shape(tuple(opts.fields), opts.strings, opts.min_chars, opts.validation_percent,
+                  opts.keep_source, opts.dedup, opts.fallback_encoding or "")
+    if opts.only_splits is not None:
+        build_splits(opts, files, shape)
+        return
+    identity = identity_of(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite):
         log.info(f"already done: {opts.save_dir} holds these files")
+        if opts.merge:
+            store.remove(opts.save_dir)
         print_next(opts)
         return
 
     # Plan.
-    build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite)
-    shape = Shape(tuple(opts.fields), opts.strings, opts.min_chars, opts.validation_percent,
-                  opts.keep_source)
-    tasks = work.units(opts.data_folder, files, build.dir / "parts", shape)
+    build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
+    parts = store.root(opts.save_dir) if opts.merge else build.dir / PARTS
+    tasks = work.units_in_order(opts.data_folder, files, parts, shape)
     total = sum(file.bytes for file in files)
-    needed = work.room(files)
+    needed = store.check(opts.save_dir, identity, inputs.by_split(files), argv) if opts.merge \
+        else work.room(files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:
@@ -170,21 +280,18 @@ def main(argv: list[str]) -> None:
 
     with build, Dataset(build.dir, shape) as dataset:
         # Work.
-        (build.dir / "parts").mkdir()
-        dataset.note_skipped(skipped)
-        with Pool(min(opts.num_workers, len(tasks))) as pool, \
-                Progress("build", total, "B", progress) as bar:
-            for done in pool.run(tasks):
-                dataset.add(done)
-                bar.advance(done.unit.bytes)
-        (build.dir / "parts").rmdir()
+        if not dataset.units:
+            dataset.note_skipped(skipped)
+        add_units(opts, dataset, tasks)
 
         # Verify and publish.
-        check_result(opts, dataset, len(files))
+        check_result(opts, dataset, len(files), build)
         listed = dataset.finish()
         build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
                       summary={"files": len(files), "bytes": total} | dataset.summary())
 
+    if opts.merge:
+        store.remove(opts.save_dir)
     print_summary(opts, dataset, len(files), total, time.monotonic() - began)
 
 

@@ -197,7 +197,8 @@ def spans(text: str) -> list[str]:
 def test_every_option_that_is_named_exists(path: Path) -> None:
     known = {string for stage in STAGES for action in parser_of(stage)._actions
              for string in action.option_strings}
-    known |= {"--nproc-per-node", "--nnodes", "--standalone", "--no-index", "--find-links"}
+    known |= {"--nproc-per-node", "--nnodes", "--standalone", "--no-index", "--find-links",
+              "--signals-to-handle", "--shutdown-timeout"}
     named = {option.replace("_", "-") for span in spans(path.read_text(encoding="utf-8"))
              for option in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", span)}
     assert not named - known

@@ -139,7 +139,7 @@ def test_killed_in_the_middle_then_the_same_bytes(stage, tmp_path):
                                 "--save-dir", "out", "--num-workers", "2"], cwd=tmp_path,
                                stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("out.partial-*/parts/*")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("out.partial-*/*/parts/*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGKILL)
@@ -263,7 +263,7 @@ def test_a_full_disk_is_told_before_anything_is_written(stage, raw, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["raw_text"]
 
 
-def test_a_disk_that_fills_up_ends_with_code_4_and_leaves_nothing(tmp_path):
+def test_a_disk_that_fills_up_ends_with_code_4_and_the_next_run_goes_on(stage, tmp_path):
     mixed(tmp_path / "data", 200)
     limited = f"ulimit -f 500; exec {sys.executable} {ROOT / SCRIPT} --data-folder data " \
               "--save-dir out --no-progress"
@@ -271,4 +271,6 @@ def test_a_disk_that_fills_up_ends_with_code_4_and_leaves_nothing(tmp_path):
                           timeout=60)
     assert done.returncode == 4, done.stderr
     assert "no room to write" in done.stderr and "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert not (tmp_path / "out").exists()
+    stage(SCRIPT, "--data-folder", "data", "--save-dir", "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out"]

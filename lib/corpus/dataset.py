@@ -1,47 +1,76 @@
-"""Puts what the units gave together, in order: a dataset directory with its errors.jsonl."""
+"""Puts what the units gave together, in order: a dataset directory with its errors.jsonl.
+
+Every now and then what is there is made durable and noted in `unfinished/progress.json`; a run
+that was killed is cut back to the last such note and goes on from there.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lib.core import manifest
-from lib.corpus.documents import SKIPPED_FILE, Shape, Tally, problem_line
+from lib.core import hashing, manifest
+from lib.core.errors import ArtifactError
+from lib.corpus import shards
+from lib.corpus.dedup import DIGEST_BYTES, Seen
+from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE, Shape, Tally, problem_line
+from lib.corpus.flush import Flusher
 from lib.corpus.scan import Entry
 from lib.corpus.shards import ShardWriter
 from lib.corpus.work import Done
 
-ERRORS = "errors.jsonl"
+if TYPE_CHECKING:
+    import numpy as np
+
+ERRORS, WORK = "errors.jsonl", "unfinished"
+PARTS = f"{WORK}/parts"  # where workers write
+NOTE_BYTES, NOTE_SECONDS = 256_000_000, 10.0
+_PROGRESS, _DIGESTS = f"{WORK}/progress.json", f"{WORK}/digests"
 
 
 class Dataset:
     """A dataset in the making: one split lies in the directory itself, two in one each.
 
+    units: how many of them are in it already. duplicates: rows dropped by --dedup.
+
     >>> with Dataset(directory, shape) as dataset:
-    ...     for done in pool.run(units):
+    ...     for done in pool.run(units[dataset.units:]):
     ...         dataset.add(done)
     ...     files = dataset.finish()
     """
 
     def __init__(self, directory: Path, shape: Shape) -> None:
-        self.tally = Tally()
+        before = _recall(directory)
+        self.units: int = before.get("units", 0)
+        self.tally = Tally.from_json(before["tally"]) if before else Tally()
+        self.duplicates: int = before.get("duplicates", 0)
+        (directory / PARTS).mkdir(parents=True)
         self._directory = directory
+        self._flusher = Flusher()
         self._homes = {split: directory / split if len(shape.splits) > 1 else directory
                        for split in shape.splits}
-        self._writers = {split: ShardWriter(home, split, shape.keep_source)
+        self._writers = {split: ShardWriter(home, split, shape.keep_source, self._flusher,
+                                            before.get("shards", {}).get(split, ()))
                          for split, home in self._homes.items()}
-        self._errors = (directory / ERRORS).open("wb")
-        self._lines_before = 0
+        self._errors = (directory / ERRORS).open("ab")
+        self._lines_before: int = before.get("lines_before", 0)
+        self._seen = _Remembered(directory / _DIGESTS) if shape.dedup != "none" else None
+        self._unnoted, self._noted_at = 0, time.monotonic()
 
     def __enter__(self) -> Dataset:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self._flusher.close()
         self._errors.close()
+        if self._seen:
+            self._seen.file.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -58,18 +87,30 @@ class Dataset:
         return {split: writer.rows for split, writer in self._writers.items()}
 
     def note_skipped(self, entries: Iterable[Entry]) -> None:
-        """List what the scan of a plain directory left out."""
+        """List what the scan of a plain directory left out; once, before the first unit."""
         for entry in entries:
             self._errors.write(problem_line(entry.path, None, None, entry.skipped,
                                             "left out by the scan of the directory", SKIPPED_FILE))
             self.tally.problems[entry.skipped] += 1
 
     def add(self, done: Done) -> None:
-        """Add what the next unit gave; units must come in their order."""
+        """Add what the next unit gave and delete its parts, unless they were kept for a merge.
+
+        Units must come in their order. Raises ArtifactError when a kept part is damaged.
+        """
+        _check(done)
         self._add_errors(done)
         for split, writer in self._writers.items():
-            writer.append(done.unit.part(split), done.rows[split], done.text_bytes[split])
+            writer.append(done.unit.part(split), done.rows[split], done.text_bytes[split],
+                          self._new_rows(done, split))
+            self._unnoted += done.text_bytes[split]
+        if not done.digests:
+            for part in done.unit.parts():
+                part.unlink(missing_ok=True)
         self.tally.add(done.tally)
+        self.units += 1
+        if self._unnoted > NOTE_BYTES or time.monotonic() > self._noted_at + NOTE_SECONDS:
+            self._note_progress()
 
     def finish(self) -> list[dict[str, Any]]:
         """Name and verify the shards and return the manifest entries of all files."""
@@ -83,6 +124,7 @@ class Dataset:
             manifest.write_json(path, {"splits": list(self._homes)})
             files.append(manifest.file_entry(self._directory, path))
         self._errors.close()
+        shutil.rmtree(self._directory / WORK)
         return [*files, manifest.file_entry(self._directory, self.errors)]
 
     def summary(self) -> dict[str, Any]:
@@ -92,16 +134,33 @@ class Dataset:
         return {"rows": sum(split["rows"] for split in splits.values()),
                 "text_bytes": sum(split["text_bytes"] for split in splits.values()),
                 "splits": splits, "documents": tally.documents, "short": tally.short,
-                "replaced": tally.replaced, "failed_files": len(tally.failed),
-                "problems": dict(sorted(tally.problems.items()))}
+                "duplicates": self.duplicates, "replaced": tally.replaced,
+                "failed_files": len(tally.failed), "problems": dict(sorted(tally.problems.items()))}
+
+    def _new_rows(self, done: Done, split: str) -> np.ndarray | None:
+        """Return which rows of a part were not seen before (None: all), and list the others."""
+        if not self._seen or not done.rows[split]:
+            return None
+        new = self._seen.add(done.unit.part(f"{split}.digests").read_bytes())
+        if new.all():
+            return None
+        start = 0
+        for piece, stop in zip(done.unit.pieces, done.rows_of[split], strict=True):
+            if gone := stop - start - int(new[start:stop].sum()):
+                self._errors.write(problem_line(
+                    piece.path, None, None, "duplicate",
+                    f"{gone} rows of {split} have the text of an earlier one", DROPPED_ROWS))
+                self.tally.problems["duplicate"] += 1
+                self.duplicates += gone
+            start = stop
+        return new
 
     def _add_errors(self, done: Done) -> None:
         """Append the lines of errors.jsonl, numbering those of a cut file through."""
         piece = done.unit.pieces[0]
         if piece.start == 0:
             self._lines_before = 0
-        part = done.unit.part("errors")
-        with part.open("rb") as lines:
+        with done.unit.part("errors").open("rb") as lines:
             for text in lines:
                 if self._lines_before:
                     problem = json.loads(text)
@@ -109,5 +168,76 @@ class Dataset:
                         problem["line"] += self._lines_before
                     text = json.dumps(problem).encode() + b"\n"
                 self._errors.write(text)
-        part.unlink()
         self._lines_before += 0 if piece.is_whole else done.lines
+
+    def _note_progress(self) -> None:
+        self._errors.flush()
+        for file in (self._errors, *([self._seen.file] if self._seen else [])):
+            file.flush()
+            self._flusher.sync(file)
+        states = {split: writer.state() for split, writer in self._writers.items()}
+        sizes = {ERRORS: self._errors.tell()}
+        if self._seen:
+            sizes[_DIGESTS] = self._seen.file.tell()
+        for split, home in self._homes.items():
+            sizes |= {(home / shard["name"]).relative_to(self._directory).as_posix():
+                      shard["bytes"] for shard in states[split]}
+        progress = {"units": self.units, "tally": self.tally.to_json(), "shards": states,
+                    "duplicates": self.duplicates, "lines_before": self._lines_before,
+                    "files": sizes}
+        text = json.dumps(progress)  # now: the tally goes on counting
+
+        def write() -> None:
+            manifest.write_json(self._directory / _PROGRESS, json.loads(text))
+        self._flusher.then(write)
+        self._unnoted, self._noted_at = 0, time.monotonic()
+
+
+class _Remembered:
+    """The digests seen so far, in memory and in a file from which a later run fills its memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._seen = Seen()
+        self.file = path.open("ab+")
+        self.file.seek(0)
+        while digests := self.file.read(DIGEST_BYTES << 20):
+            self._seen.add(digests)
+
+    def add(self, digests: bytes) -> np.ndarray:
+        """Return which of some digests are new (bool [n])."""
+        import numpy as np
+        new = self._seen.add(digests)
+        self.file.write(np.frombuffer(digests, np.uint64).reshape(-1, 2)[new].tobytes())
+        return new
+
+
+def _check(done: Done) -> None:
+    for name, digest in done.digests.items():
+        path = Path(done.unit.out) / name
+        if not path.is_file() or not hashing.matches(path, digest):
+            raise ArtifactError(f"{path} is damaged or gone", found="other content than when it "
+                                "was written", run=f"rm -r {path.parent}, then build that split "
+                                "again with --only-splits")
+
+
+def _recall(directory: Path) -> dict[str, Any]:
+    """Cut a directory back to its last note of progress and return that, {} after a clean start."""
+    shards.bring_back(directory)
+    try:
+        noted = json.loads((directory / _PROGRESS).read_text(encoding="utf-8"))
+        if any((directory / name).stat().st_size < size for name, size in noted["files"].items()):
+            noted = {}  # a power cut took what the note vouches for
+    except (OSError, ValueError, KeyError):
+        noted = {}
+    shutil.rmtree(directory / PARTS, ignore_errors=True)
+    files = noted.get("files", {})
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name not in files and name != _PROGRESS:
+            path.unlink()
+    for name, size in files.items():
+        with (directory / name).open("rb+") as file:
+            file.truncate(size)
+    if not noted:
+        (directory / _PROGRESS).unlink(missing_ok=True)
+    return noted

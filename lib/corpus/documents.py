@@ -9,14 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from lib.corpus import encoding, strings
+from lib.corpus.dedup import DIGEST_BYTES
 from lib.corpus.parts import Part
 from lib.corpus.scan import shown
+from lib.corpus.source import LARGE_BYTES
 
 TRAIN, VALIDATION = "train", "validation"
 SKIPPED_FILE, SKIPPED, DROPPED_REST = "file skipped", "document skipped", "rest of the file dropped"
-DROPPED, KEPT = "document dropped", "kept"
+DROPPED, DROPPED_ROWS, KEPT = "document dropped", "rows dropped", "kept"
+TOO_LARGE = "too large", f"larger than {LARGE_BYTES:,} bytes, which is the limit for a document " \
+                         "that is not plain text"
 # Problems by which a file counts as failed; of the others it simply holds no (clean) text.
-FAILURES = {"syntax", "unreadable", "unsupported", "nesting", "aliases", "cut", "crash"}
+FAILURES = {"syntax", "unreadable", "unsupported", "nesting", "aliases", "cut", "crash",
+            "too large"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Shape:
     min_chars: int = 0
     validation_percent: float = 0.0
     keep_source: bool = False
+    dedup: str = "none"
+    fallback_encoding: str = ""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -55,6 +62,16 @@ class Tally:
         self.failed |= other.failed
         self.fields_seen |= other.fields_seen
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return vars(self) | {"failed": sorted(self.failed), "fields_seen": sorted(self.fields_seen)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Tally:
+        """Return what `to_json` was made of."""
+        return cls(**value | {"problems": Counter(value["problems"]), "failed": {*value["failed"]},
+                              "fields_seen": {*value["fields_seen"]}})
+
 
 def problem_line(path: str, offset: int | None, line: int | None, kind: str, message: str,
                  action: str) -> bytes:
@@ -67,29 +84,39 @@ class Documents:
     """Collects the rows of several files into one part per split.
 
     parts: by split. errors: where the lines of errors.jsonl go. lines: of JSON Lines, how many the
-    last file (or part of it) had.
+    last file (or part of it) had. fallback: encoding of what is neither UTF-8 nor UTF-16, "" if
+    that is replaced.
     """
 
     def __init__(self, shape: Shape, parts: dict[str, Part], errors: BinaryIO) -> None:
         self.tally = Tally()
         self.lines = 0
+        self.fallback = shape.fallback_encoding
         self._shape, self._parts, self._errors = shape, parts, errors
+        self._train = parts[TRAIN]
         self._fields = strings.Fields(shape.fields) if shape.fields else None
+        self._joins = shape.strings == "joined"
         self._validation_below = int(shape.validation_percent / 100 * (1 << 64))
+        self._hashes = bool(self._validation_below) or shape.dedup != "none"
         self._path = self._source = ""
-        self._replaced_before = self._heard_before = 0
+        self._replaced_before = self._heard_before = self._short_before = 0
 
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: as errors.jsonl names it; source: as the column does."""
         self._path, self._source = path, shown(source)
         self._replaced_before, self._heard_before = self.tally.replaced, self._heard()
+        self._short_before = self.tally.short
 
     def end(self, whole: bool) -> None:
         """Finish a file. whole: it was read from its start to its end, not a part of it."""
         if whole and self._heard() == self._heard_before:
             self.problem("empty", "no document in it", SKIPPED_FILE)
         if replaced := self.tally.replaced - self._replaced_before:
-            self.problem("encoding", f"replaced what is no text by U+FFFD ({replaced} times)", KEPT)
+            instead = f"read as {self.fallback}" if self.fallback else "replaced by U+FFFD"
+            self.problem("encoding", f"what is no text was {instead} ({replaced} times)", KEPT)
+        if short := self.tally.short - self._short_before:
+            self.problem("short", f"{short} rows of fewer characters than --min-chars",
+                         DROPPED_ROWS)
         if self._fields:
             self.tally.fields_seen |= self._fields.seen
 
@@ -97,10 +124,23 @@ class Documents:
         """Take a plain-text file as one document, as it is but for a byte order mark."""
         text = self.decode(data)
         if not text or text.isspace():
-            self.problem("empty", "nothing but white space in it", SKIPPED_FILE, 0, 1)
+            self.blank()
             return
         self.tally.documents += 1
         self._row(text)
+
+    def large_text(self, text: BinaryIO, size: int, characters: int, sha256: bytes) -> None:
+        """Take a document that lies in a file as valid UTF-8. size: in bytes. sha256: of it."""
+        self.tally.documents += 1
+        if characters < self._shape.min_chars:
+            self.tally.short += 1
+            return
+        self._parts[self._split_of(sha256)].add_file(text, size, self._source,
+                                                     sha256[-DIGEST_BYTES:])
+
+    def blank(self) -> None:
+        """Note a plain-text file without text."""
+        self.problem("empty", "nothing but white space in it", SKIPPED_FILE, 0, 1)
 
     def value(self, value: Any, offset: int | None = None, line: int | None = None,
               number: int = 0) -> None:
@@ -111,8 +151,13 @@ class Documents:
         """
         kept = self._fields.select(value) if self._fields else value
         found = strings.strings_of(kept)
-        rows = found if self._shape.strings == "rows" else ["\n".join(found)]
-        rows = [row for row in rows if row and not row.isspace()]
+        if self._joins:
+            text = found[0] if len(found) == 1 else "\n".join(found)
+            if text and not text.isspace():
+                self.tally.documents += 1
+                self._row(text)
+                return
+        rows = [row for row in found if row and not row.isspace()]
         if not rows:
             where = f"document {number}: " if number else ""
             wanted = " under --fields" if self._fields else ""
@@ -133,7 +178,7 @@ class Documents:
 
     def decode(self, data: bytes) -> str:
         """Return the text of some bytes of the file, counting replacements."""
-        text, replaced = encoding.decode(data)
+        text, replaced = encoding.decode(data, self.fallback)
         self.tally.replaced += replaced
         return text
 
@@ -143,13 +188,17 @@ class Documents:
             return
         data, replaced = encoding.encode(text)
         self.tally.replaced += replaced
-        self._parts[self._split_of(data)].add(data, self._source)
+        if not self._hashes:
+            self._train.add(data, self._source)
+            return
+        digest = hashlib.sha256(data).digest()
+        self._parts[self._split_of(digest)].add(data, self._source, digest[-DIGEST_BYTES:])
 
-    def _split_of(self, data: bytes) -> str:
+    def _split_of(self, digest: bytes) -> str:
         """Draw the split from the text alone, so it stays when files are added, moved or equal."""
         if not self._validation_below:
             return TRAIN
-        draw = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+        draw = int.from_bytes(digest[:8], "big")
         return VALIDATION if draw < self._validation_below else TRAIN
 
     def _heard(self) -> int:

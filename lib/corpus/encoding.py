@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
 from lib.corpus import kinds
 
 REPLACEMENT = "\ufffd"
 UTF8_BOM = b"\xef\xbb\xbf"
+_CHUNK = 1 << 20
 
 
-def decode(data: bytes) -> tuple[str, int]:
-    """Return the text of UTF-8 (BOM or not) or UTF-16 (BOM) bytes, and the replacements made."""
+def decode(data: bytes, fallback: str = "") -> tuple[str, int]:
+    """Return the text of UTF-8 (BOM or not) or UTF-16 (BOM) bytes, and the replacements made.
+
+    fallback: the encoding of what is neither; a text read by it counts as one replacement.
+    """
     if kinds.is_utf16(data):
         text = data.decode("utf-16", "replace")
         return text, text.count(REPLACEMENT) - _in_utf16(data)
@@ -17,6 +26,8 @@ def decode(data: bytes) -> tuple[str, int]:
     try:
         return data.decode(), 0
     except UnicodeDecodeError:
+        if fallback:
+            return data.decode(fallback, "replace"), 1
         text = data.decode("utf-8", "replace")
         return text, text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
 
@@ -37,6 +48,53 @@ def _in_utf16(data: bytes) -> int:
     return text.count(REPLACEMENT)
 
 
+class Pieces:
+    """Decodes a stream of any length piece by piece. replaced: how often so far.
+
+    fallback: the encoding of single bytes that are no UTF-8.
+    """
+
+    def __init__(self, stream: BinaryIO, head: bytes, fallback: str = "") -> None:
+        self.replaced = 0
+        self._stream, self._fallback = stream, fallback
+        self._codec = "utf-16" if kinds.is_utf16(head) else "utf-8-sig"
+
+    def __iter__(self) -> Iterator[str]:
+        codecs.register_error("lib.corpus", self._repair)
+        decoder = codecs.getincrementaldecoder(self._codec)("lib.corpus")
+        while data := self._stream.read(_CHUNK):
+            if text := decoder.decode(data):
+                yield text
+        if text := decoder.decode(b"", True):
+            yield text
+
+    def _repair(self, error: UnicodeError) -> tuple[str, int]:
+        self.replaced += 1
+        if self._fallback and self._codec != "utf-16":
+            return error.object[error.start:error.end].decode(self._fallback, "replace"), error.end
+        return REPLACEMENT, error.end
+
+
+class Utf8(io.RawIOBase):
+    """What pieces of text are as UTF-8, as a stream."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._texts, self._rest = iter(pieces), b""
+
+    def readable(self) -> bool:
+        """Tell io.BufferedReader that this can be read."""
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Fill as much of a buffer as there is; 0 at the end."""
+        if not self._rest:
+            self._rest = encode(next(self._texts, ""))[0]
+        data, self._rest = self._rest[:len(target)], self._rest[len(target):]
+        target[:len(data)] = data
+        return len(data)
+
+
 class Locator:
     """Tells where in its file a place in a text lies; places must be asked for in order.
 
@@ -51,7 +109,16 @@ class Locator:
     def at(self, position: int) -> tuple[int | None, int]:
         """Return the offset in bytes (None in UTF-16) and the line, counted from 1."""
         passed = self._text[self._position:position]
-        self._offset += len(passed.encode())
+        self._offset += len(passed.encode("utf-8", "surrogatepass"))
         self._line += passed.count("\n")
         self._position = max(position, self._position)
         return self._offset if self._has_offsets else None, self._line
+
+    def end(self) -> int:
+        """Return the position after the text."""
+        return len(self._text)
+
+    def move(self, position: int, text: str) -> None:
+        """Forget the text before a position, which is that of the new text's start."""
+        self.at(position)
+        self._text, self._position = text, self._position - position

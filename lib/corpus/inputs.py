@@ -21,13 +21,14 @@ class InputFile:
     """A file to read.
 
     path: relative to the data folder. source: relative to where it was collected (equal in a plain
-    directory). mtime_ns: modification time in nanoseconds.
+    directory). mtime_ns: modification time in nanoseconds. split: "" in a plain directory.
     """
 
     path: str
     source: str
     bytes: int
     mtime_ns: int
+    split: str = ""
 
 
 def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[Entry]]:
@@ -81,7 +82,8 @@ def _of_splits(folder: Path) -> list[InputFile]:
                 missing.append(path)
                 continue
             changed += info.st_size != entry["bytes"]
-            files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns))
+            files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns,
+                                   entry["split"]))
     if missing:
         raise ArtifactError(
             f"the splits {folder} are damaged", run=run,
@@ -97,6 +99,14 @@ def _of_splits(folder: Path) -> list[InputFile]:
 
 def _count_files(folder: Path, splits: Sequence[str]) -> int:
     return sum(len(names) for split in splits for _, _, names in os.walk(folder / split))
+
+
+def by_split(files: Sequence[InputFile]) -> dict[str, list[InputFile]]:
+    """Return the files of each split, in their order."""
+    found: dict[str, list[InputFile]] = {}
+    for file in files:
+        found.setdefault(file.split, []).append(file)
+    return found
 
 
 def identity(files: Sequence[InputFile]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import PurePosixPath
+import posixpath
 
 HEAD_BYTES = 16_384
 
@@ -11,7 +11,9 @@ _SUFFIXES = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".yaml": "y
              ".yml": "yaml", ".csv": "csv", ".tsv": "tsv"}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz",
           b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet", b"ARROW1": "arrow"}
-_ARROW_STREAM = b"\xff\xff\xff\xff"
+_MAGICS = tuple(_MAGIC)
+_ARROW_STREAM, _MAX_ARROW_SCHEMA = b"\xff\xff\xff\xff", 1 << 26
+_PACKED_SUFFIXES = {".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd"}
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _UTF32_BOM = b"\xff\xfe\x00\x00"
 # What text hardly ever has; tab, line feed, form feed, carriage return and escape are text.
@@ -23,22 +25,44 @@ def sniff(name: str, head: bytes) -> str:
     """Return the kind of a file: `text`, `json`, `jsonl`, `yaml`, …, `binary` or `empty`.
 
     name: its path. head: its first HEAD_BYTES bytes (fewer if it is shorter). The content decides
-    what is a container or binary; among text files the suffix does, but JSON Lines are also
-    recognised under `.json` or without any suffix.
+    what is a container or binary; among text files the suffix does, as long as the first bytes can
+    be what it says: text under `.json` is text, and JSON and JSON Lines are told apart.
     """
     if not head:
         return "empty"
-    suffix = PurePosixPath(name).suffix.lower()
-    for magic, kind in _MAGIC.items():
-        if head.startswith(magic):
-            return kind
-    if suffix == ".arrow" and head.startswith(_ARROW_STREAM):
+    stem, suffix = posixpath.splitext(name.lower())
+    if suffix in _PACKED_SUFFIXES:  # what is packed was told by its magic: this is not, or no more
+        suffix = posixpath.splitext(stem)[1]
+    if head.startswith(_MAGICS):
+        return next(kind for magic, kind in _MAGIC.items() if head.startswith(magic))
+    if _is_arrow_stream(head):
         return "arrow"
     if is_binary(head):
         return "binary"
     kind = _SUFFIXES.get(suffix, "text")
-    looks_again = kind == "json" or not suffix
-    return "jsonl" if looks_again and _starts_as_json_lines(head) else kind
+    if kind in ("json", "jsonl"):
+        return _json_kind(kind, head)
+    return "jsonl" if not suffix and _starts_as_json_lines(head) else kind
+
+
+def _json_kind(kind: str, head: bytes) -> str:
+    """Return `json`, `jsonl` or `text` for a file with a suffix of JSON or JSON Lines."""
+    if is_utf16(head):
+        return kind
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start and start[:1] not in b'{["-0123456789tfnNI':
+        return "text"
+    if kind == "json":
+        return "jsonl" if _starts_as_json_lines(head) else kind
+    return "json" if start.partition(b"\n")[0].strip() in (b"{", b"[") else kind
+
+
+def _is_arrow_stream(head: bytes) -> bool:
+    """Tell whether a file starts with the message of an Arrow schema."""
+    if not head.startswith(_ARROW_STREAM):
+        return False
+    size = int.from_bytes(head[4:8], "little")
+    return 0 < size < _MAX_ARROW_SCHEMA and size % 8 == 0
 
 
 def is_utf16(head: bytes) -> bool:

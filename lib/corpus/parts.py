@@ -7,13 +7,17 @@ stream: worker processes write parts, and shards.py puts them together in order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
 
 BATCH_BYTES = 16_000_000
 _ROW_OVERHEAD = 64  # bytes that a row takes in memory besides its text
+_CHUNK = 1 << 20
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
@@ -25,33 +29,74 @@ def schema(keep_source: bool) -> pa.Schema:
 
 
 class Part:
-    """Writes rows as batch messages of about 16 MB (one row may be larger)."""
+    """Writes rows as batch messages of about 16 MB (one row may be larger).
 
-    def __init__(self, file: BinaryIO, keep_source: bool) -> None:
-        self.rows = self.text_bytes = 0
-        self._file, self._schema = file, schema(keep_source)
+    digests: where 16 bytes of hash go for each row, if anywhere. text_bytes: written so far.
+    """
+
+    def __init__(self, file: BinaryIO, keep_source: bool, digests: BinaryIO | None = None) -> None:
+        self._written = self.text_bytes = 0
+        self._file, self._schema, self._digests = file, schema(keep_source), digests
         self._texts: list[bytes] = []
         self._sources: list[str] | None = [] if keep_source else None
         self._size = 0
 
-    def add(self, text: bytes, source: str) -> None:
+    @property
+    def rows(self) -> int:
+        """Return how many rows it has, those not written yet too."""
+        return self._written + len(self._texts)
+
+    def add(self, text: bytes, source: str, digest: bytes = b"") -> None:
         """Add a row. text: valid UTF-8."""
-        if self._size + len(text) > BATCH_BYTES:
+        if self._size + len(text) > BATCH_BYTES and self._texts:
             self.flush()
         self._texts.append(text)
+        self._size += len(text) + _ROW_OVERHEAD
         if self._sources is not None:
             self._sources.append(source)
-        self._size += len(text) + _ROW_OVERHEAD
-        self.rows += 1
-        self.text_bytes += len(text)
+        if self._digests is not None:
+            self._digests.write(digest)
+
+    def add_file(self, text: BinaryIO, size: int, source: str, digest: bytes = b"") -> None:
+        """Add a row too large for memory. text: a file of valid UTF-8. size: its bytes."""
+        import mmap
+
+        import pyarrow as pa
+        self.flush()
+        offsets = pa.array([0, size], pa.int64()).buffers()[1]
+        with mmap.mmap(text.fileno(), size, access=mmap.ACCESS_READ) as never_touched:
+            columns = [pa.Array.from_buffers(pa.large_string(), 1,
+                                             [None, offsets, pa.py_buffer(never_touched)])]
+            if self._sources is not None:
+                columns.append(pa.array([source], pa.string()))
+            batch = pa.record_batch(columns, schema=self._schema)
+            sink = _Sink(self._file, text, size)
+            # NOTE: the writer hands large buffers on as they are, so no page of the map is read.
+            writer = pa.ipc.new_stream(pa.PythonFile(sink, "w"), self._schema)
+            sink.skip = len(self._schema.serialize())
+            writer.write_batch(batch)
+            sink.skip = 1 << 62  # the end mark
+            writer.close()
+            del writer, batch, columns
+        self._written += 1
+        self.text_bytes += size
+        if self._digests is not None:
+            self._digests.write(digest)
 
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
+        import numpy as np
         import pyarrow as pa
-        if not self._texts:
+        if not (rows := len(self._texts)):
             return
+        offsets = np.zeros(rows + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, self._texts), np.int64, rows), out=offsets[1:])
+        data = b"".join(self._texts)
+        self._written += rows
+        self.text_bytes += len(data)
         # Every text went through a codec, so it is valid UTF-8 and needs no second check.
-        columns = [pa.array(self._texts, pa.large_binary()).view(pa.large_string())]
+        columns = [pa.Array.from_buffers(pa.large_string(), rows, [
+            None, pa.py_buffer(offsets), pa.py_buffer(data)])]
         if self._sources is not None:
             columns.append(pa.array(self._sources, pa.string()))
         batch = pa.record_batch(columns, schema=self._schema)
@@ -60,3 +105,53 @@ class Part:
         if self._sources is not None:
             self._sources.clear()
         self._size = 0
+
+
+class _Sink:
+    """Takes a stream with one huge buffer and puts the content of a file in the buffer's place.
+
+    skip: bytes to leave out before the rest is written.
+    """
+
+    closed = False
+
+    def __init__(self, target: BinaryIO, text: BinaryIO, size: int) -> None:
+        self._target, self._text, self._size = target, text, size
+        self.skip = 0
+
+    def write(self, data: Any) -> int:
+        """Write a buffer, or the file's content if it has the size of that."""
+        size = len(data)
+        if self.skip:
+            self.skip -= size
+        elif size == self._size:
+            self._text.seek(0)
+            while chunk := self._text.read(_CHUNK):
+                self._target.write(chunk)
+        else:
+            self._target.write(memoryview(data))
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: the target is flushed by its owner."""
+
+    def close(self) -> None:
+        """Do nothing: the target is closed by its owner."""
+
+
+def without(part: Path, keep: np.ndarray, keep_source: bool) -> Iterator[tuple[bytes, int]]:
+    """Yield the messages of the batches with some rows of a part, and the bytes of text in each.
+
+    keep: bool, one per row.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    columns, row = schema(keep_source), 0
+    with pa.OSFile(str(part)) as file:
+        while file.tell() < file.size():
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), columns)
+            kept = keep[row:row + batch.num_rows]
+            row += batch.num_rows
+            if kept.any():
+                batch = batch if kept.all() else batch.filter(pa.array(kept))
+                yield batch.serialize(), pc.sum(pc.binary_length(batch["text"])).as_py()

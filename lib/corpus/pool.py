@@ -7,15 +7,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 
 from lib.core import log
 from lib.corpus import work
 from lib.corpus.scan import shown
 from lib.corpus.work import Done, Unit
+
+Work = Callable[[Unit], Done]
 
 # Deep enough for what orjson refuses, far from the end of the C stack.
 _RECURSION_LIMIT = 10_000
@@ -24,12 +29,14 @@ _RECURSION_LIMIT = 10_000
 class Pool:
     """Processes units in worker processes and yields the results in order.
 
+    work: what a worker does with a unit.
+
     >>> with Pool(workers) as pool:
     ...     for done in pool.run(units): …
     """
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, workers: int, work: Work = work.process) -> None:
+        self._workers, self._work = workers, work
         self._executor = _executor(workers)
 
     def __enter__(self) -> Pool:
@@ -49,22 +56,48 @@ class Pool:
             try:
                 done = flying.pop(position).result()
             except BrokenProcessPool:
-                done = _alone(unit)
+                done = _alone(self._work, unit)
                 flying = {later: future for later, future in flying.items() if _is_good(future)}
             yield done
 
     def _submit(self, unit: Unit) -> Future[Done]:
         try:
-            return self._executor.submit(work.process, unit)
+            return self._executor.submit(self._work, unit)
         except BrokenProcessPool:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = _executor(self._workers)
-            return self._executor.submit(work.process, unit)
+            return self._executor.submit(self._work, unit)
 
 
 def _executor(workers: int) -> ProcessPoolExecutor:
-    # spawn: a fork would copy pyarrow's threads half-way.
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _prepare)
+    return ProcessPoolExecutor(workers, _context(), _prepare)
+
+
+def prepare() -> None:
+    """Start what workers are made from, while this process still looks at its input."""
+    _context()
+
+
+@cache
+def _context() -> BaseContext:
+    """Start the server that workers are forked from.
+
+    It has imported what they need, so a worker starts in milliseconds, and has run nothing, so no
+    thread or lock is copied half-way. It looks for modules where this process does.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads at its import
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lib.corpus.pool", "lib.corpus.readers", "pyarrow"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([path for path in sys.path if path])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
 
 
 def _prepare() -> None:
@@ -86,23 +119,23 @@ def _is_good(future: Future[Done]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
-def _alone(unit: Unit) -> Done:
+def _alone(work: Work, unit: Unit) -> Done:
     """Process a unit again while nothing else runs; leave out the files that end the process."""
-    if done := _try(unit):
+    if done := _try(work, unit):
         return done
     fatal = frozenset(piece.path for piece in unit.pieces
-                      if not _try(replace(unit, pieces=(piece,))))
+                      if not _try(work, replace(unit, pieces=(piece,))))
     for path in sorted(fatal):
         log.warn(f"{shown(path)} ends the worker process that reads it; left out")
-    done = _try(replace(unit, avoid=fatal))
+    done = _try(work, replace(unit, avoid=fatal))
     if done is None:
         raise RuntimeError(f"worker processes die on unit {unit.number} ({unit.bytes} bytes)")
     return done
 
 
-def _try(unit: Unit) -> Done | None:
+def _try(work: Work, unit: Unit) -> Done | None:
     with _executor(1) as executor:
         try:
-            return executor.submit(work.process, unit).result()
+            return executor.submit(work, unit).result()
         except BrokenProcessPool:
             return None

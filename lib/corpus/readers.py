@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lib.corpus import json_reader, table_reader, yaml_reader
+from lib.corpus import columnar_reader, json_reader, table_reader, yaml_reader
 from lib.corpus.documents import SKIPPED_FILE, Documents
+from lib.corpus.large_text import read_large_text
 from lib.corpus.source import Source
 
 Reader = Callable[[Source, Documents], None]
@@ -19,7 +20,9 @@ Reader = Callable[[Source, Documents], None]
 def read_text(source: Source, documents: Documents) -> None:
     """Take a plain-text file as one document; a damaged archive holds only a part of it."""
     data = source.read()
-    if source.damage:
+    if data is None:
+        read_large_text(source, documents)
+    elif source.damage:
         documents.problem("cut", f"the only document is cut: {source.damage}", SKIPPED_FILE)
     else:
         documents.text(data)
@@ -32,6 +35,8 @@ READERS: dict[str, Reader] = {
     "yaml": yaml_reader.read_yaml,
     "csv": table_reader.read_table,
     "tsv": table_reader.read_table,
+    "parquet": columnar_reader.read_parquet,
+    "arrow": columnar_reader.read_arrow,
 }
 
 

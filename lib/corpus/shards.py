@@ -2,80 +2,112 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
 from lib.corpus import parts
+from lib.corpus.flush import Flusher
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SHARD_BYTES = 500_000_000
-_CHUNK = 1 << 22
+_SYNC_BYTES = 64_000_000  # the disk starts on a shard long before it is full
+_CHUNK = 1 << 20
+_UNFINISHED = "data-{:05d}.unfinished"
 
 
 @dataclass
 class Shard:
-    """A finished shard. digest: of the whole file."""
+    """A shard. digest: of the whole file, once it is finished. rows, text_bytes: in it so far."""
 
-    path: Path
-    rows: int
-    bytes: int
-    digest: str
+    name: str
+    rows: int = 0
+    text_bytes: int = 0
+    bytes: int = 0
+    digest: str = ""
 
 
 class ShardWriter:
     """Writes one split of a dataset: shards of about 500 MB, in the order of the parts.
 
-    directory: of the split. `finish` gives the shards their names and writes the JSON files.
+    directory: of the split. shards: as `state` gave them, to go on after them. `finish` gives the
+    shards their names and writes the JSON files.
     """
 
-    def __init__(self, directory: Path, split: str, keep_source: bool) -> None:
+    def __init__(self, directory: Path, split: str, keep_source: bool, flusher: Flusher,
+                 shards: Iterable[dict[str, Any]] = ()) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.shards: list[Shard] = []
-        self.rows = self.text_bytes = 0
-        self._directory, self._split = directory, split
+        self.shards = [Shard(**shard) for shard in shards]
+        self._directory, self._split, self._keep_source = directory, split, keep_source
         self._schema = parts.schema(keep_source)
+        self._flusher = flusher
         self._file: BinaryIO | None = None
+        self._unsynced = 0
+        if self.shards and not self.shards[-1].digest:
+            self._reopen()
 
-    def append(self, part: Path, rows: int, text_bytes: int) -> None:
-        """Append a part and delete it."""
+    @property
+    def rows(self) -> int:
+        """Return the rows so far."""
+        return sum(shard.rows for shard in self.shards)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what is needed to go on from here, and have what is here made durable."""
+        if self._file:
+            self._flusher.sync(self._file)
+        return [asdict(shard) for shard in self.shards]
+
+    def append(self, part: Path, rows: int, text_bytes: int,
+               keep: np.ndarray | None = None) -> None:
+        """Append a part. keep: of its rows only these (bool [rows])."""
+        if not rows or (keep is not None and not keep.any()):
+            return
         size = part.stat().st_size
-        if self._file and self._rows and self._bytes + size > SHARD_BYTES:
+        if self._file and self.shards[-1].rows and self.shards[-1].bytes + size > SHARD_BYTES:
             self._close()
-        if rows:
-            if self._file is None:
-                self._open()
-            with part.open("rb", buffering=0) as source:
-                while chunk := source.read(_CHUNK):
-                    self._write(chunk)
-            self._rows += rows
-            self.rows += rows
-            self.text_bytes += text_bytes
-        part.unlink()
+        if self._file is None:
+            self._open()
+        shard = self.shards[-1]
+        if keep is None:
+            for chunk in _chunks(part):
+                self._write(chunk)
+        else:
+            rows, text_bytes = int(keep.sum()), 0
+            for message, length in parts.without(part, keep, self._keep_source):
+                self._write(message)
+                text_bytes += length
+        shard.rows += rows
+        shard.text_bytes += text_bytes
 
     def finish(self) -> list[dict[str, Any]]:
         """Close, name and verify the shards; return the manifest entries of all files."""
-        if self._file is None and not self.shards:
+        if not self.shards:
             self._open()  # a split without rows is one empty shard
         if self._file:
             self._close()
+        self._flusher.wait()
         for number, shard in enumerate(self.shards):
             name = f"data-{number:05d}-of-{len(self.shards):05d}.arrow"
-            shard.path = shard.path.rename(self._directory / name)
-            _verify(shard)
+            path = (self._directory / shard.name).rename(self._directory / name)
+            shard.name = name
+            _verify(path, shard)
         info, state = self._directory / "dataset_info.json", self._directory / "state.json"
         manifest.write_json(info, self._info())
         manifest.write_json(state, self._state())
         root = self._directory
-        return [{"path": shard.path.name, "bytes": shard.bytes, "digest": shard.digest}
+        return [{"path": shard.name, "bytes": shard.bytes, "digest": shard.digest}
                 for shard in self.shards] + [manifest.file_entry(root, info),
                                              manifest.file_entry(root, state)]
 
     def summary(self) -> dict[str, Any]:
         """Return what later stages want to know: rows, bytes of text, and rows per shard."""
-        return {"rows": self.rows, "text_bytes": self.text_bytes,
-                "shards": [{"path": shard.path.name, "rows": shard.rows} for shard in self.shards]}
+        return {"rows": self.rows, "text_bytes": sum(shard.text_bytes for shard in self.shards),
+                "shards": [{"path": shard.name, "rows": shard.rows} for shard in self.shards]}
 
     def close(self) -> None:
         """Let go of a shard that will not be finished."""
@@ -83,48 +115,72 @@ class ShardWriter:
             self._file.close()
 
     def _open(self) -> None:
-        self._file = (self._directory / f"data-{len(self.shards):05d}.unfinished").open("wb", 0)
+        self.shards.append(Shard(_UNFINISHED.format(len(self.shards))))
+        self._file = (self._directory / self.shards[-1].name).open("wb", 0)
         self._hasher = hashing.new()
-        self._rows = self._bytes = 0
-        self._write(self._schema.serialize().to_pybytes())
+        self._write(self._schema.serialize())
 
-    def _write(self, data: bytes) -> None:
+    def _reopen(self) -> None:
+        path = self._directory / self.shards[-1].name
+        self._hasher = hashing.new()
+        for chunk in _chunks(path):
+            self._hasher.update(chunk)
+        self._file = path.open("ab", 0)
+
+    def _write(self, data: Any) -> None:
         view = memoryview(data)
         while view:  # an unbuffered write may take only a part
             view = view[self._file.write(view):]
         self._hasher.update(data)
-        self._bytes += len(data)
+        self.shards[-1].bytes += len(data)
+        self._unsynced += len(data)
+        if self._unsynced > _SYNC_BYTES:
+            self._flusher.sync(self._file)
+            self._unsynced = 0
 
     def _close(self) -> None:
         self._write(parts.END_OF_STREAM)
-        path = Path(self._file.name)
+        self._flusher.sync(self._file)
         self._file.close()
         self._file = None
-        self.shards.append(Shard(path, self._rows, self._bytes, hashing.digest(self._hasher)))
+        self.shards[-1].digest = hashing.digest(self._hasher)
 
     def _info(self) -> dict[str, Any]:
         features = {name: {"dtype": str(self._schema.field(name).type), "_type": "Value"}
                     for name in self._schema.names}
-        split = {"name": self._split, "num_bytes": self.text_bytes, "num_examples": self.rows}
+        split = {"name": self._split, "num_bytes": self.summary()["text_bytes"],
+                 "num_examples": self.rows}
         return {"description": "", "citation": "", "homepage": "", "license": "",
                 "features": features, "splits": {self._split: split}}
 
     def _state(self) -> dict[str, Any]:
         # datasets keys its caches by the fingerprint: it must change with the content.
         fingerprint = hashing.fingerprint([shard.digest for shard in self.shards])
-        return {"_data_files": [{"filename": shard.path.name} for shard in self.shards],
+        return {"_data_files": [{"filename": shard.name} for shard in self.shards],
                 "_fingerprint": fingerprint, "_format_columns": None, "_format_kwargs": {},
                 "_format_type": None, "_output_all_columns": False, "_split": self._split}
 
 
-def _verify(shard: Shard) -> None:
+def bring_back(directory: Path) -> None:
+    """Give shards that `finish` has named the names back that they had before."""
+    for path in directory.rglob("data-*-of-*.arrow"):
+        path.rename(path.with_name(_UNFINISHED.format(int(path.name.split("-")[1]))))
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as source:
+        while chunk := source.read(_CHUNK):
+            yield chunk
+
+
+def _verify(path: Path, shard: Shard) -> None:
     """Read a shard back; ArtifactError when rows are missing.
 
     A stream cut between two batches opens without complaint, so rows are counted.
     """
     import pyarrow as pa
-    with pa.memory_map(str(shard.path)) as file, pa.ipc.open_stream(file) as stream:
+    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
         rows = sum(batch.num_rows for batch in stream)
-    if rows != shard.rows or shard.path.stat().st_size != shard.bytes:
-        raise ArtifactError(f"{shard.path} did not reach the disk as it was written",
+    if rows != shard.rows or path.stat().st_size != shard.bytes:
+        raise ArtifactError(f"{path} did not reach the disk as it was written",
                             expected=f"{shard.rows:,} rows", found=f"{rows:,} rows")

@@ -3,71 +3,153 @@
 from __future__ import annotations
 
 import io
+import os
+import posixpath
+import shutil
+import tempfile
 from collections.abc import Iterator
-from pathlib import PurePath
+from contextlib import contextmanager
 from types import TracebackType
+from typing import BinaryIO
 
 from lib.corpus import encoding, inflate, kinds
 
+# A document (or file) larger than this is never in memory as a whole; one that has to be, because
+# it is structured, is dropped. Several times its size is needed to turn it into a row.
+LARGE_BYTES = 64_000_000
 _BUFFER = 1 << 17
 
 
 class Source:
-    """An open input file, or the part of it that starts in [start, stop) (JSON Lines only).
+    """An open input file, or the part of it in [start, stop).
 
-    kind: what it holds, once decompressed. head: its first bytes. start, stop: in bytes.
+    kind: what it holds, once decompressed. head: its first bytes. start, stop: of JSON Lines the
+    bytes in which lines begin, of Parquet row groups, of Arrow record batches. scratch: a directory
+    for unpacked files.
     """
 
-    def __init__(self, path: str, start: int = 0, stop: int | None = None) -> None:
+    def __init__(self, path: str, start: int = 0, stop: int | None = None,
+                 scratch: str | None = None) -> None:
         self.start, self.stop = start, stop
+        self.scratch, self._path = scratch, path
         self._inflated: inflate.Inflated | None = None
-        self._open(io.FileIO(path), path)
+        self.stream: BinaryIO = _opened(path)
+        self._sniff(path)
         if self.kind in inflate.SUFFIXES:
-            name, kind = PurePath(path), self.kind
-            inner = name.with_suffix("") if name.suffix.lower() in inflate.SUFFIXES[kind] else name
-            self._inflated = inflate.Inflated(self._stream, kind)
-            self._open(self._inflated, str(inner))
+            stem, suffix = posixpath.splitext(path)
+            inner = stem if suffix.lower() in inflate.SUFFIXES[self.kind] else path
+            self._inflated = inflate.Inflated(self.stream, self.kind)
+            self.stream = io.BufferedReader(self._inflated, _BUFFER)
+            self._sniff(inner)
 
-    def _open(self, raw: io.RawIOBase, name: str) -> None:
-        self._stream = io.BufferedReader(raw, _BUFFER)
-        self.head = self._stream.peek(kinds.HEAD_BYTES)[:kinds.HEAD_BYTES]
-        self.kind = "jsonl" if self.start else kinds.sniff(name, self.head)
+    def _sniff(self, name: str) -> None:
+        if isinstance(self.stream, io.BytesIO):
+            self.head = self.stream.getbuffer()[:kinds.HEAD_BYTES].tobytes()
+        else:
+            self.head = self.stream.peek(kinds.HEAD_BYTES)[:kinds.HEAD_BYTES]
+        self.kind = kinds.sniff(name, self.head)
 
     def __enter__(self) -> Source:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._stream.close()
+        self.stream.close()
 
     @property
     def damage(self) -> str:
         """Why the compressed data ended too early, "" if it did not; known once all is read."""
         return self._inflated.damage if self._inflated else ""
 
-    def read(self) -> bytes:
-        """Return the whole content."""
-        return self._stream.read()
+    def read(self, limit: int = LARGE_BYTES) -> bytes | None:
+        """Return the whole content, or None when it is larger than a limit: then use `pieces`."""
+        data = self.stream.read(limit + 1)
+        if len(data) <= limit:
+            return data
+        self._prefix = data
+        return None
 
-    def lines(self) -> Iterator[tuple[int | None, bytes]]:
+    def pieces(self, fallback: str) -> encoding.Pieces:
+        """Return the text of large content, also of what `read` has read of it."""
+        joined = io.BufferedReader(_Joined(self._prefix, self.stream), _BUFFER)
+        self._prefix = b""
+        return encoding.Pieces(joined, self.head, fallback)
+
+    @contextmanager
+    def seekable(self) -> Iterator[BinaryIO]:
+        """Open the content so that it can be read in any order; what is compressed is unpacked."""
+        if not self._inflated:
+            with open(self._path, "rb") as file:  # noqa: PTH123
+                yield file
+            return
+        with tempfile.TemporaryFile(dir=self.scratch) as file:
+            shutil.copyfileobj(self.stream, file, _BUFFER)
+            file.seek(0)
+            yield file
+
+    def lines(self) -> Iterator[tuple[int | None, bytes | None]]:
         """Yield (offset, line) of UTF-8 without BOM, split at `\\n` bytes only and keeping them.
 
-        UTF-16 is turned into UTF-8 first, and has no offsets. Of a part: the lines that start in
-        it.
+        A line of more than LARGE_BYTES is None. UTF-16 is turned into UTF-8 first, and has no
+        offsets. Of a part: the lines that start in it.
         """
+        stream, position, has_offsets = self.stream, 0, True
         if kinds.is_utf16(self.head):
-            text, _ = encoding.decode(self._stream.read())
-            for line in io.BytesIO(text.encode()):
-                yield None, line
-            return
-        position = 0
-        if self.start:
-            self._stream.seek(self.start - 1)
-            position = self.start - 1 + len(self._stream.readline())
+            stream = io.BufferedReader(encoding.Utf8(encoding.Pieces(stream, self.head)), _BUFFER)
+            has_offsets = False
+        elif self.start:
+            stream.seek(self.start - 1)
+            room = None if self.stop is None else self.stop - self.start + 1
+            position = self.start - 1 + _rest_of_line(stream, room)
         elif self.head.startswith(encoding.UTF8_BOM):
-            position = len(self._stream.read(len(encoding.UTF8_BOM)))
+            position = len(stream.read(len(encoding.UTF8_BOM)))
         while self.stop is None or position < self.stop:
-            if not (line := self._stream.readline()):
+            line = stream.readline(LARGE_BYTES)
+            if not line:
                 return
-            yield position, line
-            position += len(line)
+            size, is_long = len(line), len(line) == LARGE_BYTES and not line.endswith(b"\n")
+            if is_long:
+                del line
+                size += _rest_of_line(stream)
+            yield position if has_offsets else None, None if is_long else line
+            position += size
+
+
+def _opened(path: str) -> BinaryIO:
+    """Open a file for reading; a small one is in memory at once, without a buffer of its own."""
+    raw = io.FileIO(path)
+    try:
+        if os.fstat(raw.fileno()).st_size > _BUFFER:
+            return io.BufferedReader(raw, _BUFFER)
+        data = raw.readall()
+    except BaseException:
+        raw.close()
+        raise
+    raw.close()
+    return io.BytesIO(data)
+
+
+def _rest_of_line(stream: BinaryIO, limit: int | None = None) -> int:
+    """Skip to the start of the next line, or past a limit; return how many bytes that were."""
+    size = 0
+    while (limit is None or size < limit) and (part := stream.readline(_BUFFER)):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return size
+
+
+class _Joined(io.RawIOBase):
+    """Some bytes and then a stream."""
+
+    def __init__(self, first: bytes, then: BinaryIO) -> None:
+        super().__init__()
+        self._first, self._then = io.BytesIO(first), then
+
+    def readable(self) -> bool:
+        """Tell io.BufferedReader that this can be read."""
+        return True
+
+    def readinto(self, target: memoryview) -> int:
+        """Fill as much of a buffer as there is; 0 at the end."""
+        return self._first.readinto(target) or self._then.readinto(target)

@@ -37,13 +37,18 @@ class Fields:
 def strings_of(value: Any) -> list[str]:
     """Return every string value in nested dicts and lists, in order; keys are no values."""
     found: list[str] = []
-    stack = [value]
+    stack = [iter((value,))]  # no recursion: documents nest thousands of levels deep
     while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            found.append(item)
-        elif isinstance(item, dict):
-            stack.extend(reversed(item.values()))
-        elif isinstance(item, list):
-            stack.extend(reversed(item))
+        for item in stack[-1]:
+            kind = type(item)  # parsers make no subclasses, and this is all that text is made of
+            if kind is str:
+                found.append(item)
+            elif kind is dict:
+                stack.append(iter(item.values()))
+                break
+            elif kind is list:
+                stack.append(iter(item))
+                break
+        else:
+            stack.pop()
     return found

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from lib.corpus.documents import DROPPED, DROPPED_REST, Documents
-from lib.corpus.source import Source
+from lib.corpus.documents import DROPPED, DROPPED_REST, TOO_LARGE, Documents
+from lib.corpus.source import LARGE_BYTES, Source
 
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 
@@ -27,13 +26,16 @@ class _Lines:
         for offset, line in self._lines:
             self.offset = offset
             self.number += 1
+            if line is None:
+                self._documents.problem(*TOO_LARGE, DROPPED, offset, self.number)
+                continue
             self.ended = line.endswith(b"\n")
             yield self._documents.decode(line)
 
 
 def read_table(source: Source, documents: Documents) -> None:
     """Hand on one document per row; a row that is no CSV is dropped and the next one read."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(LARGE_BYTES)
     lines = _Lines(source, documents)
     rows = csv.reader(lines, strict=True, delimiter="\t" if source.kind == "tsv" else ",")
     header: list[str] | None = None

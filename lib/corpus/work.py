@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lib.core.errors import DiskFullError, from_os_error
-from lib.corpus import kinds
+from lib.corpus import columnar_reader, inputs, kinds
 from lib.corpus.documents import SKIPPED_FILE, Documents, Shape, Tally
 from lib.corpus.inflate import SUFFIXES
 from lib.corpus.inputs import InputFile
@@ -24,7 +24,7 @@ _INFLATED, _ARROW_OVERHEAD, _IN_FLIGHT = 4, 1.05, 64_000_000  # estimates of how
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A file, or of a large JSON Lines file the lines that start in [start, stop)."""
+    """A file, or of a large one a part: [start, stop) as Source has it."""
 
     path: str
     source: str
@@ -42,7 +42,8 @@ class Piece:
 class Unit:
     """What one worker reads at a time.
 
-    folder: the data folder. out: where its parts go. avoid: files that ended a worker process.
+    number: from 0 in its split of the data folder. folder: the data folder. out: where its parts
+    go. avoid: files that ended a worker process.
     """
 
     number: int
@@ -58,19 +59,31 @@ class Unit:
         return sum(piece.bytes for piece in self.pieces)
 
     def part(self, name: str) -> Path:
-        """Return the path of its part of a split, or of `errors`."""
+        """Return the path of its part of a split, of that part's `digests`, or of `errors`."""
         return Path(self.out) / f"{self.number:08d}.{name}"
+
+    def parts(self) -> list[Path]:
+        """Return the paths of all its parts."""
+        splits = self.shape.splits
+        digests = [f"{split}.digests" for split in splits if self.shape.dedup != "none"]
+        return [self.part(name) for name in (*splits, *digests, "errors")]
 
 
 @dataclass
 class Done:
-    """What a unit gave. rows, text_bytes: by split. lines: see Documents."""
+    """What a unit gave.
+
+    rows, text_bytes: by split. rows_of: by split, how many each piece gave (for --dedup). lines:
+    see Documents. digests: of its parts by file name, when they were kept for a merge.
+    """
 
     unit: Unit
     rows: dict[str, int] = field(default_factory=dict)
     text_bytes: dict[str, int] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     lines: int = 0
+    rows_of: dict[str, list[int]] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 def room(files: Sequence[InputFile]) -> int:
@@ -78,7 +91,14 @@ def room(files: Sequence[InputFile]) -> int:
     compressed = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
     text = sum(file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1)
                for file in files)
-    return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT
+    largest = max((file.bytes for file in files), default=0)  # in the part of its unit, too
+    return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT + largest
+
+
+def units_in_order(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[Unit]:
+    """Return the units of all splits; none has files of two, so a split can be built by itself."""
+    return [unit for split, members in inputs.by_split(files).items()
+            for unit in units(folder, members, out / split, shape)]
 
 
 def units(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[Unit]:
@@ -104,35 +124,45 @@ def units(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> 
 
 
 def _pieces(folder: Path, file: InputFile) -> Iterator[Piece]:
-    """Yield a file as one piece, or a large JSON Lines file as pieces of 16 MB."""
-    if file.bytes < 2 * UNIT_BYTES or not _can_be_cut(f"{folder}/{file.path}"):
-        yield Piece(file.path, file.source, file.bytes)
-        return
-    for start in range(0, file.bytes, UNIT_BYTES):
-        stop = start + UNIT_BYTES
-        yield Piece(file.path, file.source, min(UNIT_BYTES, file.bytes - start), start,
-                    stop if stop < file.bytes else None)
+    """Yield a file as one piece, or a large one of a kind that can be cut as pieces of 16 MB."""
+    starts = [0] if file.bytes < 2 * UNIT_BYTES else _cuts(f"{folder}/{file.path}", file.bytes)
+    size = file.bytes // len(starts)
+    for start, stop in zip(starts, [*starts[1:], None], strict=True):
+        yield Piece(file.path, file.source, size if stop else file.bytes - size * (len(starts) - 1),
+                    start, stop)
 
 
-def _can_be_cut(path: str) -> bool:
+def _cuts(path: str, size: int) -> list[int]:
+    """Return where to cut a large file: [0] for not at all."""
     try:
         with Path(path).open("rb") as file:
             head = file.read(kinds.HEAD_BYTES)
     except OSError:
-        return False  # whoever reads it will note why
-    return kinds.sniff(path, head) == "jsonl" and not kinds.is_utf16(head)
+        return [0]  # whoever reads it will note why
+    kind = kinds.sniff(path, head)
+    if kind == "jsonl" and not kinds.is_utf16(head):
+        return list(range(0, size, UNIT_BYTES))
+    if kind in ("parquet", "arrow"):
+        return columnar_reader.cuts(kind, path, UNIT_BYTES)
+    return [0]
 
 
 def process(unit: Unit) -> Done:
     """Read a unit and write its parts: batch messages per split, and lines of errors.jsonl."""
     done = Done(unit)
+    Path(unit.out).mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         def create(name: str) -> BinaryIO:
             return stack.enter_context(unit.part(name).open("wb"))
-        parts = {split: Part(create(split), unit.shape.keep_source) for split in unit.shape.splits}
+        parts = {split: Part(create(split), unit.shape.keep_source,
+                             create(f"{split}.digests") if unit.shape.dedup != "none" else None)
+                 for split in unit.shape.splits}
         documents = Documents(unit.shape, parts, create("errors"))
         for piece in unit.pieces:
             _read(unit, piece, documents)
+            if unit.shape.dedup != "none":
+                for split, part in parts.items():
+                    done.rows_of.setdefault(split, []).append(part.rows)
         for split, part in parts.items():
             part.flush()
             done.rows[split], done.text_bytes[split] = part.rows, part.text_bytes
@@ -148,7 +178,8 @@ def _read(unit: Unit, piece: Piece, documents: Documents) -> None:
         documents.problem("crash", "reading it ended the worker process twice", SKIPPED_FILE)
         return
     try:
-        with Source(f"{unit.folder}/{piece.path}", piece.start, piece.stop) as source:
+        with Source(f"{unit.folder}/{piece.path}", piece.start, piece.stop,
+                    unit.out) as source:
             readers.read(source, documents)
     except OSError as error:
         if isinstance(from_os_error(error), DiskFullError):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from lib.corpus.documents import DROPPED, DROPPED_REST, Documents
+from lib.corpus.documents import DROPPED, DROPPED_REST, TOO_LARGE, Documents
 from lib.corpus.encoding import Locator
 from lib.corpus.source import Source
 
 _MAX_DEPTH = 1024
+# Nodes take up to a hundred times the room of their text.
+LARGE, _GROUP = 16_000_000, 2_000_000
 # What aliases may expand a document to, in characters and nodes: a file of 289 bytes can stand
 # for a million strings.
 _FREE_EXPANSION, _EXPANSION_PER_CHARACTER = 1_000_000, 10
@@ -25,12 +28,35 @@ class _Merge:
 
 
 def read_yaml(source: Source, documents: Documents) -> None:
-    """Hand on every YAML document up to the first syntax error."""
+    """Hand on every YAML document up to the first syntax error.
+
+    A file that is large is cut where lines start with `---`, so that its nodes fit in memory.
+    """
+    data = source.read(LARGE)
+    if data is None:
+        pieces = source.pieces(documents.fallback)
+        texts = _groups(iter(pieces))
+    else:
+        pieces, texts = None, iter([documents.decode(data)])
+    following, locator = next(texts, None), Locator("", source.head)
+    while following is not None:
+        text, following = following, next(texts, None)
+        if source.damage and following is None:  # the last document may be cut anywhere and valid
+            text = text[:text.rfind("\n---") + 1]
+        locator.move(locator.end(), text)
+        if len(text) > LARGE:
+            documents.problem(*TOO_LARGE, DROPPED, *locator.at(0))
+        elif not _read_text(text, locator, documents):
+            break
+    if pieces:
+        documents.tally.replaced += pieces.replaced
+    if source.damage:
+        documents.problem("cut", source.damage, DROPPED_REST, *locator.at(locator.end()))
+
+
+def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
+    """Hand on the documents in a text and tell whether there was no syntax error."""
     import yaml
-    text = documents.decode(source.read())
-    locator = Locator(text, source.head)
-    if source.damage:  # the last document may be cut anywhere and still be valid
-        text = text[:text.rfind("\n---") + 1]
     loader = _loader()(text)
     limit = _FREE_EXPANSION + _EXPANSION_PER_CHARACTER * len(text)
     try:
@@ -47,10 +73,31 @@ def read_yaml(source: Source, documents: Documents) -> None:
         mark = getattr(error, "problem_mark", None)
         documents.problem("syntax", f"not valid YAML: {_words(error)}", DROPPED_REST,
                           *(locator.at(mark.index) if mark else ()))
+        return False
     finally:
         loader.dispose()
-    if source.damage:
-        documents.problem("cut", source.damage, DROPPED_REST, *locator.at(len(text)))
+    return True
+
+
+def _groups(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield a text in parts of some megabytes that start with a line of `---`.
+
+    Of a document larger than LARGE only a part is yielded that is larger than that, too.
+    """
+    text, is_skipping = "", False
+    for piece in pieces:
+        text += piece
+        start = text.find("\n---", 0) if is_skipping else text.rfind("\n---", 1)
+        if is_skipping:
+            text, is_skipping = (text[start + 1:], False) if start >= 0 else (text[-4:], True)
+        elif start >= 0 and len(text) > _GROUP:
+            yield text[:start + 1]
+            text = text[start + 1:]
+        elif len(text) > 2 * LARGE:
+            yield text
+            text, is_skipping = text[-4:], True
+    if text and not is_skipping:
+        yield text
 
 
 def _words(error: Exception) -> str:

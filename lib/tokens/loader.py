@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -98,8 +98,9 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
     for start in range(0, total, per_round):
         numbers = start + d.rank * d.micro_batch + np.arange(d.micro_batch)
         batch = _micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), pin=False)
-        batch.labels[torch.from_numpy(numbers >= total)] = IGNORED
-        yield batch
+        # A copy: labels and inputs of a window are views of the same tokens.
+        left_out = torch.from_numpy(numbers >= total)[:, None]
+        yield replace(batch, labels=batch.labels.masked_fill(left_out, IGNORED))
 
 
 def _micro_batch(rows: Rows, pin: bool) -> MicroBatch:

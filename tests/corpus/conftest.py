@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from lib.corpus import inputs, work
-from lib.corpus.dataset import Dataset
+from lib.corpus.dataset import PARTS, Dataset
 from lib.corpus.documents import Shape
 
 
@@ -50,11 +50,10 @@ def read(tmp_path: Path) -> Read:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data if isinstance(data, bytes) else data.encode())
-        (out / "parts").mkdir(parents=True)
         found, skipped = inputs.find(folder, False)
         with Dataset(out, Shape(**shape)) as dataset:
             dataset.note_skipped(skipped)
-            for unit in work.units(folder, found, out / "parts", Shape(**shape)):
+            for unit in work.units(folder, found, out / PARTS, Shape(**shape)):
                 dataset.add(work.process(unit))
             dataset.finish()
         homes = {split: out / split for split in Shape(**shape).splits} \

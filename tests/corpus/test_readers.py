@@ -10,7 +10,7 @@ import lzma
 import pyarrow as pa
 import pytest
 
-from lib.corpus import json_reader
+from lib.corpus import json_reader, source
 
 
 @pytest.fixture(params=["orjson", "json"])
@@ -55,7 +55,7 @@ def test_files_without_text_are_listed(read):
                     "e.txt": "kept"})
     assert outcome.rows == ["kept"]
     assert {p["path"]: p["kind"] for p in outcome.problems} == {
-        "a.txt": "empty", "b.bin": "binary", "c.txt": "empty", "d.parquet": "unsupported"}
+        "a.txt": "empty", "b.bin": "binary", "c.txt": "empty", "d.parquet": "syntax"}
     assert outcome.dataset.tally.failed == {"d.parquet"}
     assert set(outcome.problems[0]) == {"path", "offset", "line", "kind", "message", "action"}
 
@@ -113,7 +113,7 @@ def test_a_bad_line_under_json_costs_only_itself(read, decoder):
 
 
 def test_a_large_json_file_is_read_value_by_value(read, monkeypatch):
-    monkeypatch.setattr(json_reader, "_WHOLE_BYTES", 10)
+    monkeypatch.setattr(source.Source.read, "__defaults__", (10,))
     outcome = read({"a.json": '[{"a": "x"}, {}, "y", ]', "b.json": '{"a": "z"}'})
     assert outcome.rows == ["x", "y", "z"]
     assert [(p["kind"], p["offset"]) for p in outcome.problems] == [("no string", 13)]

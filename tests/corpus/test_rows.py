@@ -7,7 +7,16 @@ import json
 import pyarrow as pa
 import pytest
 
-from lib.corpus import parts, shards, work
+from lib.corpus import parts, shards, source, work
+from lib.corpus.flush import Flusher
+
+
+@pytest.fixture
+def flusher():
+    made = Flusher()
+    yield made
+    made.close()
+
 
 NESTED = json.dumps({"a": "x", "b": {"c": "y", "d": "no"}, "e": [{"f": "z"}, {"f": ["w", 1]}],
                      "g.h": "dotted", "a2": "no"})
@@ -36,7 +45,9 @@ def test_strings_rows_makes_a_row_of_every_string(read):
 def test_min_chars_counts_characters_not_bytes(read):
     outcome = read({"a.jsonl": '"éé"\n"ééé"\n"abcd"\n', "b.txt": "éé"}, min_chars=3)
     assert outcome.rows == ["ééé", "abcd"] and outcome.dataset.tally.short == 2
-    assert not outcome.problems
+    assert [(p["path"], p["kind"]) for p in outcome.problems] == [("a.jsonl", "short"),
+                                                                  ("b.txt", "short")]
+    assert not outcome.dataset.tally.failed
 
 
 def test_rows_come_in_the_order_of_path_bytes_and_position(read):
@@ -63,9 +74,10 @@ def test_the_validation_split_depends_on_the_text_alone(read, tmp_path):
 
 def test_a_large_json_lines_file_is_cut_without_losing_or_repeating_a_line(read, monkeypatch):
     monkeypatch.setattr(work, "UNIT_BYTES", 100)
+    monkeypatch.setattr(source, "_BUFFER", 64)
     lines = [json.dumps("x" * (i % 40) + str(i)) for i in range(200)]
     lines[150] = "bad"
-    lines[40] = json.dumps("long" * 100)
+    lines[40] = json.dumps("long" * 1000)
     data = "\ufeff" + "\n".join(lines)
     outcome = read({"a.jsonl": data, "b.txt": "after"})
     assert outcome.rows == [json.loads(line) for line in lines if line != "bad"] + ["after"]
@@ -74,7 +86,7 @@ def test_a_large_json_lines_file_is_cut_without_losing_or_repeating_a_line(read,
     assert data.encode()[problem["offset"]:].startswith(b"bad\n")
 
 
-def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch):
+def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch, flusher):
     monkeypatch.setattr(parts, "BATCH_BYTES", 10_000)
     sizes = [100] * 300 + [50_000] + [1] * 400
     with (tmp_path / "part").open("wb") as file:
@@ -82,7 +94,7 @@ def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch):
         for size in sizes:
             part.add(b"x" * size, "")
         part.flush()
-    writer = shards.ShardWriter(tmp_path / "out", "train", keep_source=False)
+    writer = shards.ShardWriter(tmp_path / "out", "train", False, flusher)
     writer.append(tmp_path / "part", part.rows, part.text_bytes)
     writer.finish()
     with pa.OSFile(str(tmp_path / "out/data-00000-of-00001.arrow")) as file:
@@ -91,9 +103,9 @@ def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch):
     assert all(batch.num_rows == 1 or batch.nbytes <= 2 * 10_000 for batch in batches)
 
 
-def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeypatch):
+def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeypatch, flusher):
     monkeypatch.setattr(shards, "SHARD_BYTES", 5_000)
-    writer = shards.ShardWriter(tmp_path / "out", "train", keep_source=True)
+    writer = shards.ShardWriter(tmp_path / "out", "train", True, flusher)
     for number in range(10):
         with (tmp_path / "part").open("wb") as file:
             part = parts.Part(file, keep_source=True)
@@ -106,9 +118,9 @@ def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeyp
     assert writer.summary()["rows"] == 10
     # The same shard without its last batch opens, but is refused.
     shard = writer.shards[0]
-    with pa.OSFile(str(shard.path)) as file:
+    path = tmp_path / "out" / shard.name
+    with pa.OSFile(str(path)) as file:
         first = next(iter(pa.ipc.open_stream(file)))
-    shard.path.write_bytes(parts.schema(True).serialize().to_pybytes()
-                           + first.serialize().to_pybytes())
+    path.write_bytes(parts.schema(True).serialize().to_pybytes() + first.serialize().to_pybytes())
     with pytest.raises(shards.ArtifactError, match="did not reach the disk"):
-        shards._verify(shard)
+        shards._verify(path, shard)

@@ -112,6 +112,7 @@ def test_an_evaluation_is_that_of_any_world_size(samples: int, batches: int) -> 
         labels = torch.cat([b.labels.ravel() for share in shares for b in share])
         assert sorted(labels[labels != IGNORED].tolist()) == expected
         assert all(b.input_ids.shape == (micro, T) for share in shares for b in share)
+        assert all((b.input_ids >= 0).all() for share in shares for b in share)
 
 
 def test_nothing_to_evaluate() -> None:

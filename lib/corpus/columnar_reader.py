@@ -1,0 +1,186 @@
+"""Parquet and Arrow (IPC file and stream): one document per row, a batch of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from lib.corpus.documents import DROPPED, DROPPED_REST, SKIPPED_FILE, Documents
+from lib.corpus.source import Source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_BATCH_BYTES, _BATCH_ROWS = 4_000_000, 512
+_READ_BUFFER = 1 << 20
+_ARROW_FILE = b"ARROW1"
+
+
+def read_parquet(source: Source, documents: Documents) -> None:
+    """Hand on one document per row; a row group that cannot be read is dropped."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    with source.seekable() as content:
+        try:
+            # Small buffers: a row group may have any size.
+            file = pq.ParquetFile(content, buffer_size=_READ_BUFFER, pre_buffer=False)
+        except (pa.ArrowException, OSError) as error:
+            _note(documents, error, "Parquet", SKIPPED_FILE)
+            return
+        names = [name for name, field in _columns(file.schema_arrow) if _has_text(field.type)]
+        before = sum(file.metadata.row_group(group).num_rows for group in range(source.start))
+        stop = file.num_row_groups if source.stop is None else source.stop
+        for number in range(source.start, stop):
+            group = file.metadata.row_group(number)
+            rows = _rows_at_once(group.total_byte_size, group.num_rows)
+            try:
+                # pyarrow gives no row of a group that has no column to read.
+                batches = file.iter_batches(rows, [number], names, use_threads=False) \
+                    if names else [_Rows(group.num_rows)]
+                _hand_on(batches, file.schema_arrow, before, documents)
+            except (pa.ArrowException, OSError) as error:
+                _note(documents, error, f"Parquet (row group {number})", "row group dropped")
+            before += group.num_rows
+
+
+def read_arrow(source: Source, documents: Documents) -> None:
+    """Hand on one document per row, up to the first damage."""
+    import pyarrow as pa
+    with source.seekable() as content:
+        rows = 0
+        try:
+            is_file = content.read(len(_ARROW_FILE)) == _ARROW_FILE
+            content.seek(0)
+            open_it = _batches_of_file if is_file else _batches_of_stream
+            schema, batches, rows = open_it(pa, content, source)
+            _hand_on(batches, schema, rows, documents)
+        except (pa.ArrowException, OSError) as error:
+            _note(documents, error, "Arrow", DROPPED_REST)
+    if source.damage:
+        documents.problem("cut", source.damage, DROPPED_REST)
+
+
+def _batches_of_file(pa: Any, content: BinaryIO, source: Source) -> tuple:
+    reader = pa.ipc.open_file(pa.PythonFile(content, "r"))
+    stop = reader.num_record_batches if source.stop is None else source.stop
+    before = sum(reader.get_batch(i).num_rows for i in range(source.start))
+    return reader.schema, (reader.get_batch(i) for i in range(source.start, stop)), before
+
+
+def _batches_of_stream(pa: Any, content: BinaryIO, source: Source) -> tuple:
+    reader = pa.ipc.open_stream(pa.PythonFile(content, "r"))
+    return reader.schema, iter(reader), 0
+
+
+def cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
+    """Return where to cut a large file: the row groups (record batches) at which pieces start.
+
+    A file that cannot be cut, or read, is one piece: [0].
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    try:
+        if kind == "parquet":
+            meta = pq.ParquetFile(path).metadata
+            groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
+            sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+                     for group in groups]
+        else:
+            with pa.memory_map(path) as file:
+                count = pa.ipc.open_file(file).num_record_batches
+                sizes = [file.size() // max(count, 1)] * count
+    except (pa.ArrowException, OSError):
+        return [0]
+    starts, size = [0], 0
+    for number, more in enumerate(sizes):
+        if size and size + more > unit_bytes:
+            starts.append(number)
+            size = 0
+        size += more
+    return starts
+
+
+class _Rows:
+    """Stands for rows of a batch of which nothing is read."""
+
+    def __init__(self, rows: int) -> None:
+        self.num_rows, self.nbytes = rows, 0
+
+
+def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents) -> None:
+    """Hand on every row of some batches. before: rows of the file that come before them."""
+    names = [name for name, _ in _columns(schema)]
+    for batch in batches:
+        for start in range(0, batch.num_rows, rows := _rows_at_once(batch.nbytes, batch.num_rows)):
+            count = min(rows, batch.num_rows - start)
+            for number, values in enumerate(_values(batch, schema, start, count, documents)):
+                place = before + start + number + 1
+                if values is None:
+                    documents.problem("syntax", f"row {place}: holds what is no value of its type",
+                                      DROPPED)
+                else:
+                    documents.value(dict(zip(names, values, strict=True)), number=place)
+        before += batch.num_rows
+
+
+def _values(batch: Any, schema: pa.Schema, start: int, count: int, documents: Documents,
+            ) -> Iterator[tuple | None]:
+    """Yield the values of each row, None for a row that cannot be converted.
+
+    What holds no text in a column's type is None without being looked at.
+    """
+    columns: list[Callable[[int], Any]] = []
+    for name, field in _columns(schema):
+        if not _has_text(field.type):
+            columns.append(lambda row: None)
+            continue
+        column = batch.column(batch.schema.get_field_index(name)) if \
+            len(batch.schema.get_all_field_indices(name)) == 1 else \
+            batch.column(schema.names.index(name))
+        column = column.slice(start, count)
+        try:
+            columns.append(column.to_pylist(maps_as_pydicts="lossy").__getitem__)
+        except (ValueError, OverflowError, ArithmeticError):
+            columns.append(_repaired(column, documents))
+    for row in range(count):
+        try:
+            yield tuple(value(row) for value in columns)
+        except (ValueError, OverflowError, ArithmeticError):
+            yield None
+
+
+def _repaired(column: Any, documents: Documents) -> Callable[[int], Any]:
+    """Return a function from a row to its value, for a column that holds what is no UTF-8."""
+    import pyarrow as pa
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        cells = column.cast(pa.large_binary())
+        return lambda row: documents.decode(cells[row].as_py()) if cells[row].is_valid else None
+    return lambda row: column[row].as_py(maps_as_pydicts="lossy")
+
+
+def _columns(schema: pa.Schema) -> list[tuple[str, Any]]:
+    return [(field.name, field) for field in schema]
+
+
+def _has_text(kind: Any) -> bool:
+    """Tell whether values of an Arrow type may hold strings."""
+    import pyarrow as pa
+    types = pa.types
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return True
+    if types.is_map(kind):
+        return _has_text(kind.item_type)
+    if types.is_struct(kind) or types.is_union(kind):
+        return any(_has_text(kind.field(i).type) for i in range(kind.num_fields))
+    inner = getattr(kind, "storage_type", None) or getattr(kind, "value_type", None)
+    return inner is not None and _has_text(inner)
+
+
+def _rows_at_once(size: int, rows: int) -> int:
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(size, 1)))
+
+
+def _note(documents: Documents, error: Exception, what: str, action: str) -> None:
+    if getattr(error, "errno", None):
+        raise error  # of the file system, not of the format
+    documents.problem("syntax", f"not valid {what}: {str(error).splitlines()[0]}", action)

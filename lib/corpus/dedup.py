@@ -1,0 +1,62 @@
+"""Remembers which documents were seen, by 128 bits of hash each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DIGEST_BYTES = 16
+_FULL, _GROWTH, _FIRST_SLOTS = 0.8, 1.25, 1 << 16
+
+
+class Seen:
+    """A set of digests in one numpy table with open addressing: 20 to 25 bytes for each.
+
+    The digests are cryptographic, so their first half is as good as a hash of the whole.
+    """
+
+    def __init__(self) -> None:
+        import numpy as np
+        self.count = 0
+        self._table = np.zeros((_FIRST_SLOTS, 2), np.uint64)
+
+    def add(self, digests: bytes) -> np.ndarray:
+        """Return which of some digests are new (bool [n]); of equal ones the first is."""
+        import numpy as np
+        keys = np.frombuffer(digests, np.uint64).reshape(-1, 2).copy()
+        keys[~keys.any(axis=1), 1] = 1  # zeros mark a free slot
+        order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in their order
+        first = np.ones(len(keys), bool)
+        first[order[1:]] = (keys[order[1:]] != keys[order[:-1]]).any(axis=1)
+        candidates = np.flatnonzero(first)
+        self._make_room(len(candidates))
+        first[candidates] = self._insert(keys[candidates])
+        self.count += int(first.sum())
+        return first
+
+    def _insert(self, keys: np.ndarray) -> np.ndarray:
+        """Put different keys into the table and return which were not in it (bool [n])."""
+        import numpy as np
+        new = np.zeros(len(keys), bool)
+        slots = (keys[:, 0] % np.uint64(len(self._table))).astype(np.int64)
+        left = np.arange(len(keys))
+        while len(left):
+            at, wanted = slots[left], keys[left]
+            free = ~self._table[at].any(axis=1)
+            self._table[at[free]] = wanted[free]  # of several for one slot the last gets it
+            placed = (self._table[at] == wanted).all(axis=1)
+            new[left[placed & free]] = True
+            left = left[~placed]
+            slots[left] = (slots[left] + 1) % len(self._table)
+        return new
+
+    def _make_room(self, more: int) -> None:
+        import numpy as np
+        needed = (self.count + more) / _FULL
+        if needed <= len(self._table):
+            return
+        old = self._table
+        self._table = np.zeros((int(max(needed, len(old) * _GROWTH)), 2), np.uint64)
+        self._insert(old[old.any(axis=1)])

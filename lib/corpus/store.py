@@ -1,0 +1,144 @@
+"""Parts kept for a merge: each split of the input is an artifact of its own, built anywhere.
+
+`<save-dir>.parts/split_03/` holds the parts of every unit of that split and, per unit, a record of
+what it gave. The record is written last, so a unit with a record need not be read again.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lib.core import hashing, log, manifest, publish
+from lib.core.errors import ArtifactError, UsageError
+from lib.corpus import inputs, work
+from lib.corpus.documents import Tally
+from lib.corpus.inputs import InputFile
+from lib.corpus.work import Done, Unit
+
+KIND = "dataset-parts/1"
+_RECORD = "json"
+
+
+def root(save_dir: Path) -> Path:
+    """Return the directory in which the parts of a dataset lie until they are merged."""
+    return save_dir.with_name(f"{save_dir.name}.parts")
+
+
+def remove(save_dir: Path) -> None:
+    """Delete the parts of a dataset that is merged, and nothing else that lies there."""
+    ours = [path for path in sorted(root(save_dir).glob("split_*"))
+            if (manifest.read_if_any(path) or {}).get("kind") == KIND]
+    for path in ours:
+        shutil.rmtree(path)
+    if ours:
+        log.info(f"removed {root(save_dir)}, which is merged")
+    with suppress(OSError):  # not there, or not empty
+        root(save_dir).rmdir()
+
+
+def choose(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
+    """Return the names of the splits with some numbers; UsageError when one does not exist."""
+    if list(splits) == [""]:
+        raise UsageError("--only-splits needs the splits of stage 01", found="a plain directory",
+                         run="python 01_organize_data.py --src-dir DIR --dst-root splits")
+    by_number = {int(name.rpartition("_")[2]): name for name in splits}
+    if absent := sorted(set(numbers) - by_number.keys()):
+        raise UsageError(f"--only-splits: no split {', '.join(map(str, absent))}",
+                         expected=f"numbers from 0 to {max(by_number)}")
+    return [by_number[number] for number in sorted(set(numbers))]
+
+
+def identity(whole: dict[str, Any], files: Sequence[InputFile]) -> dict[str, Any]:
+    """Return what decides the parts of one split, from what decides the whole dataset."""
+    options = {key: value for key, value in whole["options"].items() if key != "max_error_rate"}
+    return {"options": options, "inputs": inputs.identity(files)}
+
+
+def process(unit: Unit) -> Done:
+    """Read a unit and keep its parts, unless a run before did so and they are undamaged."""
+    if done := _recall(unit):
+        return done
+    done = work.process(unit)
+    done.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
+    record = asdict(replace(done, unit=None, tally=None))
+    manifest.write_json(unit.part(_RECORD), record | {"tally": done.tally.to_json()})
+    return done
+
+
+def entries(done: Done) -> list[dict[str, Any]]:
+    """Return the manifest entries of the files that a kept unit consists of."""
+    out, record = Path(done.unit.out), done.unit.part(_RECORD)
+    parts = [{"path": name, "bytes": (out / name).stat().st_size, "digest": digest}
+             for name, digest in done.digests.items()]
+    return [*parts, manifest.file_entry(out, record)]
+
+
+def _recall(unit: Unit) -> Done | None:
+    done = _read(unit)
+    whole = done and all(path.is_file() and hashing.matches(path, done.digests[path.name])
+                         for path in unit.parts())
+    return done if whole else None
+
+
+def _read(unit: Unit) -> Done | None:
+    try:
+        record = json.loads(unit.part(_RECORD).read_text(encoding="utf-8"))
+        return Done(**record | {"unit": unit, "tally": Tally.from_json(record["tally"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[InputFile]],
+          argv: Sequence[str]) -> int:
+    """Return how many bytes the parts of all splits take.
+
+    Raises ArtifactError that names the splits whose parts are missing, damaged, or made from other
+    inputs or options. argv: the options of the stage, to show how to build those.
+    """
+    wrong, numbers, stale, total, versions = [], [], [], 0, set()
+    for name, files in splits.items():
+        there = manifest.read_if_any(root(save_dir) / name)
+        if there is None:
+            found = ["not built" + (", or not finished" if manifest.unfinished(
+                root(save_dir) / name) else "")]
+        elif there["kind"] != KIND:
+            found = [f"kind {there['kind']} there, {KIND} now"]
+        else:
+            found = publish.differences(there["identity"], identity(whole, files)) \
+                or manifest.damages(root(save_dir) / name, there, deep=False)
+            total += sum(entry["bytes"] for entry in there["files"])
+            versions.add(json.dumps(there["versions"], sort_keys=True))
+        if found:
+            stale += ["--overwrite"] if there else []
+            wrong.append(f"{name}: {'; '.join(found[:3])}")
+            numbers.append(name.rpartition("_")[2].lstrip("0") or "0")
+    if wrong:
+        shown = wrong[:20] + ([f"… and {len(wrong) - 20} more"] if wrong[20:] else [])
+        raise ArtifactError(f"{len(wrong)} of {len(splits)} splits cannot be merged",
+                            expected=f"parts of every split in {root(save_dir)}",
+                            found="\n".join(shown),
+                            run=shlex.join(["python", "02_build_hf_dataset.py",
+                                            *(arg for arg in argv if arg != "--merge"), *stale[:1],
+                                            "--only-splits", ",".join(numbers)]))
+    if len(versions) > 1:
+        log.warn("the parts were built with different versions of Python or its packages: one "
+                 "machine alone might give other bytes")
+    return total
+
+
+def kept(units: Sequence[Unit]) -> Iterator[Done]:
+    """Yield what each unit gave, as it was recorded; ArtifactError when a record is missing."""
+    for unit in units:
+        done = _read(unit)
+        if done is None:
+            raise ArtifactError(f"{unit.part(_RECORD)} is damaged or gone",
+                                run=f"rm -r {unit.out}, then build that split again with "
+                                    "--only-splits")
+        yield done

@@ -1,0 +1,202 @@
+"""Stage 02 killed and resumed, on several machines, and with other numbers of workers."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from lib.core import publish
+from lib.corpus import dataset as dataset_module
+from lib.corpus import inputs, shards, work
+from lib.corpus.dataset import PARTS, Dataset
+from lib.corpus.documents import Shape
+from tests.conftest import stage_command
+
+SCRIPT = "02_build_hf_dataset.py"
+OPTIONS = ("--validation-percent", 10, "--keep-source", "--dedup", "exact", "--min-chars", 3)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of every file but the manifest, which holds the time."""
+    return {path.relative_to(directory).as_posix(): path.read_bytes()
+            for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"}
+
+
+def fill(root: Path, files: int) -> None:
+    """Make files of several formats with repeated documents, short ones and bad lines."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(["alpha", "beta", "gamma", "δέλτα"], k=draw.randint(1, 300)))
+             for _ in range(files)]
+    root.mkdir()
+    for number in range(files):
+        some = draw.choices(texts, k=20)
+        if number % 3:
+            path = root / f"{number}.jsonl"
+            path.write_text("".join(json.dumps({"t": text}) + "\n" for text in some) + "bad\n\"x\"")
+        else:
+            (root / f"{number}.md").write_text(some[0])
+
+
+@pytest.fixture
+def splits(stage, tmp_path: Path) -> Path:
+    fill(tmp_path / "raw_text", 90)
+    stage("01_organize_data.py", "--num-dirs", 4)
+    return tmp_path / "splits"
+
+
+def test_several_machines_and_any_workers_give_the_bytes_of_one(stage, splits, tmp_path):
+    stage(SCRIPT, *OPTIONS, "--save-dir", "one", "--num-workers", 1)
+    one = content(tmp_path / "one")
+    summary = json.loads((tmp_path / "one/manifest.json").read_text())["summary"]
+    assert summary["duplicates"] > 100 and summary["short"] > 10
+    stage(SCRIPT, *OPTIONS, "--save-dir", "three", "--num-workers", 3)
+    assert content(tmp_path / "three") == one
+
+    stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--only-splits", "2-3", "--num-workers", 2)
+    stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--only-splits", 0)
+    refused = stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--merge", expect=3)
+    assert "split_01: not built" in refused.stderr and "split_02" not in refused.stderr
+    assert "--only-splits 1" in refused.stderr and not (tmp_path / "many").exists()
+    again = stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--only-splits", "0-1")
+    assert "already done: " in again.stdout and "split_01:" in again.stdout
+    done = stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--merge")
+    assert content(tmp_path / "many") == one and "removed many.parts" in done.stdout
+    assert not list(tmp_path.glob("many.*"))
+    assert "already done" in stage(SCRIPT, *OPTIONS, "--save-dir", "many").stdout
+
+
+def test_stale_and_damaged_parts_are_refused_by_name(stage, splits, tmp_path):
+    stage(SCRIPT, "--only-splits", "0-3", "--save-dir", "out")
+    parts = tmp_path / "out.parts"
+    refused = stage(SCRIPT, "--min-chars", 5, "--save-dir", "out", "--merge", expect=3)
+    assert "split_00: --min-chars: 0 there, 5 now" in refused.stderr
+    assert "--overwrite --only-splits 0,1,2,3" in refused.stderr
+    victim = next((parts / "split_02").glob("*.train"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    damaged = stage(SCRIPT, "--save-dir", "out", "--merge", expect=3)
+    assert victim.name in damaged.stderr and "Traceback" not in damaged.stderr
+    shutil.rmtree(parts / "split_02")
+    stage(SCRIPT, "--only-splits", "2", "--save-dir", "out")
+    stage(SCRIPT, "--save-dir", "out", "--merge")
+    stage(SCRIPT, "--save-dir", "one")
+    assert content(tmp_path / "out") == content(tmp_path / "one")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--only-splits", "0", "--merge"], "exclude each other"),
+    (["--only-splits", "2,7-9"], "no split 7, 8, 9"), (["--only-splits", "3-1"], "rises"),
+    (["--only-splits", "a"], "numbers such as"), (["--only-splits", ""], "numbers such as"),
+    (["--only-splits", "0", "--data-folder", "raw_text"], "needs the splits"),
+    (["--dedup", "near"], "invalid choice")])
+def test_bad_usage(stage, tmp_path, arguments, words):
+    (tmp_path / "raw_text").mkdir()
+    for name in "abc":
+        (tmp_path / f"raw_text/{name}").write_text("text")
+    stage("01_organize_data.py", "--num-dirs", 3)
+    done = stage(SCRIPT, *arguments, expect=2)
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "hf_datasets").exists()
+
+
+def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> None:
+    """Build a dataset in this process; of `units` only so many, as if killed after them."""
+    files, _ = inputs.find(folder, False)
+    out.mkdir(exist_ok=True)
+    with Dataset(out, shape) as dataset:
+        tasks = work.units(folder, files, out / PARTS, shape)
+        for task in tasks[dataset.units:units]:
+            dataset.add(work.process(task))
+        if units is None:
+            dataset.finish()
+        elif dataset._unnoted:  # what was written after the last note is no part of it
+            (out / "errors.jsonl").open("ab").write(b'{"path": "half a li')
+
+
+@pytest.mark.parametrize("notes", [4_000, pytest.param(1, marks=pytest.mark.slow),
+                                   pytest.param(1 << 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dedup", ["none", "exact"])
+def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, notes, dedup):
+    monkeypatch.setattr(work, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(dataset_module, "NOTE_BYTES", notes)
+    shape = Shape(validation_percent=20, keep_source=True, dedup=dedup)
+    fill(tmp_path / "raw", 40)
+    build(tmp_path / "raw", tmp_path / "whole", shape)
+    whole = content(tmp_path / "whole")
+    assert len([name for name in whole if name.startswith("train/data-")]) > 3
+    for stops in ([3], [1, 1, 7], [5, 12], [0]):
+        for stop in stops:
+            build(tmp_path / "raw", tmp_path / "out", shape, stop)
+        build(tmp_path / "raw", tmp_path / "out", shape)
+        assert content(tmp_path / "out") == whole
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_stopped_while_the_shards_get_their_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
+    fill(tmp_path / "raw", 40)
+    build(tmp_path / "raw", tmp_path / "whole", Shape())
+    verify, calls = shards._verify, []
+
+    def stop(path: Path, shard: shards.Shard) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        verify(path, shard)
+    monkeypatch.setattr(shards, "_verify", stop)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "raw", tmp_path / "out", Shape())
+    monkeypatch.setattr(work, "process", lambda unit: pytest.fail("read again"))
+    build(tmp_path / "raw", tmp_path / "out", Shape())
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_note_that_vouches_for_lost_bytes_is_not_believed(tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
+    fill(tmp_path / "raw", 20)
+    build(tmp_path / "raw", tmp_path / "whole", Shape())
+    build(tmp_path / "raw", tmp_path / "out", Shape(), 2)
+    shard = tmp_path / "out/data-00000.unfinished"
+    with shard.open("rb+") as file:
+        file.truncate(100)
+    build(tmp_path / "raw", tmp_path / "out", Shape())
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--only-splits", "0-3")])
+def test_killed_at_many_moments_it_goes_on_and_gives_the_same_bytes(stage, tmp_path, how):
+    fill(tmp_path / "raw_text", 90)
+    line = json.dumps({"t": "some text of a large file " * 20}) + "\n"
+    for name in "abcd":
+        (tmp_path / f"raw_text/{name}.jsonl").write_text((line + "bad\n") * 150_000)
+    stage("01_organize_data.py", "--num-dirs", 4)
+    stage(SCRIPT, "--save-dir", "whole")
+    for seconds in (0.3, 0.7, 1.0, 1.4, 1.8, 2.2):
+        process = subprocess.Popen(stage_command(SCRIPT, "--save-dir", "out", *how), cwd=tmp_path,
+                                   stdout=subprocess.DEVNULL)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "out").exists()
+    if how:
+        stage(SCRIPT, "--save-dir", "out", *how)
+    stage(SCRIPT, "--save-dir", "out", *(["--merge"] if how else []))
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_an_artifact_of_parts_is_no_dataset(stage, splits, tmp_path):
+    stage(SCRIPT, "--only-splits", "0", "--save-dir", "out")
+    with pytest.raises(publish.UsageError, match="not made by this stage"):
+        publish.is_done(tmp_path / "out.parts/split_00", "dataset/1", {}, False)

@@ -1,0 +1,102 @@
+"""Stage 02 keeps its memory, whatever the size of the input or of a document in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import stage_command
+
+SCRIPT = "02_build_hf_dataset.py"
+GIGABYTE, MEGABYTE = 1_000_000_000, 1_000_000
+
+
+def tree(pid: int) -> Iterator[int]:
+    yield pid
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        yield from tree(int(child))
+
+
+def resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    except (OSError, IndexError):
+        return 0
+
+
+def peak_of_run(folder: Path, *options: object) -> int:
+    """Run stage 02 and return the largest sum of resident memory of its processes, in bytes."""
+    process = subprocess.Popen(stage_command(SCRIPT, "--data-folder", folder.name, "--save-dir",
+                                             f"out/{folder.name}", "--num-workers", 2, *options),
+                               cwd=folder.parent, stdout=subprocess.DEVNULL)
+    seen = [0]
+
+    def watch() -> None:
+        while process.poll() is None:
+            seen.append(sum(map(resident, tree(process.pid))))
+            time.sleep(0.02)
+    threading.Thread(target=watch, daemon=True).start()
+    assert process.wait() == 0
+    return max(seen)
+
+
+def lines(path: Path, megabytes: int) -> None:
+    line = json.dumps({"t": "some words of a document " * 60, "n": [1, {"a": "b"}]}) + "\n"
+    path.parent.mkdir()
+    with path.open("w") as file:
+        for _ in range(megabytes):
+            file.write(line * (MEGABYTE // len(line)))
+
+
+@pytest.mark.slow
+def test_sixteen_times_the_input_takes_no_more_memory(tmp_path):
+    peaks = {}
+    for times in (1, 4, 16):
+        lines(tmp_path / f"x{times}/a.jsonl", 50 * times)
+        peaks[times] = peak_of_run(tmp_path / f"x{times}", "--dedup", "exact")
+    assert max(peaks.values()) < GIGABYTE, peaks
+    assert peaks[16] < 1.5 * peaks[4], peaks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rows", "problems"), [
+    ("a.txt", 1, []), ("a.jsonl", 1, ["too large"]), ("a.json", 0, ["too large"]),
+    ("a.csv", 0, ["too large"]), ("a.yaml", 0, ["too large"])])
+def test_a_single_line_of_a_gigabyte(tmp_path, name, rows, problems):
+    path = tmp_path / "data" / name
+    path.parent.mkdir()
+    with path.open("w") as file:
+        file.write("" if name == "a.txt" else '{"a": "' if "json" in name else 'a: "')
+        for _ in range(1200):
+            file.write("some text " * (MEGABYTE // 10))
+        file.write('"}\n"after"\n' if "json" in name else '"\n')
+    (tmp_path / "data/b.txt").write_text("b")
+    assert peak_of_run(tmp_path / "data") < GIGABYTE
+    out = tmp_path / "out/data"
+    found = [json.loads(line)["kind"] for line in (out / "errors.jsonl").read_text().splitlines()]
+    assert found[:len(problems)] == problems
+    assert json.loads((out / "manifest.json").read_text())["summary"]["rows"] >= rows + 1
+
+
+@pytest.mark.slow
+def test_a_json_list_of_a_gigabyte(tmp_path):
+    lines(tmp_path / "data/a.jsonl", 600)
+    source = tmp_path / "data/a.jsonl"
+    with source.open("rb") as file, (tmp_path / "data/a.json").open("wb") as target:
+        target.write(b"[")
+        for number, line in enumerate(file):
+            target.write(b",\n" * bool(number) + line)
+        target.write(b"]")
+    source.unlink()
+    assert peak_of_run(tmp_path / "data") < GIGABYTE
+    assert (tmp_path / "out/data/errors.jsonl").read_text() == ""
