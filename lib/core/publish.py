@@ -29,7 +29,8 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool) 
 
     identity: `{"options": …, "inputs": …}`. Returns False when it has to be built.
     Raises UsageError when something else is there and `overwrite` is off, or when what is there
-    was not made by this stage (that is never replaced); ArtifactError when its manifest is damaged.
+    was not made by this stage (that is never replaced); ArtifactError when it is damaged, as far as
+    sizes tell.
     """
     target = target.resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
@@ -52,6 +53,8 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool) 
         raise UsageError(f"{target} exists, made from other inputs or options",
                          found="\n".join(changes),
                          run="add --overwrite to replace it, or choose another name")
+    manifest.check(target, there, "the finished", run="the same command with --overwrite, or "
+                                                      f"rm -r {target} and the same command")
     return True
 
 

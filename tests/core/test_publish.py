@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lib.core import manifest, publish
-from lib.core.errors import UsageError
+from lib.core.errors import ArtifactError, UsageError
 from lib.core.publish import AlreadyBuilding, Build
 
 KIND = "thing/1"
@@ -81,6 +81,20 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path, there: str, overwrit
     with pytest.raises(UsageError, match="was not made by this stage"):
         publish.is_done(target, KIND, identity(), overwrite)
     assert (target if there == "file" else target / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [None, "short", "x" * 100])
+def test_what_has_lost_files_is_not_done(tmp_path: Path, content: str | None) -> None:
+    target = tmp_path / "corpus"
+    make(target, "as it was made")
+    (target / "f").unlink()
+    if content is not None:
+        (target / "f").write_text(content)
+    with pytest.raises(ArtifactError, match="is damaged") as caught:
+        publish.is_done(target, KIND, identity(), overwrite=False)
+    assert "--overwrite" in caught.value.run
+    make(target, overwrite=True)
+    assert publish.is_done(target, KIND, identity(), overwrite=False)
 
 
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:
