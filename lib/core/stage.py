@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lib.core import log, offline
-from lib.core.errors import EXIT_DONE, Preempted, StageError, UsageError, from_os_error
+from lib.core.errors import EXIT_BUG, EXIT_DONE, Preempted, StageError, UsageError, from_os_error
 
 _AFTER_RANK_0_S = 2.0
 
@@ -28,25 +29,46 @@ def run(main: Callable[[list[str]], None], *, network: bool = False) -> NoReturn
     try:
         main(sys.argv[1:])
         code = EXIT_DONE
-    except StageError as error:
-        code = _report(error)
-    except OSError as error:
-        known = from_os_error(error)
-        if known is None:
-            raise
-        code = _report(known)
-    except ModuleNotFoundError as error:
-        if (error.name or "lib").partition(".")[0] == "lib":
-            raise
-        code = _report(UsageError(f"the package {error.name} is not installed",
-                                  run="pip install -r requirements.txt"))
-    except Exception:
-        log.error(traceback.format_exc())  # to the rank's own file too; Python prints it here
+    except SystemExit:  # --help
         raise
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to go on", file=sys.stderr)
         code = 128 + signal.SIGINT
+    except BaseException as error:  # all: what DCP raises is no Exception
+        known = _known(error)
+        code = _report(known) if known else _report_bug()
+    _leave(code)
+
+
+def _known(error: BaseException) -> StageError | None:
+    """Return the error in words when a person can cure it, None for a bug."""
+    if isinstance(error, StageError):
+        return error
+    if isinstance(error, OSError):
+        return from_os_error(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "lib").partition(".")[0] != "lib":
+        return UsageError(f"the package {error.name} is not installed",
+                          run="pip install -r requirements.txt")
+    return None
+
+
+def _report_bug() -> int:
+    text = traceback.format_exc()
+    log.error(text)
+    print(text, file=sys.stderr, flush=True)
+    return EXIT_BUG
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process with a code that is the stage's.
+
+    Gloo's threads may abort the process while Python is torn down (torch up to 2.13), which would
+    replace the code: with torch.distributed loaded, the teardown is left out.
+    """
     sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch.distributed" in sys.modules:
+        os._exit(code)
     sys.exit(code)
 
 
