@@ -19,6 +19,7 @@ from lib.core import log, options, paths, stage
 from lib.core.errors import Preempted, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
+from lib.train import schedule
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.train.run import Run
@@ -74,7 +75,7 @@ def parse(argv: list[str]) -> Options:
     optimizer.add_argument("--warmup-steps", type=options.count, metavar="N",
                            help="steps of linear warm-up (default: 5 %% of all, at most 1000)")
     optimizer.add_argument("--lr-scheduler", default="cosine", metavar="KIND",
-                           choices=("cosine", "linear", "constant", "wsd"),
+                           choices=schedule.KINDS,
                            help="cosine, linear, constant or wsd (constant, then down in the "
                                 "last fifth)")
     optimizer.add_argument("--weight-decay", type=options.non_negative, default=0.1, metavar="X",

@@ -20,7 +20,6 @@ from lib.tokens.encode import Encoder
 from lib.tokens.source import Source
 
 _POLL_S = 0.5
-_BYTES_PER_TEXT_BYTE = 1.0  # a store is rarely larger than its text: ≥ 3 bytes a token, 2–4 stored
 _PROGRESS = "progress.json"
 _SAVE_PROGRESS_S = 20.0
 
@@ -79,7 +78,8 @@ def _build(source: Source, tokenizer_dir: Path, target: Path, identity: dict[str
     require_vocabulary(encoder.vocab_size, model_vocab, tokenizer_dir)
     sources.check_content(source)
     text_bytes = sum(f.stat().st_size for d in source.splits.values() for f in d.glob("*.arrow"))
-    publish.require_space(target.parent, int(text_bytes * _BYTES_PER_TEXT_BYTE), "the token store")
+    # A store is rarely larger than its text: a token stands for 3 bytes or more, and takes 2 or 4.
+    publish.require_space(target.parent, text_bytes, "the token store")
     dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
     with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
         log.info(f"tokenising {source.path} with {tokenizer_dir} → {target} ({dtype})")

@@ -25,7 +25,6 @@ class World:
     """
 
     rank: int
-    local_rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
@@ -34,8 +33,7 @@ class World:
 
 def start() -> World:
     """Join the process group; all ranks must call this."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(local_rank)
+    device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
@@ -44,7 +42,7 @@ def start() -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     control = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
-    return World(dist.get_rank(), local_rank, dist.get_world_size(), device, mesh, control)
+    return World(dist.get_rank(), dist.get_world_size(), device, mesh, control)
 
 
 def stop(world: World) -> None:
@@ -71,8 +69,8 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def total(values: list[float] | torch.Tensor, world: World) -> list[float]:
-    """Sum float64 values over all ranks; all ranks must call this, and it waits for the device."""
-    numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+def total(values: list[float], world: World) -> list[float]:
+    """Sum numbers over all ranks, in float64; all ranks must call this."""
+    numbers = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(numbers, group=world.control)
     return numbers.tolist()
