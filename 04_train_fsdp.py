@@ -31,8 +31,9 @@ def parse(argv: list[str]) -> Options:
     run = parser.add_argument_group("the run")
     run.add_argument("-e", "--experiment-name", metavar="NAME",
                      help="directory of the run under --save-dir")
-    run.add_argument("-d", "--dataset-name", metavar="DIR",
-                     help="dataset: a directory, or a name under hf_datasets/")
+    run.add_argument("-d", "--dataset-name", action="append", default=[], metavar="DIR[=WEIGHT]",
+                     help="dataset: a directory, or a name under hf_datasets/; several, each with "
+                          "its share of the samples, make a mixture: -d a=0.7 -d b=0.3")
     run.add_argument("-m", "--model-name", metavar="NAME|DIR",
                      help="model that stage 03 prepared, or any model directory "
                           "(default: the one prepared last)")
@@ -45,7 +46,10 @@ def parse(argv: list[str]) -> Options:
     run.add_argument("--from-scratch", action="store_true",
                      help="draw the weights from the seed even if the model has some")
     run.add_argument("--prepare-only", action="store_true",
-                     help="make the token store and stop")
+                     help="make the token store, or verify the one there, and stop")
+    run.add_argument("--token-reads", choices=("mmap", "pread"), default="mmap",
+                     help="how tokens are read: mapped, or by pread for file systems that map "
+                          "badly")
     run.add_argument("--resume", default="auto", metavar="auto|never|PATH",
                      help="go on from the newest valid checkpoint, refuse to, or from this one")
 
@@ -125,7 +129,7 @@ def main(argv: list[str]) -> None:
     if opts.dry_run:
         startup.print_plan(opts, inputs, setting)
         return
-    samples = startup.prepare_samples(opts, inputs, setting)
+    data = startup.prepare_data(opts, inputs, setting)
     if opts.prepare_only:
         log.info("next: the same command without --prepare-only")
         return
@@ -133,7 +137,7 @@ def main(argv: list[str]) -> None:
     from lib.train.begin import begin
     from lib.train.memory import explained
 
-    run = begin(opts, experiment, inputs, setting, samples)
+    run = begin(opts, experiment, inputs, setting, data)
     try:
         train(run)
     except BaseException as error:
@@ -155,7 +159,7 @@ def train(run: Run) -> None:
     from lib.train.optimizer import set_learning_rate
 
     plan, world, model, timers = run.plan, run.world, run.model, run.timers
-    steps = iter(Loader(run.train_samples, run.options.seed, plan.division, run.step,
+    steps = iter(Loader(run.data.train, run.options.seed, plan.division, run.step,
                         plan.total_steps, world.device))
     window_loss, window_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0
     timers.restart()

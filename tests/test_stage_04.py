@@ -23,6 +23,7 @@ from tests.training import (
     save_model,
     save_tokenizer,
     steps_saved,
+    write_corpus,
 )
 
 STEPS = 12
@@ -415,6 +416,30 @@ def test_packed_documents(project: Path):
     shutil.rmtree(project / "outputs" / "two" / "checkpoints" / "step_00000006")
     run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 4, cwd=project)
     assert seen == [row["train/tokens_seen"] for row in metrics(project, "two")]
+
+
+def test_a_mixture(project: Path):
+    """Shares, losses and a resume do not depend on the ranks, nor on how tokens are read."""
+    write_corpus(project / "raw_more", documents=17)
+    run_stage("02_build_hf_dataset.py", "--data-folder", "raw_more", "--save-dir",
+              "hf_datasets/more", "--validation-percent", 30, cwd=project)
+    one = (*COMMON[2:], "-d", "corpus=0.75", "-d", "more=0.25", "--max-steps", 8)
+    plan = run_stage("04_train_fsdp.py", "-e", "one", *one, "--prepare-only", cwd=project)
+    plan = run_stage("04_train_fsdp.py", "-e", "one", *one, "-b", 4, "--dry-run", cwd=project)
+    assert "75 % of the samples" in plan.stdout and "25 % of the samples" in plan.stdout
+    run_stage("04_train_fsdp.py", "-e", "one", *one, "-b", 4, cwd=project)
+    run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 2, "--token-reads", "pread", cwd=project,
+              ranks=2)
+    assert losses(project, "two") == pytest.approx(losses(project, "one"), rel=1e-4)
+    [*_, last] = (row for row in metrics(project, "one") if "eval/loss" in row)
+    assert last["eval/loss"] == pytest.approx(
+        0.75 * last["eval/loss/corpus"] + 0.25 * last["eval/loss/more"])
+    assert last["eval/loss/corpus"] != last["eval/loss/more"]
+    shutil.rmtree(project / "outputs" / "two" / "checkpoints" / "step_00000008")
+    run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 4, cwd=project)
+    assert losses(project, "two") == pytest.approx(losses(project, "one"), rel=1e-4)
+    other = (*one[:-6], "-d", "corpus=0.7", "-d", "more=0.3", "--max-steps", 8)
+    refused(project, "-e", "two", *other, "-b", 4, code=2, says="dataset")
 
 
 def test_the_loop_is_in_plain_sight():

@@ -25,15 +25,19 @@ _SAVE_PROGRESS_S = 20.0
 
 
 def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: int,
-            num_workers: int, progress: bool) -> Path:
+            num_workers: int, progress: bool, verify: bool = False) -> Path:
     """Return the finished store of a dataset and a tokenizer, building it when needed.
 
     Every process of a launch may call it (see `once`). `model_vocab`: ids the model can embed.
-    Raises UsageError when the tokenizer can give larger ones, ArtifactError when a store is there
-    and damaged.
+    verify: hash a store that is there already. Raises UsageError when the tokenizer can give
+    larger ids, ArtifactError when a store is there and damaged.
     """
     identity = store.identity(source, tokenizer_dir)
     target = store.directory(cache_dir, source, identity)
+    if verify and (there := manifest.read_if_any(target)):
+        manifest.check(target, there, "token store", deep=True,
+                       run=f"rm -r {target}, then the same command again")
+        log.info(f"{target}: every byte is as it was written")
     once(target, store.KIND, identity, lambda: _build(
         source, tokenizer_dir, target, identity, model_vocab, num_workers, progress))
     return target
@@ -96,7 +100,8 @@ def _build(source: Source, tokenizer_dir: Path, target: Path, identity: dict[str
             leftover.unlink()
         summary = {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
                    "bos": encoder.bos, "eos": encoder.eos,
-                   "policy": "[bos] document [eos], ends exclusive in *.ends.bin"}
+                   "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
+                   "label_mask": None}
         build.publish(stage="04_train_fsdp.py", options={"num_workers": num_workers}, files=files,
                       summary=summary)
     seconds = time.monotonic() - began

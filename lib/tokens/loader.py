@@ -11,22 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from lib.tokens import order
 from lib.tokens.order import Division
-from lib.tokens.windows import IGNORED, Rows
+from lib.tokens.samples import IGNORED, Rows, Samples
 
-
-class Samples(Protocol):
-    """Numbered samples: windows of the stream, or packs of documents."""
-
-    def __len__(self) -> int: ...
-    def rows(self, samples: np.ndarray) -> Rows: ...
-    def counts(self, samples: np.ndarray) -> tuple[int, int]: ...
+_ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out than many
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,7 @@ class Loader:
         self.samples, self.seed, self.division = samples, seed, division
         self.first_step, self.last_step = first_step, last_step
         self.pin = device.type == "cuda"
+        self._ordered_from, self._ordered = 0, np.empty((0, 0), np.int64)
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps in host memory."""
@@ -79,11 +72,20 @@ class Loader:
 
     def _read(self, step: int) -> Step:
         d = self.division
-        numbers = order.sample_numbers(step * d.global_batch, d.global_batch, len(self.samples),
-                                       self.seed)
+        numbers = self._numbers(step)
         parts = numbers.reshape(d.accumulation, d.world_size, d.micro_batch)[:, d.rank]
         batches = [_micro_batch(self.samples.rows(part), self.pin) for part in parts]
         return Step(batches, *self.samples.counts(numbers))
+
+    def _numbers(self, step: int) -> np.ndarray:
+        """Return the samples of a step, those of the following ones kept at hand."""
+        size = self.division.global_batch
+        if not self._ordered_from <= step < self._ordered_from + len(self._ordered):
+            steps = min(max(1, _ORDERED_AT_ONCE // size), self.last_step - step)
+            self._ordered_from = step
+            self._ordered = self.samples.stream(step * size, steps * size, self.seed
+                                                ).reshape(steps, size)
+        return self._ordered[step - self._ordered_from]
 
 
 def evaluation_batches(samples: Samples, batches: int, division: Division) -> Iterator[MicroBatch]:

@@ -5,15 +5,20 @@ is a keyed 4-round Feistel network with cycle walking: a bijection of [0, n) wit
 the position in the data is one integer and a resume neither skips nor repeats.
 (Luby and Rackoff 1988, "How to construct pseudorandom permutations"; Black and Rogaway 2002,
 "Ciphers with arbitrary finite domains", for cycle walking.)
+
+Several corpora in given proportions are dealt out by counting, see `deal`: exact, and O(1) too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 _ROUNDS = 4
+LARGEST_SUM = 3_000_000_000  # its square fits into 64 bits
 
 
 @dataclass(frozen=True)
@@ -35,19 +40,48 @@ def sample_numbers(first: int, count: int, n: int, seed: int) -> np.ndarray:
 
     n: samples in one epoch. Returns int64 [count], each in [0, n); each epoch has its own order.
     """
-    numbers = np.arange(first, first + count, dtype=np.int64)
+    return samples_at(np.arange(first, first + count, dtype=np.int64), n, seed)
+
+
+def samples_at(numbers: np.ndarray, n: int, seed: int, corpus: int = 0) -> np.ndarray:
+    """Return which samples some numbers (int64 [N]) of the stream of a corpus stand for."""
     epochs, positions = np.divmod(numbers, n)
-    chosen = np.empty(count, np.int64)
+    chosen = np.empty(len(numbers), np.int64)
     for epoch in np.unique(epochs):
         of_epoch = epochs == epoch
-        chosen[of_epoch] = permute(positions[of_epoch], n, seed, int(epoch))
+        chosen[of_epoch] = permute(positions[of_epoch], n, seed, int(epoch), corpus)
     return chosen
 
 
-def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+def deal(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the corpus of each number of a mixed stream, and its number in that corpus's own.
+
+    weights: the shares, whole numbers whose sum is at most LARGEST_SUM. The first corpus with
+    weight p of the sum q has ⌊g·p/q⌋ of the first g numbers, the others share the rest in the same
+    way: in every prefix each is off its share by less than there are corpora.
+    """
+    corpus, own = np.full(len(numbers), len(weights) - 1, np.int64), numbers.copy()
+    left = np.arange(len(numbers))  # places that no corpus has taken yet
+    for i, weight in enumerate(weights[:-1]):
+        total = sum(weights[i:])
+        before = _share(own[left], weight, total)
+        taken = _share(own[left] + 1, weight, total) > before
+        corpus[left[taken]], own[left[taken]] = i, before[taken]
+        left, before = left[~taken], before[~taken]
+        own[left] -= before
+    return corpus, own
+
+
+def _share(numbers: np.ndarray, weight: int, total: int) -> np.ndarray:
+    """Return ⌊number · weight / total⌋ without leaving 64 bits."""
+    whole, rest = np.divmod(numbers, total)
+    return whole * weight + rest * weight // total
+
+
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int, corpus: int = 0) -> np.ndarray:
     """Map positions (int64 [N], in [0, n)) through the epoch's permutation of [0, n)."""
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)
+    keys = _round_keys(seed, epoch, corpus)
     values = _feistel(positions.astype(np.uint64), half_bits, keys)
     outside = values >= n
     while outside.any():  # the network permutes [0, 4^half_bits), at most 4 times as large as n
@@ -56,8 +90,11 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return values.astype(np.int64)
 
 
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    return np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+@lru_cache
+def _round_keys(seed: int, epoch: int, corpus: int) -> np.ndarray:
+    # The first corpus of a mixture has the order that it has alone.
+    words = [seed, epoch, corpus] if corpus else [seed, epoch]
+    return np.random.SeedSequence(words).generate_state(_ROUNDS, np.uint64)
 
 
 def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:

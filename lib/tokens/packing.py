@@ -22,21 +22,21 @@ import numpy as np
 
 from lib.core import hashing, log, manifest, publish
 from lib.tokens import build, store
-from lib.tokens.store import Split, TokenStore
-from lib.tokens.windows import IGNORED, Rows
+from lib.tokens.samples import IGNORED, Rows, Samples
+from lib.tokens.store import Numbers, Split, TokenStore
 
 KIND = "packs/1"
 _FILES = {"starts": "int64", "lengths": "int32", "packs": "int64", "labels": "int32"}
 
 
-class Packs:
+class Packs(Samples):
     """Sample p is the pieces of pack p one after the other, then padding.
 
     Positions restart at each piece and in the padding, the last token of a document and the
     padding carry no label.
     """
 
-    def __init__(self, tokens: np.ndarray, index: dict[str, np.ndarray], seq_length: int) -> None:
+    def __init__(self, tokens: Numbers, index: dict[str, Numbers], seq_length: int) -> None:
         self.tokens, self.seq_length, self._index = tokens, seq_length, index
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
         log.info(f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
                  f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
                  "documents cut")
-    return {name: Packs(split.tokens, _open(target, name), seq_length)
+    return {name: Packs(split.tokens, _open(target, name, tokens.reads), seq_length)
             for name, split in tokens.splits.items()}
 
 
@@ -177,6 +177,6 @@ def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str
             "labels": labels}, figures
 
 
-def _open(target: Path, name: str) -> dict[str, np.ndarray]:
-    return {part: store.map_file(target / f"{name}.{part}.bin", dtype)
+def _open(target: Path, name: str, reads: str) -> dict[str, Numbers]:
+    return {part: store.open_file(target / f"{name}.{part}.bin", dtype, reads)
             for part, dtype in _FILES.items()}

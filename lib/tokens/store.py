@@ -7,40 +7,89 @@
         manifest.json           written last: dtype, counts, BOS/EOS policy, digests
 
 The key is made of the dataset's content and the tokenizer's files. Little-endian throughout.
+The manifest's `label_mask` is null: every token is a label of the one before it. It is the place
+to name a further file per split, uint8 [tokens], 0 for a token that no loss is computed for; a
+reader that does not know such a file refuses the store rather than train on those tokens.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lib.core import hashing, manifest, paths
+from lib.core import hashing, log, manifest, paths
+from lib.core.errors import ArtifactError
 from lib.tokens import encode
 from lib.tokens.source import Source
 
 KIND = "tokens/1"
 
 
+READS = ("mmap", "pread")
+
+
+class FileNumbers:
+    """Numbers in a file, read by `pread` where they are asked for: as an array, but not mapped.
+
+    Some parallel file systems map slowly, or not at all.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self._file = path.open("rb", buffering=0)
+        self._count = path.stat().st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, wanted: slice | np.ndarray | int) -> Any:
+        """Return a range, or the number at each place; OSError when the file is cut short."""
+        if not isinstance(wanted, slice):
+            at_each = [self[i:i + 1][0] for i in np.ravel(wanted).tolist()]
+            return np.array(at_each, self.dtype).reshape(np.shape(wanted))[()]
+        start, stop, _ = wanted.indices(self._count)
+        size, parts = max(0, stop - start) * self.dtype.itemsize, []
+        offset = start * self.dtype.itemsize
+        while size:
+            part = os.pread(self._file.fileno(), size, offset)
+            if not part:
+                raise OSError(f"{self._file.name} ends at byte {offset}")
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return np.frombuffer(b"".join(parts), self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
+
+
+Numbers = np.ndarray | FileNumbers
+
+
 @dataclass(frozen=True)
 class Split:
     """One split of a store: tokens: uint16|uint32 [N]; ends: int64 [documents]."""
 
-    tokens: np.ndarray
-    ends: np.ndarray
+    tokens: Numbers
+    ends: Numbers
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A finished store. vocab_size: of the tokenizer. splits: name → its tokens."""
+    """A finished store. vocab_size: of the tokenizer. splits: name → its tokens.
+
+    reads: how its files are read, and those of indexes over it.
+    """
 
     path: Path
     fingerprint: str
     vocab_size: int
     summary: dict[str, Any]
     splits: dict[str, Split]
+    reads: str
 
 
 def identity(source: Source, tokenizer_dir: Path) -> dict[str, Any]:
@@ -57,22 +106,33 @@ def directory(cache_dir: Path, source: Source, identity_: dict[str, Any]) -> Pat
     return there[0] if there else root / f"{source.path.resolve().name}-{key}"
 
 
-def open_store(path: Path) -> TokenStore:
-    """Map a finished store; ArtifactError when it is missing, unfinished or truncated."""
+def open_store(path: Path, reads: str = "mmap") -> TokenStore:
+    """Open a finished store; ArtifactError when it is missing, unfinished or truncated.
+
+    reads: `mmap`, or `pread` for file systems on which that is better.
+    """
     content = manifest.read(path, KIND, "token store")
     manifest.check(path, content, "token store", run=f"rm -r {path}, then the same command again")
     summary = content["summary"]
-    splits = {name: Split(map_file(path / f"{name}.tokens.bin", summary["dtype"]),
-                          map_file(path / f"{name}.ends.bin", "int64"))
+    if summary.get("label_mask") is not None:
+        raise ArtifactError(f"{path} has a label mask, which this version cannot read",
+                            found=str(summary["label_mask"]), run="update, or make the store anew")
+    splits = {name: Split(open_file(path / f"{name}.tokens.bin", summary["dtype"], reads),
+                          open_file(path / f"{name}.ends.bin", "int64", reads))
               for name in summary["splits"]}
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
     fingerprint = hashing.fingerprint(content["identity"]["inputs"])
-    return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits)
+    return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits, reads)
 
 
-def map_file(path: Path, dtype: str) -> np.ndarray:
-    """Map a file of little-endian numbers, read-only."""
+def open_file(path: Path, dtype: str, reads: str) -> Numbers:
+    """Open a file of little-endian numbers, read-only; what cannot be mapped is read by pread."""
     little_endian = np.dtype(dtype).newbyteorder("<")
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, little_endian)
-    return np.memmap(path, dtype=little_endian, mode="r")
+    if reads == "mmap":
+        try:
+            return np.memmap(path, dtype=little_endian, mode="r")
+        except OSError as error:
+            log.warn(f"{path} cannot be mapped ({error.strerror}): reading it by pread")
+    return FileNumbers(path, little_endian)

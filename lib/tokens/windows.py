@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-IGNORED = -100  # the label that no loss is computed for
+from lib.tokens.samples import Rows, Samples
+from lib.tokens.store import Numbers
 
 
-class Rows(NamedTuple):
-    """int64 [samples, T] each; positions None: they run from 0 to T - 1."""
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray | None
-
-
-class Windows:
+class Windows(Samples):
     """Sample i is tokens [i·T, i·T + T], T + 1 of them: T inputs and the token after each.
 
     tokens: uint16|uint32 [N]. len() is the number of whole samples; the tail that fills no
     window is left out.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_length: int) -> None:
+    def __init__(self, tokens: Numbers, seq_length: int) -> None:
         self.tokens, self.seq_length = tokens, seq_length
 
     def __len__(self) -> int:

@@ -21,7 +21,6 @@ from lib.models.initialise import initialise, restore_buffers
 from lib.models.shards import tie_again
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
-from lib.tokens.loader import Samples
 from lib.train import distributed, earlier, flops, isolation, optimizer, sharding, startup
 from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
@@ -30,7 +29,7 @@ from lib.train.optimizer import LossScale
 from lib.train.plan import Plan
 from lib.train.run import Run
 from lib.train.signals import StopRequest
-from lib.train.startup import Inputs, Setting
+from lib.train.startup import Data, Inputs, Setting
 from lib.train.timers import Timers
 
 _SHARED_WITHIN_S = 60.0
@@ -39,7 +38,7 @@ _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", 
 
 
 def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Setting,
-          samples: dict[str, Samples]) -> Run:
+          data: Data) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
     All ranks must call this. Raises UsageError when the experiment's directory holds another run or
@@ -47,12 +46,12 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     """
     world = distributed.start()
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
-                                 len(samples["train"]), world.rank)
+                                 len(data.train), world.rank)
     journal = Journal(experiment, world.rank)
     _require_agreement(opts, run_plan, world)
     _claim(opts, experiment, run_plan, inputs, journal, world)
     log.add_file(experiment.rank_log(world.rank))
-    _print_head(opts, inputs, run_plan, samples)
+    _print_head(opts, inputs, run_plan, data)
 
     model = setting.model
     flops_per_token = flops.per_token(model, setting.seq_length)
@@ -63,7 +62,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
     run = Run(opts, experiment, run_plan, world, model, adamw, LossScale(setting.precision),
-              samples["train"], samples.get("validation"), Timers(world.device),
+              data, Timers(world.device),
               StopRequest(world), journal, flops_per_token, peak)
     if not _resume(run, inputs):
         _first_weights(opts, inputs, model)
@@ -150,16 +149,13 @@ def _copy_model_files(model_dir: Path, target: Path) -> None:
         temporary.replace(target / name)
 
 
-def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, samples: dict[str, Samples],
-                ) -> None:
+def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data) -> None:
     log.info(f"experiment {opts.save_dir / opts.experiment_name}")
-    held_out = samples.get("validation")
-    log.table({"model": inputs.model_dir, "dataset": inputs.source.path,
-               "validation": f"{len(held_out):,} samples" if held_out is not None
-               else "none (stage 02 makes one with --validation-percent)",
-               **run_plan.describe()})
-    if held_out is not None and len(held_out) == 0:
-        log.warn("the validation split is shorter than one sample: no validation loss")
+    held_out = " + ".join(f"{len(part.samples):,}" for part in data.held_out)
+    log.table({"model": inputs.model_dir, "dataset": startup.dataset_of(inputs),
+               "validation": f"{held_out} samples" if held_out else "none that fills a sample "
+               "(stage 02 makes a split with --validation-percent)",
+               **startup.describe(run_plan, data)})
 
 
 def _resume(run: Run, inputs: Inputs) -> bool:

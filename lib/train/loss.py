@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lib.tokens.loader import MicroBatch
-from lib.tokens.windows import IGNORED
+from lib.tokens.samples import IGNORED
 from lib.train import distributed, sharding
 from lib.train.distributed import World
 

@@ -17,7 +17,7 @@ from lib.core import log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.tokens.loader import Samples, evaluation_batches
+from lib.tokens.loader import evaluation_batches
 from lib.train import distributed, memory, metrics, plot
 from lib.train.distributed import World
 from lib.train.journal import Journal
@@ -26,6 +26,7 @@ from lib.train.metrics import Metrics
 from lib.train.optimizer import LossScale
 from lib.train.plan import Plan
 from lib.train.signals import StopRequest
+from lib.train.startup import Data
 from lib.train.timers import Timers
 
 
@@ -45,8 +46,7 @@ class Run:
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
-    train_samples: Samples
-    eval_samples: Samples | None
+    data: Data
     timers: Timers
     stop_request: StopRequest
     journal: Journal
@@ -65,7 +65,7 @@ class Run:
 
     def evaluation_is_due(self) -> bool:
         """Tell whether the validation loss is measured after this step."""
-        if not self.eval_samples:  # no validation split, or one shorter than a sample
+        if not self.data.held_out:
             return False
         every = self.options.eval_freq
         return self.step == self.plan.total_steps or bool(every and self.step % every == 0)
@@ -93,13 +93,19 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss; all ranks must call this."""
         began = time.monotonic()
-        batches = evaluation_batches(self.eval_samples, self.options.eval_batches,
-                                     self.plan.division)
-        loss = evaluate(self.model, batches, self.world)
+        held_out, losses = self.data.held_out, {}
+        for part in held_out:
+            batches = evaluation_batches(part.samples, self.options.eval_batches,
+                                         self.plan.division)
+            losses[part.name] = evaluate(self.model, batches, self.world)
+        loss = sum(part.weight * losses[part.name] for part in held_out) \
+            / sum(part.weight for part in held_out)
+        each = {f"eval/loss/{name}": each for name, each in losses.items()} \
+            if len(losses) > 1 else {}
         log.info(f"[rank=0] step {self.step}: validation loss {loss:.4f} "
                  f"({units.duration(time.monotonic() - began)})")
         self.timers.restart()
-        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), **each}
 
     def report(self, figures: dict[str, Any], running_loss: float) -> None:
         """Write a step's figures everywhere. running_loss: mean since the last log line."""

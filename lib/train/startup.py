@@ -14,8 +14,9 @@ from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.models import identity, resolve
-from lib.tokens import build, packing, source, store
-from lib.tokens.source import Source
+from lib.tokens import build, encode, mixture, packing, store
+from lib.tokens.mixture import Corpus, HeldOut, Mixture
+from lib.tokens.samples import Samples
 from lib.tokens.store import TokenStore
 from lib.tokens.windows import Windows
 from lib.train import earlier
@@ -24,8 +25,6 @@ from lib.train.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from lib.tokens.loader import Samples
 
 _SEQ_LENGTH = 1024
 
@@ -39,7 +38,7 @@ class Inputs:
     """
 
     model_dir: Path
-    source: Source
+    corpora: list[Corpus]
     fingerprints: dict[str, str]
     begun: dict[str, Any]
     named: Checkpoint | None
@@ -47,6 +46,14 @@ class Inputs:
     def begun_with(self, option: str) -> Any:
         """Return the value of an option that the run was begun with, or None."""
         return self.begun.get("identity", {}).get("options", {}).get(option)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run learns from, and what its validation loss is measured on."""
+
+    train: Samples
+    held_out: list[HeldOut]
 
 
 @dataclass(frozen=True)
@@ -77,16 +84,17 @@ def find_inputs(opts: Options, experiment: Experiment) -> Inputs:
     if name is None and began_with and Path(began_with).is_dir():
         name = began_with
     model_dir = problems.collect(lambda: resolve.resolve(name, opts.cache_dir))
-    found = problems.collect(lambda: source.open_source(source.resolve(opts.dataset_name)))
+    corpora = problems.collect(lambda: mixture.open_corpora(opts.dataset_name))
     named = problems.collect(lambda: earlier.named_checkpoint(opts, experiment))
     problems.raise_if_any()
     fingerprints = {"model": identity.fingerprint(model_dir),
-                    **store.identity(found, model_dir)["inputs"]}
+                    "dataset": mixture.fingerprint(corpora),
+                    "tokenizer": encode.tokenizer_fingerprint(model_dir)}
     scratch = opts.from_scratch or not identity.has_weights(model_dir)
     opts.lr = (3e-4 if scratch else 3e-5) if opts.lr is None else opts.lr
     opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
     plans.check_options(opts)
-    return Inputs(model_dir, found, fingerprints, begun, named)
+    return Inputs(model_dir, corpora, fingerprints, begun, named)
 
 
 def is_complete(opts: Options, experiment: Experiment, inputs: Inputs) -> bool:
@@ -148,17 +156,20 @@ def make_plan(opts: Options, inputs: Inputs, seq_length: int, precision: str, sa
     return Plan(opts, inputs.fingerprints, seq_length, precision, division, samples, steps)
 
 
-def prepare_samples(opts: Options, inputs: Inputs, setting: Setting) -> dict[str, Samples]:
-    """Return the samples of every split, making token store and packs first where they are missing.
+def prepare_data(opts: Options, inputs: Inputs, setting: Setting) -> Data:
+    """Return the samples of all corpora, making token stores and packs where they are missing.
 
     Must run before the process group exists: it may take hours, and no collective may time out.
     """
-    path = build.prepare(inputs.source, inputs.model_dir, opts.cache_dir, setting.vocab_size,
-                         opts.num_workers, not opts.no_progress)
-    tokens = store.open_store(path)
-    build.require_vocabulary(tokens.vocab_size, setting.vocab_size, inputs.model_dir)
-    log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
-    return samples_of(opts, tokens, setting.seq_length)
+    stores = []
+    for corpus in inputs.corpora:
+        path = build.prepare(corpus.source, inputs.model_dir, opts.cache_dir, setting.vocab_size,
+                             opts.num_workers, not opts.no_progress, verify=opts.prepare_only)
+        tokens = store.open_store(path, opts.token_reads)
+        build.require_vocabulary(tokens.vocab_size, setting.vocab_size, inputs.model_dir)
+        log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
+        stores.append(tokens)
+    return data_of(opts, inputs, stores, setting.seq_length)
 
 
 def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
@@ -167,30 +178,43 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
     log.info("plan:")
     log.table({"model": f"{inputs.model_dir} ({setting.model.config.model_type}, "
                         f"{units.count(parameters)} parameters)",
-               "weights": weights_of(opts, inputs), "dataset": str(inputs.source.path),
+               "weights": weights_of(opts, inputs), "dataset": dataset_of(inputs),
                "precision": f"float32 masters, {setting.precision} compute"})
-    target = store.directory(opts.cache_dir, inputs.source,
-                             store.identity(inputs.source, inputs.model_dir))
-    if not target.exists():
+    targets = [store.directory(opts.cache_dir, corpus.source,
+                               store.identity(corpus.source, inputs.model_dir))
+               for corpus in inputs.corpora]
+    if missing := [str(target) for target in targets if not target.exists()]:
         log.table({"batch": plans.product(plans.divide(opts, 0, plans.launched_size()),
                                           setting.seq_length)})
-        log.info(f"  tokens are not prepared yet ({target}): the run makes them first, or "
-                 "--prepare-only; steps and epochs are known then")
+        log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
+                 "or --prepare-only; steps and epochs are known then")
         return
-    tokens = store.open_store(target)
-    if opts.packing == "documents" and not packing.directory(tokens, setting.seq_length).exists():
+    stores = [store.open_store(target, opts.token_reads) for target in targets]
+    if opts.packing == "documents" and not all(
+            packing.directory(tokens, setting.seq_length).exists() for tokens in stores):
         log.info("  the documents are not packed yet: the run does it first, or --prepare-only")
         return
-    samples = len(samples_of(opts, tokens, setting.seq_length)["train"])
-    log.table(make_plan(opts, inputs, setting.seq_length, setting.precision, samples).describe())
+    data = data_of(opts, inputs, stores, setting.seq_length)
+    log.table(describe(make_plan(opts, inputs, setting.seq_length, setting.precision,
+                                 len(data.train)), data))
     log.info("dry run: nothing was written")
 
 
-def samples_of(opts: Options, tokens: TokenStore, seq_length: int) -> dict[str, Samples]:
-    """Return the samples of every split, making the index of packs first where it is needed."""
-    if opts.packing == "documents":
-        return packing.prepare(tokens, seq_length)
-    return {name: Windows(split.tokens, seq_length) for name, split in tokens.splits.items()}
+def describe(plan: Plan, data: Data) -> dict[str, str]:
+    """Return the derived numbers of a run, and for a mixture those of each corpus."""
+    numbers = plan.total_steps * plan.division.global_batch
+    mixed = data.train.describe(numbers) if isinstance(data.train, Mixture) else {}
+    return plan.describe() | mixed
+
+
+def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length: int) -> Data:
+    """Return the samples of all corpora, making the index of packs first where it is needed."""
+    splits = [packing.prepare(tokens, seq_length) if opts.packing == "documents" else
+              {name: Windows(split.tokens, seq_length) for name, split in tokens.splits.items()}
+              for tokens in stores]
+    train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
+    return Data(train, mixture.held_out(inputs.corpora, train,
+                                        [split.get("validation") for split in splits]))
 
 
 def weights_of(opts: Options, inputs: Inputs) -> str:
@@ -198,6 +222,11 @@ def weights_of(opts: Options, inputs: Inputs) -> str:
     if opts.from_scratch or not identity.has_weights(inputs.model_dir):
         return f"drawn from seed {opts.seed}"
     return f"read from {inputs.model_dir}"
+
+
+def dataset_of(inputs: Inputs) -> str:
+    """Name the datasets of a run with their weights."""
+    return ", ".join(map(str, inputs.corpora))
 
 
 def next_command(experiment: Experiment) -> str:

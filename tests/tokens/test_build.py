@@ -16,6 +16,7 @@ import pytest
 
 from lib.core.errors import ArtifactError, UsageError
 from lib.tokens import build, source, store
+from lib.tokens.windows import Windows
 
 from .conftest import ROOT, save_tokenizer
 
@@ -196,3 +197,55 @@ def test_a_rank_that_waits_does_not_build(tmp_path: Path, of_stage_02: Path, tok
     assert process.poll() is None and not (tmp_path / ".cache").exists()
     process.kill()
     process.communicate()
+
+
+def test_tokens_by_pread_equal_the_mapped_ones(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
+                                               monkeypatch: pytest.MonkeyPatch,
+                                               caplog: pytest.LogCaptureFixture) -> None:
+    path = prepare(of_stage_02, tokenizer, tmp_path)
+    mapped = store.open_store(path).splits["train"]
+    read = store.open_store(path, "pread").splits["train"]
+    assert len(read.tokens) == len(mapped.tokens) and read.tokens.dtype == mapped.tokens.dtype
+    for part in (slice(0, 10), slice(7, 7), slice(len(mapped.tokens) - 3, 10**9), slice(5, 3)):
+        assert np.array_equal(read.tokens[part], mapped.tokens[part])
+    places = np.array([[4, 0], [9, len(mapped.tokens) - 1]])
+    assert np.array_equal(read.tokens[places], mapped.tokens[places])
+    assert read.ends[3] == mapped.ends[3] and np.array_equal(np.asarray(read.ends), mapped.ends)
+    for seq_length in (8, 16):
+        chosen = np.array([3, 0, 5])
+        assert np.array_equal(Windows(read.tokens, seq_length).rows(chosen).inputs,
+                              Windows(mapped.tokens, seq_length).rows(chosen).inputs)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+    monkeypatch.setattr(np, "memmap", refuse)
+    fallen_back = store.open_store(path).splits["train"]
+    assert np.array_equal(fallen_back.tokens[:50], read.tokens[:50])
+    assert "cannot be mapped (Cannot allocate memory)" in caplog.text
+    with (path / "train.tokens.bin").open("r+b") as file:
+        file.truncate(16)
+    with pytest.raises(OSError, match="ends at byte 16"):
+        read.tokens[0:100]
+
+
+def test_a_store_with_an_unknown_label_mask_is_refused(tmp_path: Path, of_stage_02: Path,
+                                                       tokenizer: Path) -> None:
+    path = prepare(of_stage_02, tokenizer, tmp_path)
+    content = json.loads((path / "manifest.json").read_text())
+    assert content["summary"]["label_mask"] is None
+    content["summary"]["label_mask"] = "*.mask.bin"
+    (path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ArtifactError, match="label mask"):
+        store.open_store(path)
+
+
+def test_preparing_again_verifies_every_byte(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
+                                             ) -> None:
+    path = prepare(of_stage_02, tokenizer, tmp_path)
+    build.prepare(source.open_source(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
+    damaged = bytearray((path / "train.tokens.bin").read_bytes())
+    damaged[8] ^= 1
+    (path / "train.tokens.bin").write_bytes(damaged)
+    with pytest.raises(ArtifactError, match="damaged"):
+        build.prepare(source.open_source(of_stage_02), tokenizer, tmp_path, 9999, 1, False,
+                      verify=True)

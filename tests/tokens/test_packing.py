@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lib.tokens import packing, store
+from lib.tokens.samples import IGNORED
 from lib.tokens.store import Split, TokenStore
-from lib.tokens.windows import IGNORED
 
 
 def one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:
@@ -42,12 +42,13 @@ def test_nothing_to_pack() -> None:
     assert len(packing.best_fit(np.array([], np.int64), 8)) == 0
 
 
-def make(documents: list[int], tmp_path: Path, capacity: int) -> tuple[np.ndarray, packing.Packs]:
+def make(documents: list[int], tmp_path: Path, capacity: int, reads: str = "mmap",
+         ) -> tuple[np.ndarray, packing.Packs]:
     """Pack documents of these lengths; tokens are 1, 2, 3 … so that each is known."""
     ends = np.cumsum(documents).astype(np.int64)
     tokens = np.arange(1, ends[-1] + 1, dtype=np.uint16)
     whole = TokenStore(tmp_path / "corpus-key", "fingerprint", 9999, {},
-                       {"train": Split(tokens, ends)})
+                       {"train": Split(tokens, ends)}, reads)
     return tokens, packing.prepare(whole, capacity)["train"]
 
 
@@ -85,4 +86,4 @@ def test_the_index_is_made_once_and_tells_its_losses(tmp_path: Path,
     assert "12.5 % padding" in caplog.text and "33.3 % of the documents cut" in caplog.text
     make([20, 4, 4], tmp_path, 8)
     assert (index / "manifest.json").read_bytes() == made
-    assert store.map_file(index / "train.packs.bin", "int64")[-1] == 5
+    assert store.open_file(index / "train.packs.bin", "int64", "mmap")[-1] == 5
