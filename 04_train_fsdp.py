@@ -94,6 +94,24 @@ def parse(argv: list[str]) -> Options:
                            help="compute dtype (default: bf16 where the hardware has it, else "
                                 "fp32); masters are float32")
 
+    speed = parser.add_argument_group("speed and memory (none of it changes what is learned)")
+    speed.add_argument("--activation-checkpointing", default="none",
+                       choices=("none", "selective", "full"),
+                       help="activations to compute again in the backward pass instead of keeping "
+                            "them: none, selective (the cheap ones) or full (all of a block)")
+    speed.add_argument("--compile", type=options.on_off, default=False, metavar="on|off",
+                       help="compile the decoder blocks; the first step then takes a minute longer")
+    speed.add_argument("--attention", default="auto",
+                       choices=("auto", "sdpa", "varlen", "flash_attention_2", "flex"),
+                       help="auto: varlen for packed documents on a GPU, else sdpa")
+    speed.add_argument("--use-flash-attn", dest="attention", action="store_const",
+                       const="flash_attention_2", help="short for --attention flash_attention_2")
+    speed.add_argument("--cpu-offload", type=options.on_off, default=False, metavar="on|off",
+                       help="keep shards and optimizer states in host memory, at a price in speed")
+    speed.add_argument("--shard-size", type=options.positive_int, metavar="N",
+                       help="ranks that share one replica (HSDP), say the GPUs of a node "
+                            "(default: all ranks)")
+
     watch = parser.add_argument_group("logs, checkpoints and evaluation")
     watch.add_argument("--log-freq", "--log-interval", type=options.positive_int, default=10,
                        metavar="N", help="steps between log lines")
@@ -172,7 +190,9 @@ def train(run: Run) -> None:
             batch = next(steps)
         # The loss is a sum over all label tokens of the step, and FSDP averages over the ranks.
         scale = run.loss_scale.scale * world.size / batch.label_tokens
-        for micro_batch in batch.micro_batches:
+        for number, micro_batch in enumerate(batch.micro_batches, 1):
+            # Replicas exchange gradients once per step (their shards are summed in each pass).
+            model.set_requires_all_reduce(number == len(batch.micro_batches))
             with timers("data"):
                 on_device = micro_batch.to(world.device)
             with timers("forward"):
@@ -186,6 +206,7 @@ def train(run: Run) -> None:
                 run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
         timers.step_done()
+        run.collect_garbage()
         run.step, run.tokens = step + 1, run.tokens + batch.tokens
         window_loss, window_tokens = window_loss + step_loss, window_tokens + batch.label_tokens
         if not may_step:

@@ -25,17 +25,20 @@ _ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out 
 class MicroBatch:
     """input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t].
 
-    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1.
+    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32
+    [documents + 1], where those begin and end in the B·T tokens; None without position_ids.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
+    boundaries: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on a device; from pinned memory it does not wait."""
+        parts = (self.input_ids, self.labels, self.position_ids, self.boundaries)
         return MicroBatch(*(None if part is None else part.to(device, non_blocking=True)
-                            for part in (self.input_ids, self.labels, self.position_ids)))
+                            for part in parts))
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,14 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
         yield replace(batch, labels=batch.labels.masked_fill(left_out, IGNORED))
 
 
+def boundaries(positions: np.ndarray) -> np.ndarray:
+    """Return where documents begin and end in the tokens of rows, from positions that restart."""
+    return np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+
+
 def _micro_batch(rows: Rows, pin: bool) -> MicroBatch:
-    tensors = (None if part is None else torch.from_numpy(part) for part in rows)
+    ends = None if rows.positions is None else boundaries(rows.positions)
+    tensors = (None if part is None else torch.from_numpy(part) for part in (*rows, ends))
     # Contiguous where it is pinned: a copy to the device of anything else would wait.
     return MicroBatch(*(part.contiguous().pin_memory() if pin and part is not None else part
                         for part in tensors))

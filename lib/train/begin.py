@@ -21,7 +21,17 @@ from lib.models.initialise import initialise, restore_buffers
 from lib.models.shards import tie_again
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
-from lib.train import distributed, earlier, flops, isolation, optimizer, sharding, startup
+from lib.train import (
+    blocks,
+    distributed,
+    earlier,
+    flops,
+    isolation,
+    loss,
+    optimizer,
+    sharding,
+    startup,
+)
 from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
 from lib.train.metrics import Metrics
@@ -33,7 +43,8 @@ from lib.train.startup import Data, Inputs, Setting
 from lib.train.timers import Timers
 
 _SHARED_WITHIN_S = 60.0
-_ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "eval_freq", "eval_batches", "resume", "overwrite")
+_ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "eval_freq", "eval_batches", "resume", "overwrite",
+          "shard_size", "cpu_offload", "activation_checkpointing", "compile", "attention")
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
@@ -44,7 +55,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     All ranks must call this. Raises UsageError when the experiment's directory holds another run or
     the ranks were not started alike, ArtifactError when it has checkpoints and none is valid.
     """
-    world = distributed.start()
+    world = distributed.start(opts.shard_size)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  len(data.train), world.rank)
     journal = Journal(experiment, world.rank)
@@ -56,8 +67,10 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     model = setting.model
     flops_per_token = flops.per_token(model, setting.seq_length)
     peak, where = flops.device_peak(world.device, setting.precision)
-    log.info(f"sharded: {sharding.shard(model, world.mesh, setting.precision)}")
-    model.to_empty(device=world.device)
+    offload = opts.cpu_offload and world.device.type == "cuda"
+    blocks.prepare(model, opts.activation_checkpointing, opts.compile)
+    log.info(f"sharded: {sharding.shard(model, world.mesh, setting.precision, offload)}")
+    sharding.materialise(model, world.device, offload)
     adamw = optimizer.adamw(model, opts.lr, (opts.beta1, opts.beta2), opts.weight_decay)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
@@ -70,6 +83,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         journal.event("start", 0, ranks=world.size)
     if opts.packing == "documents":
         isolation.require(model, world)
+    log.info(f"loss: {loss.chunk(model, world)}")
     run.metrics = Metrics(experiment, world.rank, run.step)
     run.write_state("running")
     return run

@@ -20,8 +20,9 @@ _START_TIMEOUT = timedelta(minutes=30)
 class World:
     """This process's place in the launch.
 
-    mesh: 1-D over all ranks. control: a gloo group of its own, for small agreements between hosts
-    and for checkpoints, so that neither meets the collectives of training.
+    mesh: 1-D over all ranks, or (replicas, ranks per replica). control: a gloo group of its own,
+    for small agreements between hosts and for checkpoints, so that neither meets the collectives
+    of training.
     """
 
     rank: int
@@ -31,8 +32,11 @@ class World:
     control: dist.ProcessGroup
 
 
-def start() -> World:
-    """Join the process group; all ranks must call this."""
+def start(shard_size: int | None = None) -> World:
+    """Join the process group; all ranks must call this.
+
+    shard_size: ranks per replica, which must divide their number; None: all share one.
+    """
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -40,7 +44,10 @@ def start() -> World:
         dist.init_process_group(backend, timeout=_START_TIMEOUT)
     else:  # without torchrun: a group of one that needs no port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    size, names = (dist.get_world_size(),), ("shard",)
+    if shard_size and shard_size < size[0]:
+        size, names = (size[0] // shard_size, shard_size), ("replicate", "shard")
+    mesh = init_device_mesh(device.type, size, mesh_dim_names=names)
     control = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
     return World(dist.get_rank(), dist.get_world_size(), device, mesh, control)
 

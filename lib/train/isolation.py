@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from lib.core.errors import UsageError
-from lib.train import sharding
+from lib.tokens.loader import MicroBatch, boundaries
+from lib.train import attention
 from lib.train.distributed import World
+from lib.train.loss import eval_mode
 
 _LENGTHS = (9, 14)  # of two documents in one row
 _NOISE = 0.05  # of the logits' spread: more than rounding in half precision, less than any leak
@@ -19,20 +21,20 @@ def require(model: nn.Module, world: World) -> None:
 
     All ranks must call this: two forward passes over a row of 23 tokens.
     """
-    model.eval()
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
     tokens = torch.randint(0, vocabulary, (2, sum(_LENGTHS)), generator=generator)
     tokens[1, _LENGTHS[0]:] = tokens[0, _LENGTHS[0]:]
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
-    second = [model(input_ids=row[None].to(world.device), use_cache=False,
-                    position_ids=positions.to(world.device)).logits[0, _LENGTHS[0]:].float()
-              for row in tokens]
-    sharding.reshard(model)
-    model.train()
+    ends = torch.from_numpy(boundaries(positions.numpy()))
+    with eval_mode(model):
+        batches = [MicroBatch(row[None], row[None], positions, ends).to(world.device)
+                   for row in tokens]
+        second = [model(**attention.inputs(model, batch)).logits[0, _LENGTHS[0]:].float()
+                  for batch in batches]
     moved = (second[0] - second[1]).abs().max()
     if moved > _NOISE * second[0].std():
         raise UsageError(f"with {model.config.model_type} models, packed documents see each other",
                          found=f"logits of a document move by {moved:.3g} when the one before it "
                                "in the same sample is changed",
-                         run="--packing concat, or another family of models")
+                         run="--packing concat, another --attention, or another family of models")

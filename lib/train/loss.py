@@ -3,39 +3,162 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from lib.tokens.loader import MicroBatch
 from lib.tokens.samples import IGNORED
-from lib.train import distributed, sharding
+from lib.train import attention, distributed, sharding
 from lib.train.distributed import World
 
+_LOGITS_AT_ONCE = 1 << 26  # numbers: half a gigabyte with their copies; more is no faster
+_FEWEST_ROWS = 256  # smaller matrix products waste the device
+_NOISE = 0.02  # nats per token between two ways of rounding in half precision
 
-def token_loss_sum(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+
+def token_loss_sum(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Return the cross entropy summed over the label tokens of a micro-batch, float32 scalar.
 
     A micro-batch whose labels are all ignored gives a zero that is still part of the graph.
     """
-    # Without a mask, and with positions that restart, transformers keeps documents apart.
-    positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-    logits = model(input_ids=batch.input_ids, use_cache=False, **positions).logits  # [B, T, V]
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(),
-                           ignore_index=IGNORED, reduction="sum")
+    inputs = attention.inputs(model, batch)
+    head = model.get_output_embeddings()
+    if isinstance(head.__dict__.get("forward"), LossHead):
+        return head.forward.loss_sum(model, inputs, batch.labels)
+    return _sum(model(**inputs).logits, batch.labels)
+
+
+def _sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED,
+                           reduction="sum")
+
+
+class LossHead:
+    """Takes the place of the output layer's `forward`: gives the loss where labels are set.
+
+    There, inside the layer, the sharded weights are gathered; the logits of all tokens never exist.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head, self._logits, self._labels = head, head.forward, None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return logits [B, T, V], or the loss sum of hidden states [B, T, H]."""
+        if self._labels is None:
+            return self._logits(hidden)
+        head = self._head
+        return _ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, head.bias,
+                                  self._labels.flatten())
+
+    def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+        """Return the loss sum of a micro-batch, which the model hands on in place of logits."""
+        self._labels = labels
+        try:
+            return model(**inputs).logits
+        finally:
+            self._labels = None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Cross entropy of a linear layer, some rows at a time, the gradients made on the way.
+
+    Logits and gradients of a chunk exist only for the while, so the forward does what the backward
+    would have to do again; the backward only scales. Loss and gradient of the weights are summed
+    in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
+                ) -> Tensor:
+        """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N]."""
+        rows = max(_FEWEST_ROWS, _LOGITS_AT_ONCE // len(weight))
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with_gradients = any(ctx.needs_input_grad)
+        of_hidden = torch.empty_like(hidden) if with_gradients else None
+        of_weight = of_bias = None
+        for first in range(0, len(labels), rows):
+            chunk, target = hidden[first:first + rows], labels[first:first + rows]
+            logits = F.linear(chunk, weight, bias).float()
+            counts = target != IGNORED
+            target = torch.where(counts, target, 0)[:, None]
+            normaliser = torch.logsumexp(logits, 1, keepdim=True)
+            loss += ((normaliser - logits.gather(1, target))[:, 0] * counts).sum()
+            if not with_gradients:
+                continue
+            # d loss / d logits = softmax - one-hot, nothing where the label is ignored.
+            logits.sub_(normaliser).exp_()
+            logits.scatter_add_(1, target, torch.full_like(normaliser, -1.0))
+            gradient = logits.mul_(counts[:, None]).to(hidden.dtype)
+            torch.mm(gradient, weight, out=of_hidden[first:first + rows])
+            of_weight = _added(of_weight, gradient.t() @ chunk)
+            if bias is not None:
+                of_bias = _added(of_bias, logits.sum(0))
+        if with_gradients:
+            ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype),
+                                  None if of_bias is None else of_bias.to(bias.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """upstream: float32 scalar."""
+        return (*(None if kept is None else kept * upstream.to(kept.dtype)
+                  for kept in ctx.saved_tensors), None)
+
+
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    """Sum chunks in float32; a single one stays as it is."""
+    return more if total is None else total.float().add_(more)
+
+
+def chunk(model: nn.Module, world: World) -> str:
+    """Compute the loss within the output layer if that gives the same; return a sentence about it.
+
+    Some families change the logits after that layer (a cap, a factor), so it is tried. All ranks
+    must call this: two forward passes over a row of 16 tokens.
+    """
+    head = model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
+    tokens = torch.randint(0, head.weight.shape[0], (1, 17), generator=generator)
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:]).to(world.device)
+    with torch.no_grad(), eval_mode(model):
+        plain = token_loss_sum(model, batch) / 16
+        head.forward = LossHead(head)
+        try:
+            chunked = token_loss_sum(model, batch) / 16
+            same = chunked.ndim == 0 and bool((plain - chunked).abs() < _NOISE)
+        except (RuntimeError, TypeError, IndexError):  # what follows the layer needs logits
+            same = False
+    if same:
+        return "in the output layer, chunk by chunk: the logits of all tokens never exist"
+    del head.forward
+    return f"from the logits, which {model.config.model_type} models change after the output layer"
+
+
+class eval_mode:
+    """Switches dropout off for the while, and leaves no group of shards gathered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        sharding.reshard(self._model)
+        self._model.train()
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[MicroBatch], world: World) -> float:
     """Return the mean loss over all label tokens of all ranks; all ranks must call this."""
-    model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     tokens = 0
-    for batch in batches:
-        loss_sum += token_loss_sum(model, batch.to(world.device))
-        tokens += int((batch.labels != IGNORED).sum())
-    sharding.reshard(model)
-    model.train()
+    with eval_mode(model):
+        for batch in batches:
+            loss_sum += token_loss_sum(model, batch.to(world.device))
+            tokens += int((batch.labels != IGNORED).sum())
     loss_total, token_total = distributed.total([loss_sum.item(), tokens], world)
     return loss_total / max(token_total, 1)

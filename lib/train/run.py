@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from contextlib import suppress
@@ -28,6 +29,8 @@ from lib.train.plan import Plan
 from lib.train.signals import StopRequest
 from lib.train.startup import Data
 from lib.train.timers import Timers
+
+_COLLECT_EVERY = 100  # steps
 
 
 @dataclass
@@ -73,6 +76,13 @@ class Run:
     def save_is_due(self) -> bool:
         """Tell whether a checkpoint is written after this step."""
         return self.step % self.options.ckpt_freq == 0 or self.step == self.plan.total_steps
+
+    def collect_garbage(self) -> None:
+        """Collect at the same steps on all ranks: left alone, each would stop the others in turn.
+        """
+        if self.step % _COLLECT_EVERY == 0:
+            gc.disable()
+            gc.collect()
 
     def figures(self, loss: float, grad_norm: torch.Tensor, learning_rate: float,
                 ) -> dict[str, Any]:

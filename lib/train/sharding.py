@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
@@ -16,8 +23,11 @@ from lib.models.shards import own_class
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> str:
+def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = False) -> str:
     """Shard a meta-device model in place and return a sentence that says how.
+
+    mesh: 1-D, or (replicas, ranks per replica) for HSDP. offload: shards, gradients and optimizer
+    states live in host memory, a block is on the device while it computes.
 
     Groups, bottom-up: each block of `_no_split_modules`; the input embedding; the final norm with
     the output layer (one group with the embedding when their weights are tied, since a shared
@@ -28,7 +38,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> str:
     """
     compute = COMPUTE_DTYPES[precision]
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    options = {"mesh": mesh, "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy()
     blocks = list(decoder_layers(model).values())
     if not blocks:
         raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
@@ -46,8 +58,22 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> str:
     fully_shard(model, **options)
     dtypes = {p.dtype for p in model.parameters()}
     assert dtypes == {torch.float32}, f"masters must be float32, got {dtypes}"
+    for before, after in pairwise(blocks):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+    replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
-           f"{mesh.size()} ranks; float32 masters and reductions, {precision} compute"
+           f"{mesh.size(-1)} ranks{replicas}; float32 masters and reductions" \
+           f"{' in host memory' if offload else ''}, {precision} compute"
+
+
+def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:
+    """Give parameters and buffers memory; what is in it comes later."""
+    model.to_empty(device="cpu" if offload else device)
+    for module in model.modules() if offload else ():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:  # the offload policy moves parameters alone
+                module._buffers[name] = buffer.to(device)
 
 
 def reshard(model: nn.Module) -> None:

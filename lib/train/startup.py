@@ -122,9 +122,10 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
     divided, or the experiment's directory cannot be used.
     """
     from lib.models import architecture
-    from lib.train import sharding
+    from lib.train import attention, sharding
 
-    model = architecture.build_on_meta(inputs.model_dir)
+    model = architecture.build_on_meta(inputs.model_dir,
+                                       attention.choose(opts.attention, opts.packing))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if opts.seq_length and longest and opts.seq_length > longest:
         raise UsageError(f"--seq-length {opts.seq_length} is longer than the model allows",

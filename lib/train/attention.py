@@ -1,0 +1,104 @@
+"""Attention over packed documents: which implementation, and what it has to be told.
+
+`varlen` is torch's own kernel for rows of documents, under the name that transformers' attention
+interface knows it by here. On a CPU, which has no such kernel, it goes document by document.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from lib.core.errors import UsageError
+from lib.tokens.loader import MicroBatch
+
+_VARLEN = "varlen"
+_BY_BOUNDARIES = (_VARLEN, "flash_attention_2")  # told where documents end, instead of a mask
+
+
+def choose(wanted: str, packing: str) -> str:
+    """Return the name in transformers' attention interface for --attention.
+
+    auto: sdpa for windows (it takes the fastest causal kernel there is); varlen for packed
+    documents on a GPU, where a mask would rule out the fast kernels. Raises UsageError for what
+    cannot train here.
+    """
+    on_gpu = torch.cuda.is_available()
+    if wanted == "flex" and not on_gpu:
+        raise UsageError("--attention flex cannot train on a CPU", run="--attention sdpa")
+    if wanted == "auto":
+        return _VARLEN if packing == "documents" and on_gpu else "sdpa"
+    return {"flex": "flex_attention"}.get(wanted, wanted)
+
+
+def inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
+    """Return the arguments of the model for a micro-batch.
+
+    Without a mask, and with positions that restart, transformers keeps documents apart.
+    """
+    arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+    if batch.position_ids is not None:
+        arguments["position_ids"] = batch.position_ids
+        if model.config._attn_implementation in _BY_BOUNDARIES:
+            # The longest document may be as long as a row: no number that changes by the batch.
+            longest = batch.input_ids.shape[1]
+            arguments |= {"cu_seq_lens_q": batch.boundaries, "cu_seq_lens_k": batch.boundaries,
+                          "max_length_q": longest, "max_length_k": longest}
+    return arguments
+
+
+def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+            attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+            sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
+            **others: Any) -> tuple[Tensor, None]:
+    """Attend within documents. query: [B, H, T, D]; key, value: [B, H or fewer, T, D].
+
+    cu_seq_lens_q: int32 [documents + 1], where they begin and end in the B·T tokens; None: a row
+    is one. Returns [B, T, H, D]. Raises UsageError for what the kernel does not know.
+    """
+    if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
+        raise UsageError("--attention varlen knows no dropout, cap or sink of attention, which "
+                         "this model has", run="--attention sdpa")
+    batch, _, length, _ = query.shape
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.arange(0, batch * length + 1, length, dtype=torch.int32,
+                                     device=query.device)
+    window = sliding_window if sliding_window and sliding_window < length else 0
+    flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # [B·T, H, D]
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+        out = varlen_attn(*flat, cu_seq_lens_q, cu_seq_lens_q, length, length, scale=scaling,
+                          window_size=(window - 1, 0) if window else (-1, 0), enable_gqa=True)
+    else:
+        out = _by_document(*flat, cu_seq_lens_q.tolist(), scaling, window)
+    return out.unflatten(0, (batch, length)), None
+
+
+def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: list[int],
+                 scaling: float | None, window: int) -> Tensor:
+    """Attend within each document by itself. query, key, value: [B·T, H, D]."""
+    done = []
+    for first, last in pairwise(boundaries):
+        parts = [part[first:last].transpose(0, 1)[None] for part in (query, key, value)]
+        mask = None
+        if window and last - first > window:
+            at = torch.arange(last - first)
+            mask = (at[:, None] >= at) & (at[:, None] - at < window)
+        out = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None,
+                                             scale=scaling, enable_gqa=True)
+        done.append(out[0].transpose(0, 1))
+    return torch.cat(done)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The boundaries say it all."""
+
+
+AttentionInterface.register(_VARLEN, _varlen)
+AttentionMaskInterface.register(_VARLEN, _no_mask)

@@ -1,0 +1,61 @@
+"""What each decoder block does besides its layers: forget and recompute activations, be compiled.
+
+Both wrap the block's own `forward`, inside of what sharding hooks around it, so neither changes a
+module's name and a checkpoint fits whatever was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from lib.models.architecture import decoder_layers
+
+# What selective checkpointing keeps: the results that are dear to compute again. The rest (norms,
+# activations, rotations) costs memory traffic alone.
+_KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
+         "aten::_scaled_dot_product_flash_attention", "torch_attn::_varlen_attn",
+         "aten::_scaled_dot_product_efficient_attention",
+         "aten::_scaled_dot_product_cudnn_attention",
+         "aten::_scaled_dot_product_flash_attention_for_cpu")
+
+
+def prepare(model: nn.Module, recompute: str, compiled: bool) -> None:
+    """Wrap the forward of every decoder block; must come before sharding.
+
+    recompute: none, selective (what is cheap) or full (all but the block's input).
+    """
+    for block in decoder_layers(model).values():
+        forward = block.forward
+        if recompute != "none":
+            forward = _recomputing(forward, recompute == "selective")
+        if compiled:
+            # Sizes are the same in every step but for the number of packed documents.
+            forward = torch.compile(forward)
+        if forward is not block.forward:
+            block.forward = forward
+
+
+def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} \
+        if selective else {}
+
+    def recomputed(*arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **named)
+        return checkpoint(forward, *arguments, use_reentrant=False, **contexts, **named)
+    return recomputed
+
+
+def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    keep = operation.name().partition(".")[0] in _KEPT
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

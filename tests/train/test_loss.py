@@ -1,0 +1,91 @@
+"""The loss without logits: the same number and gradients, or the ordinary way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PhiConfig,
+)
+
+from lib.tokens.loader import MicroBatch
+from lib.tokens.samples import IGNORED
+from lib.train import loss
+
+TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+HERE = SimpleNamespace(device=torch.device("cpu"))
+
+
+def batch(ignored: bool = False) -> MicroBatch:
+    tokens = torch.randint(0, 300, (3, 21), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[1, 4:9] = IGNORED
+    return MicroBatch(tokens[:, :-1], torch.full_like(labels, IGNORED) if ignored else labels)
+
+
+@pytest.mark.parametrize("rows", [1000, 7, 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunks_give_the_loss_and_the_gradients(monkeypatch: pytest.MonkeyPatch, rows: int,
+                                                bias: bool) -> None:
+    monkeypatch.setattr(loss, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(loss, "_LOGITS_AT_ONCE", rows * 50)
+    torch.manual_seed(0)
+    parts = [torch.randn(40, 16), torch.randn(50, 16)] + [torch.randn(50)] * bias
+    parts = [part.double().requires_grad_() for part in parts]
+    labels = torch.randint(0, 50, (40,))
+    labels[::3] = IGNORED
+    whole = F.cross_entropy(F.linear(*parts), labels, ignore_index=IGNORED, reduction="sum")
+    expected = torch.autograd.grad(whole * 0.3, parts)
+    mine = loss._ChunkedLoss.apply(*parts, *[None] * (not bias), labels)
+    found = torch.autograd.grad(mine * 0.3, parts)
+    assert mine.item() == pytest.approx(whole.item(), rel=1e-6)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_sums_in_float32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2000, 16).bfloat16(), torch.randn(300, 16).bfloat16()
+    labels = torch.randint(0, 300, (2000,))
+    exact = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+    found = loss._ChunkedLoss.apply(hidden, weight, None, labels)
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def with_gradients(model: torch.nn.Module, ignored: bool) -> dict[str, torch.Tensor]:
+    """Return the loss and the gradients of all parameters."""
+    model.zero_grad()
+    value = loss.token_loss_sum(model, batch(ignored))
+    value.backward()
+    return {"loss": value.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize(("config", "in_layer"), [
+    (LlamaConfig(**TINY), True), (LlamaConfig(**TINY, tie_word_embeddings=True), True),
+    (PhiConfig(**TINY), True),  # its output layer has a bias
+    (GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
+                embd_pdrop=0.0, attn_pdrop=0.0), True),
+    (Gemma2Config(**TINY, head_dim=8), False),  # caps its logits
+    (CohereConfig(**TINY), False), (GraniteConfig(**TINY, logits_scaling=3.0), False)],
+    ids=lambda value: getattr(value, "model_type", None))
+def test_families(config, in_layer: bool) -> None:
+    """Loss and gradients are those of the plain logits, whichever way was chosen."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    expected = [with_gradients(model, ignored) for ignored in (False, True)]
+    said = loss.chunk(model, HERE)
+    assert said.startswith("in the output layer") == in_layer, said
+    found = [with_gradients(model, ignored) for ignored in (False, True)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert model(**{"input_ids": batch().input_ids}).logits.shape == (3, 20, 300)
