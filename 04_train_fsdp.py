@@ -123,6 +123,12 @@ def parse(argv: list[str]) -> Options:
                        help="steps between evaluations, 0 for only at the end")
     watch.add_argument("--eval-batches", type=options.positive_int, default=100, metavar="N",
                        help="global batches of the validation split in an evaluation")
+    watch.add_argument("--wandb", type=options.on_off, default=False, metavar="on|off",
+                       help="also log to Weights & Biases, offline, in the experiment's wandb/ "
+                            "(`wandb sync` sends it later)")
+    watch.add_argument("--profile", type=options.span, metavar="START:END",
+                       help="steps to record: a trace and a table of operations per rank, on a GPU "
+                            "also its memory, in the experiment's profile/")
     parser.add_common(workers="tokenise")
     return parser.parse(argv)
 
@@ -153,7 +159,7 @@ def main(argv: list[str]) -> None:
         return
 
     from lib.train.begin import begin
-    from lib.train.memory import explained
+    from lib.train.symptoms import explained
 
     run = begin(opts, experiment, inputs, setting, data)
     try:
@@ -161,7 +167,7 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         run.failed(error)
         run.close(in_order=isinstance(error, Preempted))
-        raise (explained(error) or error) from error
+        raise (explained(error, opts, experiment) or error) from error
     run.finish()
     log.info(startup.next_command(experiment))
     run.close(in_order=True)
@@ -183,6 +189,7 @@ def train(run: Run) -> None:
     timers.restart()
     for step in range(run.step, plan.total_steps):
         run.stop_request.ask()
+        run.profiler.before(step + 1)
         learning_rate = plan.schedule.lr(step)
         set_learning_rate(run.optimizer, learning_rate)
         step_loss = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -203,11 +210,10 @@ def train(run: Run) -> None:
         with timers("update"):
             grad_norm, may_step = run.loss_scale.clip(model.parameters(), run.options.grad_clip)
             if may_step:
-                run.optimizer.step()
+                with timers("optimizer"):
+                    run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
-        timers.step_done()
-        run.collect_garbage()
-        run.step, run.tokens = step + 1, run.tokens + batch.tokens
+        run.step_done(batch.tokens)
         window_loss, window_tokens = window_loss + step_loss, window_tokens + batch.label_tokens
         if not may_step:
             run.journal.event("skip_step", run.step, reason="fp16 gradients overflowed")

@@ -20,6 +20,14 @@ class _Console(logging.StreamHandler):
             text = f"{record.levelname.lower()}: {text}"
         return text if rank() == 0 else f"[rank={rank()}] {text}"
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, above a progress bar if there is one."""
+        if (tqdm := sys.modules.get("tqdm")) is None:
+            super().emit(record)
+            return
+        with tqdm.tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
 
 def rank() -> int:
     """Return this process's rank under torchrun, 0 without it."""

@@ -203,6 +203,14 @@ def on_off(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"expected on or off, got {text!r}") from None
 
 
+def span(text: str) -> tuple[int, int]:
+    """Parse `START:END`, two whole numbers from 1 in order."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"expected START:END, numbers from 1, got {text!r}")
+    return int(first), int(last)
+
+
 def positive_size(text: str) -> int:
     """Parse a size such as `5GB`, above 0."""
     from lib.core import units

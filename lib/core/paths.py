@@ -41,6 +41,7 @@ class Experiment:
         self.tensorboard = self.root / "tb"
         self.plot = self.root / "loss.png"
         self.logs = self.root / "logs"
+        self.profile = self.root / "profile"
         self.checkpoints = self.root / "checkpoints"
         self.exports = self.root / "export"
 

@@ -14,24 +14,30 @@ _LINE_EVERY_S = 15.0
 class Progress:
     """Counts work done towards a total and shows it.
 
-    total: in `unit`s, None when it is not known. unit: `B` prints as kB, MB, ….
+    total: in `unit`s, None when it is not known. unit: `B` prints as kB, MB, …. done: before this.
     On a terminal it is a tqdm bar; elsewhere a log line at most every 15 seconds.
     """
 
-    def __init__(self, what: str, total: int | None, unit: str, enabled: bool = True) -> None:
-        self.what, self.total, self.unit, self.done = what, total, unit, 0
+    def __init__(self, what: str, total: int | None, unit: str, enabled: bool = True,
+                 done: int = 0) -> None:
+        self.what, self.total, self.unit, self.done = what, total, unit, done
         self._began = self._last_line = time.monotonic()
         self._enabled = enabled and log.rank() == 0
         self._bar = None
         if self._enabled and sys.stderr.isatty():
             from tqdm import tqdm
-            self._bar = tqdm(desc=what, total=total, unit=unit, unit_scale=True, leave=False)
+            self._bar = tqdm(desc=what, total=total, unit=unit, unit_scale=True, leave=False,
+                             initial=done)
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
+from lib.core.progress import Progress
 from lib.core.publish import differences, lock
 from lib.models import identity
 from lib.models.initialise import initialise, restore_buffers
@@ -37,6 +39,7 @@ from lib.train.journal import Journal, read_config
 from lib.train.metrics import Metrics
 from lib.train.optimizer import LossScale
 from lib.train.plan import Plan
+from lib.train.profiling import Profiler
 from lib.train.run import Run
 from lib.train.signals import StopRequest
 from lib.train.startup import Data, Inputs, Setting
@@ -76,7 +79,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
     run = Run(opts, experiment, run_plan, world, model, adamw, LossScale(setting.precision),
               data, Timers(world.device),
-              StopRequest(world), journal, flops_per_token, peak)
+              StopRequest(world), Profiler(opts.profile, experiment.profile, world.rank,
+                                           world.device), journal, flops_per_token, peak)
     if not _resume(run, inputs):
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
@@ -84,7 +88,9 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     if opts.packing == "documents":
         isolation.require(model, world)
     log.info(f"loss: {loss.chunk(model, world)}")
-    run.metrics = Metrics(experiment, world.rank, run.step)
+    run.metrics = Metrics(experiment, world.rank, run.step, opts.wandb)
+    run.progress = Progress("training", run_plan.total_steps, "step", done=run.step,
+                            enabled=not opts.no_progress and sys.stderr.isatty())
     run.write_state("running")
     return run
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import log
+from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 
 _CONSOLE = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "lr",
             "perf/tokens_per_sec": "tok/s", "perf/mfu": "mfu", "memory/peak_gib": "peak_gib"}
+_STRAGGLER = 1.5  # times the usual rank's time before the console names the slowest
 
 
 class Metrics:
     """Appends one JSON object per logged step; figures are not rounded, but on the console."""
 
-    def __init__(self, experiment: Experiment, rank: int, step: int) -> None:
+    def __init__(self, experiment: Experiment, rank: int, step: int, wandb: bool = False) -> None:
         """step: where the run goes on; what an interrupted run logged after it is dropped."""
         self._active = rank == 0
         if not self._active:
@@ -25,6 +27,7 @@ class Metrics:
         _cut(experiment.metrics, step)
         self._file = experiment.metrics.open("a", encoding="utf-8", buffering=1)
         self._board = _tensorboard(experiment.tensorboard, step)
+        self._wandb = _wandb(experiment) if wandb else None
 
     def write(self, figures: dict[str, Any]) -> None:
         """Write the figures of `figures["step"]`."""
@@ -35,14 +38,18 @@ class Metrics:
             for key, value in figures.items():
                 if isinstance(value, (int, float)) and key != "step":
                     self._board.add_scalar(key, value, figures["step"])
+        if self._wandb is not None:
+            self._wandb.log(figures, step=figures["step"])
 
-    def console(self, figures: dict[str, Any], running_loss: float) -> None:
-        """Print a step's line."""
+    def console(self, figures: dict[str, Any], running_loss: float, left: str) -> None:
+        """Print a step's line. left: how long the run still takes."""
         line: dict[str, Any] = {"global_step": figures["step"],
                                 "running_loss": round(running_loss, 4)}
         line |= {short: _short(figures[key]) for key, short in _CONSOLE.items() if key in figures}
         line |= {key: round(value, 1) for key, value in figures.items() if key.startswith("time/")}
-        log.info(f"[rank=0] {line}")
+        if figures["perf/slowest_ratio"] > _STRAGGLER:
+            line["slowest_rank"] = figures["perf/slowest_rank"]
+        log.info(f"[rank=0] {line | {'left': left}}")
 
     def close(self) -> None:
         """Flush all sinks."""
@@ -50,6 +57,8 @@ class Metrics:
             self._file.close()
             if self._board is not None:
                 self._board.close()
+            if self._wandb is not None:
+                self._wandb.finish()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -92,6 +101,16 @@ def _tensorboard(directory: Path, step: int) -> Any:
         log.warn("no TensorBoard files: the package `tensorboard` is not installed")
         return None
     return SummaryWriter(str(directory), purge_step=step + 1)
+
+
+def _wandb(experiment: Experiment) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError("--wandb needs the package wandb", run="pip install wandb") from None
+    name = experiment.root.name
+    return wandb.init(mode="offline", dir=str(experiment.root), project="pretraining", name=name,
+                      id=name, resume="allow")
 
 
 def _short(value: float | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,19 +14,22 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.checkpoints import commit
+from lib.checkpoints.collective import gather
 from lib.checkpoints.save import save
 from lib.core import log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.options import Options
 from lib.core.paths import Experiment
+from lib.core.progress import Progress
 from lib.tokens.loader import evaluation_batches
-from lib.train import distributed, memory, metrics, plot
+from lib.train import distributed, memory, metrics, plot, symptoms
 from lib.train.distributed import World
 from lib.train.journal import Journal
 from lib.train.loss import evaluate
 from lib.train.metrics import Metrics
 from lib.train.optimizer import LossScale
 from lib.train.plan import Plan
+from lib.train.profiling import Profiler
 from lib.train.signals import StopRequest
 from lib.train.startup import Data
 from lib.train.timers import Timers
@@ -52,6 +56,7 @@ class Run:
     data: Data
     timers: Timers
     stop_request: StopRequest
+    profiler: Profiler
     journal: Journal
     flops: float
     peak: float
@@ -59,6 +64,7 @@ class Run:
     tokens: int = 0
     resumed_from: str | None = None
     metrics: Metrics = field(init=False)
+    progress: Progress = field(init=False)
     began: float = field(default_factory=time.monotonic)
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -77,10 +83,14 @@ class Run:
         """Tell whether a checkpoint is written after this step."""
         return self.step % self.options.ckpt_freq == 0 or self.step == self.plan.total_steps
 
-    def collect_garbage(self) -> None:
-        """Collect at the same steps on all ranks: left alone, each would stop the others in turn.
-        """
+    def step_done(self, tokens: int) -> None:
+        """Count a step and its tokens, and do what comes after every one."""
+        self.step, self.tokens = self.step + 1, self.tokens + tokens
+        self.timers.step_done()
+        self.profiler.after(self.step)
+        self.progress.advance()
         if self.step % _COLLECT_EVERY == 0:
+            # At the same steps on all ranks: left alone, each would stop the others in turn.
             gc.disable()
             gc.collect()
 
@@ -98,7 +108,18 @@ class Run:
                 "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
                 "perf/tflops": per_device * self.flops / 1e12,
                 "perf/mfu": per_device * self.flops / self.peak,
-                **times, **memory.usage(self.world.device)}
+                **times, **self._slowest(times), **memory.usage(self.world.device)}
+
+    def _slowest(self, times: dict[str, float]) -> dict[str, float]:
+        """Return which rank is slowest in what no rank waits for others in, and by how much.
+
+        In a step all ranks take as long as the slowest; only the optimizer and the data tell them
+        apart. All ranks must call this.
+        """
+        own = gather(times["time/data"] + times["time/optimizer"], self.world.control)
+        slowest = max(range(len(own)), key=own.__getitem__)
+        usual = max(statistics.median(own), 1e-9)
+        return {"perf/slowest_rank": slowest, "perf/slowest_ratio": own[slowest] / usual}
 
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss; all ranks must call this."""
@@ -121,7 +142,9 @@ class Run:
         """Write a step's figures everywhere. running_loss: mean since the last log line."""
         self.last = figures
         self.metrics.write(figures)
-        self.metrics.console(figures, running_loss)
+        left = (self.plan.total_steps - self.step) * figures["time/total"] / 1000
+        self.metrics.console(figures, running_loss, units.duration(left))
+        symptoms.require_finite(figures["train/loss"], self.step, self.options)
 
     def save(self, stopping: str = "") -> None:
         """Commit a checkpoint, then delete old ones; all ranks must call this."""
@@ -182,6 +205,7 @@ class Run:
 
     def close(self, in_order: bool) -> None:
         """Flush the logs and leave the process group; in_order: all ranks got here."""
+        self.progress.close()
         self.metrics.close()
         if in_order:
             distributed.stop(self.world)

@@ -1,4 +1,4 @@
-"""The four timers of a step: data, forward, backward, update.
+"""The four timers of a step: data, forward, backward, update (and of that the optimizer alone).
 
 On CUDA they are events on the stream, read at log points, so timing adds no synchronisation.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-PHASES = ("data", "forward", "backward", "update")
+PHASES = ("data", "forward", "backward", "update", "optimizer")
 
 
 class Timers:

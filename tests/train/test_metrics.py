@@ -100,9 +100,11 @@ def test_the_console_line_is_rounded_and_keeps_its_shape(experiment: Experiment,
     log.setup()
     Metrics(experiment, 0, 0).console(
         {"step": 150, "train/loss": 1.7234567, "train/learning_rate": 3.3333333e-5,
-         "perf/tokens_per_sec": 6404.4, "perf/mfu": None, "time/data": 7.88, "eval/loss": 2.0},
-        running_loss=1.7211111)
+         "perf/tokens_per_sec": 6404.4, "perf/mfu": None, "time/data": 7.88, "eval/loss": 2.0,
+         "perf/slowest_rank": 3, "perf/slowest_ratio": 1.7},
+        running_loss=1.7211111, left="2 h 5 min")
     line = capsys.readouterr().out.strip()
     assert line.startswith("[rank=0] {'global_step': 150, 'running_loss': 1.7211, ")
     assert "'tok/s': 6404" in line and "'time/data': 7.9" in line and "'lr': 3.333e-05" in line
     assert "'mfu': None" in line
+    assert "'slowest_rank': 3" in line and line.endswith("'left': '2 h 5 min'}")

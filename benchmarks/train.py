@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Stage 04 against `transformers.Trainer`: tokens per second, memory, time to the first step.
+
+  python benchmarks/train.py                        # on the CPU or on the GPUs that there are
+  python benchmarks/train.py --only speed --rounds 5 --steps 20
+  python benchmarks/train.py --ranks 1 --layers 16 --hidden 2048 --seq-length 4096 --vocab 128256 \\
+      --batch 2 --only speed --ours="--compile on"
+
+Both train the same Llama (about 28 million parameters by default, random weights) on the same
+tokens with AdamW in bfloat16, as whole torchrun launches in turn; the Trainer wraps the model in
+DDP. Speed: the median of the steps after the first few, the median of the rounds. Memory: the
+largest resident set of a rank, less what it was before the model was built (on a GPU: the peak of
+the allocator), at a vocabulary of 128k and 2,048 tokens. Start: from torchrun to the end of the
+first step, beside the seconds that the imports and the reading of the weights take by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+_WARM = 3  # steps left out
+
+
+def main() -> None:
+    """Measure what --only names and print it."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2, help="samples per rank and step")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a launch")
+    parser.add_argument("--rounds", type=int, default=3, help="launches of each")
+    parser.add_argument("--only", default="speed,memory,start", help="parts, with commas")
+    parser.add_argument("--ours", default="", help="further options for stage 04")
+    parser.add_argument("--work", type=Path, help="where to put files (default: temporary)")
+    parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer:
+        trainer_rank(args)
+        return
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        args.trainer = Path(folder)
+        print(f"{platform.machine()}, {os.cpu_count()} cores, {_device()}, {args.ranks} ranks, "
+              f"load before the start {os.getloadavg()[0]:.1f}\n", flush=True)
+        for part in args.only.split(","):
+            {"speed": speed, "memory": memory, "start": start}[part](args)
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Print tokens per second of both, in alternating rounds."""
+    make_model(args, args.vocab)
+    make_data(args, args.vocab, args.seq_length)
+    rounds: dict[str, list[dict[str, float]]] = {"stage 04": [], "Trainer": []}
+    for number in range(args.rounds):
+        for name in rounds:
+            rounds[name].append(launch(name, args, f"speed-{number}"))
+    print(f"| {_size(args)} | tokens/s (rounds) | median | MFU |\n|---|---|---|---|")
+    middle = {}
+    for name, runs in rounds.items():
+        rates = [run["tokens_per_s"] for run in runs]
+        middle[name] = statistics.median(rates)
+        mfu = statistics.median(run["mfu"] for run in runs) if name == "stage 04" else None
+        print(f"| {name} | {', '.join(f'{rate:,.0f}' for rate in rates)} | {middle[name]:,.0f} | "
+              f"{f'{100 * mfu:.0f} %' if mfu else ''} |")
+    print(f"\nstage 04 ÷ Trainer: {middle['stage 04'] / middle['Trainer']:.2f}; data share of a "
+          f"step: {100 * statistics.median(r['data'] for r in rounds['stage 04']):.2f} %; steps of "
+          f"stage 04: {_phases(rounds['stage 04'])}\n", flush=True)
+
+
+def memory(args: argparse.Namespace) -> None:
+    """Print the largest memory of a rank at a large vocabulary and a long sequence."""
+    wide = argparse.Namespace(**vars(args) | {
+        "vocab": 128_000, "seq_length": 2048, "batch": 1, "steps": _WARM + 2})
+    make_model(wide, wide.vocab)
+    make_data(wide, wide.vocab, wide.seq_length)
+    found = {name: launch(name, wide, "memory") for name in ("stage 04", "Trainer")}
+    print(f"| {_size(wide)} | peak memory of a rank | tokens/s |\n|---|---|---|")
+    for name, run in found.items():
+        print(f"| {name} | {run['memory_mb']:,.0f} MB | {run['tokens_per_s']:,.0f} |")
+    ratio = found["stage 04"]["memory_mb"] / found["Trainer"]["memory_mb"]
+    print(f"\nstage 04 ÷ Trainer: {ratio:.2f}\n", flush=True)
+
+
+def start(args: argparse.Namespace) -> None:
+    """Print the seconds from torchrun to the first step beside those that cannot be avoided."""
+    make_model(args, args.vocab)
+    make_data(args, args.vocab, args.seq_length)
+    imports = min(_timed([sys.executable, "-c", "import torch, transformers\n"
+                          "from transformers import AutoModelForCausalLM\n"
+                          "from transformers.models.llama import modeling_llama\n"
+                          "import torch.distributed.fsdp, torch.distributed.checkpoint"])
+                  for _ in range(3))
+    weights = map(str, args.trainer.glob("model/*.safetensors"))
+    read = [sys.executable, "-c", "import sys\nfor p in sys.argv[1:]: open(p, 'rb').read()", *weights]
+    reading = min(_timed(read) for _ in range(3))
+    runs = [launch("stage 04", argparse.Namespace(**vars(args) | {"steps": 1}), f"start-{i}")
+            for i in range(3)]
+    first = min(run["first_step_s"] for run in runs)
+    print(f"from torchrun to the first step's end: {first:.1f} s; imports alone {imports:.1f} s, "
+          f"reading the weights {reading:.1f} s: ratio {first / (imports + reading):.2f}\n")
+
+
+# --- the contestants ------------------------------------------------------------------------
+
+def launch(name: str, args: argparse.Namespace, tag: str) -> dict[str, float]:
+    """Run one contestant as a torchrun launch of its own and return its figures."""
+    work = args.trainer
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                f"--nproc-per-node={args.ranks}"]
+    if name == "stage 04":
+        command = [*torchrun, ROOT / "04_train_fsdp.py", "-e", tag, "-d", work / "data", "-m",
+                   work / "model", "--save-dir", work / "outputs", "--cache-dir", work / ".cache",
+                   "-s", args.seq_length, "-b", args.batch, "--max-steps", args.steps,
+                   "--precision", "bf16", "--log-freq", 1, "--ckpt-freq", 10**6, "--overwrite",
+                   *shlex.split(args.ours)]
+    else:
+        command = [*torchrun, __file__, "--trainer", work, "--batch", args.batch,
+                   "--seq-length", args.seq_length, "--steps", args.steps]
+    began = time.time()
+    done = subprocess.run(list(map(str, command)), cwd=work, capture_output=True, text=True,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    if name == "stage 04":
+        return _ours(work / "outputs" / tag, began)
+    return _theirs(json.loads((work / "trainer.json").read_text()), args)
+
+
+def _ours(experiment: Path, began: float) -> dict[str, float]:
+    rows = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (experiment / "events.jsonl").read_text().splitlines()]
+    steady = rows[_WARM:] or rows
+    figures = {key: statistics.median(row[key] for row in steady)
+               for key in steady[0] if key.startswith(("time/", "perf/"))}
+    return figures | {
+        "tokens_per_s": figures["perf/tokens_per_sec"], "mfu": figures["perf/mfu"],
+        "data": figures["time/data"] / figures["time/total"],
+        "memory_mb": max(row["memory/peak_gib"] for row in rows) * 1024,
+        "first_step_s": _timestamp(events[-1]["time"]) - began if len(rows) == 1 else 0.0}
+
+
+def _timestamp(value: Any) -> float:
+    from datetime import datetime
+    return value if isinstance(value, float) else datetime.fromisoformat(value).timestamp()
+
+
+def _theirs(steps: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+    seconds = statistics.median(steps["seconds"][_WARM:])
+    return {"tokens_per_s": args.ranks * args.batch * args.seq_length / seconds,
+            "memory_mb": steps["memory_mb"]}
+
+
+def trainer_rank(args: argparse.Namespace) -> None:
+    """Be one rank of the Trainer: the same model, tokens and optimizer."""
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    from lib.tokens import store
+    from lib.tokens.windows import Windows
+    from lib.train import memory as measured
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:  # what stage 04 does too; torchrun would leave one thread to each rank
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0))
+                                  // int(os.environ["LOCAL_WORLD_SIZE"])))
+    tokens = store.open_store(next((args.trainer / ".cache" / "tokens").glob("data-*")))
+    windows = Windows(tokens.splits["train"].tokens, args.seq_length)
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(windows)
+
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            import numpy as np
+            ids = torch.from_numpy(windows.take(np.array([i]))[0, :-1])
+            return {"input_ids": ids, "labels": ids}
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self.last = 0.0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            self.seconds.append(now - (self.last or now))
+            self.last = now
+
+    clock = Clock()
+    model = AutoModelForCausalLM.from_pretrained(args.trainer / "model", dtype=torch.float32)
+    Trainer(model, TrainingArguments(
+        output_dir=str(args.trainer / "trainer"), per_device_train_batch_size=args.batch,
+        max_steps=args.steps, bf16=True, use_cpu=not on_gpu, save_strategy="no", report_to=[],
+        logging_steps=1, disable_tqdm=True, weight_decay=0.1, optim="adamw_torch_fused",
+        ddp_find_unused_parameters=False),
+        train_dataset=Data(), callbacks=[clock]).train()
+    if int(os.environ["RANK"]) == 0:
+        peak = measured.usage(torch.device("cuda" if on_gpu else "cpu"))["memory/peak_gib"] * 1024
+        (args.trainer / "trainer.json").write_text(json.dumps(
+            {"seconds": clock.seconds, "memory_mb": peak}))
+
+
+# --- what they train ------------------------------------------------------------------------
+
+def make_model(args: argparse.Namespace, vocabulary: int) -> None:
+    """Save a Llama with random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=args.hidden,
+                         intermediate_size=args.hidden * 11 // 4, num_hidden_layers=args.layers,
+                         num_attention_heads=max(1, args.hidden // 64),
+                         num_key_value_heads=max(1, args.hidden // 128),
+                         max_position_embeddings=max(4096, args.seq_length))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+        args.trainer / "model")
+
+
+def make_data(args: argparse.Namespace, vocabulary: int, seq_length: int) -> None:
+    """Save a tokenizer of bytes, made-up text, and prepare its tokens once."""
+    import random
+
+    import datasets
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(["</s>", *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(
+        args.trainer / "model")
+    draw = random.Random(0)
+    size = max(400, 2 * args.steps * args.ranks * args.batch * seq_length // 1000)
+    texts = ["".join(draw.choices("etaoin shrdlu\n", k=1000)) for _ in range(size)]
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(args.trainer / "data")
+    subprocess.run([sys.executable, ROOT / "04_train_fsdp.py", "-e", "x", "-d",
+                    args.trainer / "data", "-m", args.trainer / "model", "--cache-dir",
+                    args.trainer / ".cache", "-s", str(seq_length), "--prepare-only"],
+                   check=True, capture_output=True)
+
+
+def _timed(command: list[str]) -> float:
+    began = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.monotonic() - began
+
+
+def _phases(runs: list[dict[str, float]]) -> str:
+    return ", ".join(f"{key[5:]} {statistics.median(run[key] for run in runs):,.0f} ms"
+                     for key in runs[0] if key.startswith("time/"))
+
+
+def _size(args: argparse.Namespace) -> str:
+    return f"{args.layers} layers of {args.hidden}, vocabulary {args.vocab:,}, {args.batch} × " \
+           f"{args.seq_length} tokens per rank"
+
+
+def _device() -> str:
+    import torch
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
+if __name__ == "__main__":
+    main()

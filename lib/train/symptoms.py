@@ -1,0 +1,67 @@
+"""What an error of torch or NCCL most likely means, and which knob to turn first."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from lib.core import log
+from lib.core.errors import StageError, UsageError
+from lib.core.options import Options
+from lib.core.paths import Experiment
+from lib.train import profiling
+
+_MORE = "docs/troubleshooting.md says more"
+
+
+def explained(error: BaseException, opts: Options, experiment: Experiment) -> StageError | None:
+    """Return what to do about an error, None for one that explains itself or is a bug."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return _out_of_memory(text, opts, experiment)
+    if isinstance(error, dist.DistError) or "Connection closed by peer" in text:
+        return _lost_rank(text)
+    return None
+
+
+def require_finite(loss: float, step: int, opts: Options) -> None:
+    """Raise UsageError when the first loss is no number: what follows could not be one either."""
+    if step == 1 and not math.isfinite(loss):
+        how = "--precision bf16 or fp32: the values overflow float16" \
+            if opts.precision == "fp16" else \
+            "whole weights (03_download_model.py --verify), or --from-scratch to draw others"
+        raise UsageError(f"the loss of the first step is {loss}", expected=how,
+                         found="no step was taken yet, so it comes from the weights or from the "
+                               f"precision, not from the learning rate; {_MORE}")
+
+
+def _out_of_memory(text: str, opts: Options, experiment: Experiment) -> UsageError:
+    if torch.cuda.is_available():
+        path = experiment.profile / f"rank_{log.rank():05d}.out_of_memory.pickle"
+        with suppress(Exception):  # the message matters more
+            profiling.snapshot(path)
+            log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
+    knobs = []
+    if opts.activation_checkpointing != "full":
+        after = {"none": "selective", "selective": "full"}[opts.activation_checkpointing]
+        knobs.append(f"--activation-checkpointing {after}")
+    if opts.batch_size > 1:
+        knobs.append("a smaller --batch-size with --global-batch-size as it is")
+    knobs += ["a smaller --seq-length", "more ranks to shard over"]
+    if not opts.cpu_offload and torch.cuda.is_available():
+        knobs.append("--cpu-offload on")
+    return UsageError("out of memory", found=text.splitlines()[0],
+                      expected=f"in this order: {'; '.join(knobs)} ({_MORE})",
+                      run="the same command with --dry-run, which plans the memory")
+
+
+def _lost_rank(text: str) -> StageError:
+    timed_out = "timeout" in text.lower() or "timed out" in text.lower()
+    problem = "a collective timed out: some rank stopped, or the network between nodes does not " \
+              "work" if timed_out else "the connection to another rank broke: it failed first"
+    return StageError(problem, found=text.splitlines()[0][:300],
+                      expected="the cause in that rank's log (logs/rank_*.log, the one that ends "
+                               "first)", run=f"the same command resumes; {_MORE}")

@@ -1,0 +1,48 @@
+"""Errors of torch and NCCL in words that name the knob to turn."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.core.errors import UsageError
+from lib.core.paths import Experiment
+from lib.train import symptoms
+
+PLAIN = {"activation_checkpointing": "none", "batch_size": 4, "cpu_offload": False,
+         "precision": "bf16"}
+
+
+def explained(error: BaseException, **options: object):
+    return symptoms.explained(error, Namespace(**PLAIN | options), Experiment(Path("o"), "e"))
+
+
+def test_too_large_an_allocation_names_the_knobs_in_order() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    first = explained(caught.value)
+    assert first.code == 2 and "allocate" in first.found
+    assert first.expected.startswith("in this order: --activation-checkpointing selective; a "
+                                     "smaller --batch-size")
+    later = explained(caught.value, activation_checkpointing="full", batch_size=1)
+    assert later.expected.startswith("in this order: a smaller --seq-length")
+
+
+def test_a_lost_rank() -> None:
+    broken = explained(RuntimeError("[pair.cc:544] Connection closed by peer [10.0.0.7]:1234"))
+    assert "broke" in broken.problem and "10.0.0.7" in broken.found
+    late = explained(torch.distributed.DistBackendError("Watchdog caught collective operation "
+                                                        "timeout: WorkNCCL(SeqNum=7)"))
+    assert "timed out" in late.problem and "logs/rank_" in late.expected
+    assert explained(RuntimeError("shapes do not match")) is None
+
+
+def test_no_number_at_the_first_step() -> None:
+    symptoms.require_finite(float("nan"), 2, Namespace(**PLAIN))
+    for precision, says in (("bf16", "whole weights"), ("fp16", "overflow")):
+        with pytest.raises(UsageError) as caught:
+            symptoms.require_finite(float("nan"), 1, Namespace(**PLAIN | {"precision": precision}))
+        assert says in caught.value.expected
