@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.conftest import ROOT, free_port, kill_all, run_stage, stage_command
@@ -67,38 +66,6 @@ def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: P
         validation = [row["eval/loss"] for row in metrics(project, name) if "eval/loss" in row]
         assert validation == pytest.approx([row["eval/loss"] for row in metrics(trained, "two")
                                             if "eval/loss" in row], rel=1e-4)
-
-
-def test_losses_equal_a_plain_loop(trained: Path):
-    """The same samples through transformers and torch.optim alone."""
-    from transformers import AutoModelForCausalLM
-
-    from lib.tokens import order, store
-    from lib.tokens.windows import Windows
-    from lib.train.schedule import Schedule
-
-    directory = next((trained / ".cache" / "tokens").iterdir())
-    windows = Windows(store.open_store(directory).splits["train"].tokens, SEQ_LENGTH)
-    model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32).train()
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    adamw = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
-                               {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95))
-    schedule = Schedule("cosine", 1e-2, 1e-3, 0, STEPS)
-    expected = {}
-    for step in range(STEPS):
-        samples = order.sample_numbers(step * 8, 8, len(windows), seed=0)
-        tokens = torch.from_numpy(windows.take(samples))
-        logits = model(tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in adamw.param_groups:
-            group["lr"] = schedule.lr(step)
-        adamw.step()
-        adamw.zero_grad()
-        expected[step + 1] = loss.item()
-    assert losses(trained, "two") == pytest.approx(expected, rel=1e-5)
 
 
 def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
