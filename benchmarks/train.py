@@ -107,7 +107,8 @@ def start(args: argparse.Namespace) -> None:
                           "import torch.distributed.fsdp, torch.distributed.checkpoint"])
                   for _ in range(3))
     weights = map(str, args.trainer.glob("model/*.safetensors"))
-    read = [sys.executable, "-c", "import sys\nfor p in sys.argv[1:]: open(p, 'rb').read()", *weights]
+    read = [sys.executable, "-c", "import sys\nfor p in sys.argv[1:]: open(p, 'rb').read()",
+            *weights]
     reading = min(_timed(read) for _ in range(3))
     runs = [launch("stage 04", argparse.Namespace(**vars(args) | {"steps": 1}), f"start-{i}")
             for i in range(3)]

@@ -30,6 +30,7 @@ from lib.train import (
     flops,
     isolation,
     loss,
+    memory,
     optimizer,
     sharding,
     startup,
@@ -72,7 +73,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     peak, where = flops.device_peak(world.device, setting.precision)
     offload = opts.cpu_offload and world.device.type == "cuda"
     blocks.prepare(model, opts.activation_checkpointing, opts.compile)
-    log.info(f"sharded: {sharding.shard(model, world.mesh, setting.precision, offload)}")
+    small = not offload and sharding.may_stay_gathered(model, memory.total(world.device))
+    log.info("sharded: " + sharding.shard(model, world.mesh, setting.precision, offload, small))
     sharding.materialise(model, world.device, offload)
     adamw = optimizer.adamw(model, opts.lr, (opts.beta1, opts.beta2), opts.weight_decay)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "

@@ -20,14 +20,17 @@ from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
 from lib.models.shards import own_class
 
+_SMALL_SHARE = 0.05
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = False) -> str:
+def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = False,
+          keep_gathered: bool = False) -> str:
     """Shard a meta-device model in place and return a sentence that says how.
 
     mesh: 1-D, or (replicas, ranks per replica) for HSDP. offload: shards, gradients and optimizer
-    states live in host memory, a block is on the device while it computes.
+    states live in host memory, a block is on the device while it computes. keep_gathered: blocks
+    stay whole from forward to backward, which spares the second gathering.
 
     Groups, bottom-up: each block of `_no_split_modules`; the input embedding; the final norm with
     the output layer (one group with the embedding when their weights are tied, since a shared
@@ -45,7 +48,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     if not blocks:
         raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
     for block in blocks:
-        fully_shard(block, **options)
+        fully_shard(block, reshard_after_forward=not keep_gathered, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     last = [m for m in (final_norm(model), head) if m is not None]
     if head is not None and head.weight is embedding.weight:
@@ -64,7 +67,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
            f"{mesh.size(-1)} ranks{replicas}; float32 masters and reductions" \
-           f"{' in host memory' if offload else ''}, {precision} compute"
+           f"{' in host memory' if offload else ''}, {precision} compute" \
+           f"{'; small enough to stay gathered until backward' if keep_gathered else ''}"
+
+
+def may_stay_gathered(model: nn.Module, device_bytes: float) -> bool:
+    """Tell whether all parameters in half precision are a small part of a device's memory."""
+    return 2 * sum(p.numel() for p in model.parameters()) < _SMALL_SHARE * device_bytes
 
 
 def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:
