@@ -12,15 +12,15 @@ line for every file seen, taken or skipped and why, and splits/manifest.json. Ne
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii as quoted  # json.dumps of a string, twice as fast
 from pathlib import Path
 
 from lib.core import log, manifest, options, publish, stage, units
-from lib.core.errors import UsageError
+from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import balance, place
 from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, taken
 
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     add("--follow-symlinks", action="store_true",
         help="also take what symbolic links lead to, inside or outside the source "
              "(without it, no link is followed)")
-    parser.add_common("look into and place files (as threads)")
+    parser.add_common("look into and place files")
     return parser.parse(argv)
 
 
@@ -68,6 +68,14 @@ def identity_of(opts: options.Options, entries: Sequence[Entry]) -> dict:
     if opts.mode == "symlink":  # the links name the place
         found["source"] = str(opts.src_dir.resolve())
     return {"options": options.identity(opts, "src_dir", "dst_root"), "inputs": found}
+
+
+def require_whole(dst: Path) -> None:
+    """Raise ArtifactError when splits have lost files since they were made."""
+    splits = manifest.read(dst, KIND, "the splits")["summary"]["splits"]
+    if found := place.missing(dst, {name: split["files"] for name, split in splits.items()}):
+        raise ArtifactError(f"the finished {dst} is damaged", found="\n".join(found),
+                            run="the same command with --overwrite")
 
 
 def require_files(opts: options.Options, entries: Sequence[Entry]) -> list[Entry]:
@@ -118,15 +126,15 @@ def write_list(path: Path, entries: Sequence[Entry], files: Sequence[tuple[Entry
 
     Bytes of a name that are no UTF-8 stand as `\\udcXX`, which json.loads and os.fsencode reverse.
     """
-    split_of = {entry.path: split for entry, split in files}
+    splits = (split for _, split in files)  # in the order of the entries that are taken
     with path.open("w", encoding="ascii") as file:
         for entry in entries:
-            line: dict[str, object] = {"path": entry.path, "bytes": entry.bytes}
+            start = f'{{"path": {quoted(entry.path)}, "bytes": {entry.bytes}'
             if entry.skipped:
-                line["skipped"] = entry.skipped
+                file.write(f'{start}, "skipped": {quoted(entry.skipped)}}}\n')
             else:
-                line |= {"kind": entry.kind, "split": split_of[entry.path]}
-            file.write(json.dumps(line) + "\n")
+                file.write(f'{start}, "kind": {quoted(entry.kind)}, '
+                           f'"split": {quoted(next(splits))}}}\n')
 
 
 def print_summary(opts: options.Options, summary: dict, seconds: float) -> None:
@@ -153,33 +161,35 @@ def main(argv: list[str]) -> None:
     identity = identity_of(opts, entries)
     next_command = f"python 02_build_hf_dataset.py --data-folder {shlex.quote(str(opts.dst_root))}"
     if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite):
+        require_whole(opts.dst_root)
         log.info(f"already done: {opts.dst_root} holds these files")
         log.info(f"next: {next_command}")
         return
 
-    # Plan.
-    place.sniff_all(opts.src_dir, entries, opts.num_workers, progress)
-    files = assign(require_files(opts, entries), opts.num_dirs)
-    counts, sizes = print_plan(opts, entries, files)
-    if opts.dry_run:
-        log.info("dry run: nothing was written")
-        return
+    with place.Workers(opts.num_workers) as workers:  # first: none inherits the lock of a build
+        # Plan.
+        place.sniff_all(opts.src_dir, entries, workers, progress)
+        files = assign(require_files(opts, entries), opts.num_dirs)
+        counts, sizes = print_plan(opts, entries, files)
+        if opts.dry_run:
+            log.info("dry run: nothing was written")
+            return
 
-    with publish.Build(opts.dst_root, KIND, identity, opts.overwrite) as build:
-        # Work.
-        total = sum(sizes.values())
-        mode = place.mode_that_works(opts.src_dir / files[0][0].path, build.dir, opts.mode,
-                                     total)
-        ways = place.place_all(opts.src_dir, build.dir, files, mode, opts.num_workers, progress)
-        write_list(build.dir / "files.jsonl", entries, files)
+        with publish.Build(opts.dst_root, KIND, identity, opts.overwrite) as build:
+            # Work, and verify each file in its place.
+            total = sum(sizes.values())
+            mode = place.mode_that_works(opts.src_dir / files[0][0].path, build.dir, opts.mode,
+                                         total)
+            ways = place.place_all(opts.src_dir, build.dir, files, mode, workers, progress)
+            write_list(build.dir / "files.jsonl", entries, files)
 
-        # Verify and publish.
-        place.verify(build.dir, files)
-        summary = {"files": len(files), "bytes": total, "skipped": len(entries) - len(files),
-                   "placed": ways, "splits": {name: {"files": counts[name], "bytes": sizes[name]}
-                                              for name in sorted(counts)}}
-        build.publish(stage=STAGE, options=options.resolved(opts), summary=summary,
-                      files=[manifest.file_entry(build.dir, build.dir / "files.jsonl")])
+            # Publish.
+            splits = {name: {"files": counts[name], "bytes": sizes[name]}
+                      for name in sorted(counts)}
+            summary = {"files": len(files), "bytes": total,
+                       "skipped": len(entries) - len(files), "placed": ways, "splits": splits}
+            build.publish(stage=STAGE, options=options.resolved(opts), summary=summary,
+                          files=[manifest.file_entry(build.dir, build.dir / "files.jsonl")])
 
     print_summary(opts, summary, time.monotonic() - began)
     log.info(f"next: {next_command}")

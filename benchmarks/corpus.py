@@ -272,35 +272,63 @@ def row(*cells: object) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
-def compare(what: str, source: Path, builder: str, args: argparse.Namespace, work: Path) -> None:
-    """Print one line: stage 02, datasets, the ratio and the share of the limit."""
+def compare(what: str, source: Path, builder: str, args: argparse.Namespace, work: Path,
+            against: bool = True) -> None:
+    """Print one line: stage 02, datasets (if against it), the ratio and the share of the limit."""
     paths = sorted(path for path in source.rglob("*") if path.is_file())
     size, out = sum(path.stat().st_size for path in paths), work / "out"
     run(ours(source, out, args.workers), work)
     out_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     clear(out)
-    found = in_turn({"ours": ours(source, out, args.workers),
-                     "peer": peer(builder, source, out, args.workers)}, out, args.repeat)
+    contestants = {"ours": ours(source, out, args.workers)}
+    if against:
+        contestants["peer"] = peer(builder, source, out, args.workers)
+    found = in_turn(contestants, out, args.repeat)
     least = limit(paths, out_bytes, work, args.workers, builder == "json")
-    (mine, memory, cpu), (theirs, their_memory, their_cpu) = found["ours"], found["peer"]
+    mine, memory, cpu = found["ours"]
+    cells, cpu_note = ["-"] * 3, f"stage 02 {cpu:.1f} s"
+    if against:
+        theirs, their_memory, their_cpu = found["peer"]
+        cells = [f"{theirs:.2f} s", f"{their_memory / _MB:,.0f} MB", f"{theirs / mine:.1f}×"]
+        cpu_note += f", datasets {their_cpu:.1f} s, {their_cpu / cpu:.1f}×"
     name, seconds = max(least.items(), key=lambda item: item[1])
     row(what, f"{mine:.2f} s", f"{size / mine / _MB:,.0f} MB/s, {len(paths) / mine:,.0f} files/s",
-        f"{memory / _MB:,.0f} MB", f"{theirs:.2f} s", f"{their_memory / _MB:,.0f} MB",
-        f"{theirs / mine:.1f}×", f"{seconds:.2f} s ({name})", f"{seconds / mine:.2f}")
+        f"{memory / _MB:,.0f} MB", *cells, f"{seconds:.2f} s ({name})", f"{seconds / mine:.2f}")
     least["the stage's own CPU ÷ cores"] = scaled = own_cpu(source, work, args.workers)
     NOTES.append(f"{what}: " + ", ".join(f"{k} {v:.2f} s" for k, v in least.items())
-                 + f" ({scaled / mine:.2f} of stage 02). CPU of the process tree: "
-                 f"stage 02 {cpu:.1f} s, datasets {their_cpu:.1f} s, {their_cpu / cpu:.1f}×")
+                 + f" ({scaled / mine:.2f} of stage 02). CPU of the process tree: {cpu_note}")
 
 
 def organize(source: Path, work: Path, repeat: int) -> None:
     """Print how fast stage 01 places hard links."""
-    files = sum(1 for path in source.rglob("*") if path.is_file())
+    directories, files = 0, 0
+    for _, below, names in os.walk(source):
+        directories, files = directories + len(below), files + len(names)
     command = [sys.executable, ROOT / "01_organize_data.py", "--src-dir", source, "--dst-root",
                work / "out", "--no-progress"]
     seconds, memory, cpu = in_turn({"ours": command}, work / "out", repeat)["ours"]
+    made, linked = kernel_seconds(source, work / "out", directories)
     print(f"\nStage 01, hard links: {files:,} files in {seconds:.2f} s, "
-          f"{files / seconds:,.0f} files/s, {cpu:.2f} s of CPU, {memory / _MB:,.0f} MB of memory")
+          f"{files / seconds:,.0f} files/s, {cpu:.2f} s of CPU, {memory / _MB:,.0f} MB of memory; "
+          f"here mkdir takes {made * 1e6:.0f} µs and link {linked * 1e6:.0f} µs, so the "
+          f"{20 * directories:,} directories alone take {20 * directories * made:.2f} s and the "
+          f"links {files * linked:.2f} s of one core")
+
+
+def kernel_seconds(source: Path, out: Path, directories: int) -> tuple[float, float]:
+    """Return the seconds that this file system takes to make a directory, and a hard link."""
+    out.mkdir()
+    began = time.monotonic()
+    for number in range(20 * directories):
+        (out / str(number)).mkdir()
+    made = (time.monotonic() - began) / (20 * directories)
+    paths = [path for path in source.rglob("*") if path.is_file()][:20_000]
+    began = time.monotonic()
+    for number, path in enumerate(paths):
+        os.link(path, f"{out}/{number % directories}/{number}")
+    linked = (time.monotonic() - began) / len(paths)
+    clear(out)
+    return made, linked
 
 
 def memory(work: Path, megabytes: int, workers: int) -> None:
@@ -321,6 +349,25 @@ def memory(work: Path, megabytes: int, workers: int) -> None:
     clear(source, work / "out")
 
 
+def print_notes() -> None:
+    """Print what `compare` found besides its lines."""
+    print("\nSeconds that the parts of the machine need:\n\n- " + "\n- ".join(NOTES), flush=True)
+    NOTES.clear()
+
+
+def large(args: argparse.Namespace, work: Path) -> None:
+    """Print the same for inputs so large that the start of the processes hardly counts."""
+    print("\nLarger, so that the start hardly counts:\n")
+    make_lines(work / "lines", args.large * args.lines_mb)
+    compare(f"JSON Lines, {args.large * args.lines_mb:,} MB", work / "lines", "json", args, work)
+    clear(work / "lines")
+    make_small(work / "small", 10 * args.files)
+    compare(f"{10 * args.files:,} small files", work / "small", "text", args, work, False)
+    print_notes()
+    organize(work / "small", work, args.repeat)
+    clear(work / "small")
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__,
@@ -329,6 +376,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--files", type=int, default=20_000, help="small files")
     parser.add_argument("--lines-mb", type=int, default=1000, help="megabytes of JSON Lines")
+    parser.add_argument("--large", type=int, default=4, metavar="TIMES",
+                        help="also measure so many times the JSON Lines, and ten times the files "
+                             "(without datasets), where the start no longer counts; 0: do not")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each contestant")
     parser.add_argument("--memory-mb", type=int, default=0,
                         help="also measure memory at 1, 4 and 16 times this size")
@@ -345,9 +395,11 @@ def main() -> None:
         row(*["---"] * 9)
         compare(f"{args.files:,} small files", work / "small", "text", args, work)
         compare(f"JSON Lines, {args.lines_mb:,} MB", work / "lines", "json", args, work)
-        print("\nSeconds that the parts of the machine need:\n\n- " + "\n- ".join(NOTES))
+        print_notes()
         organize(work / "small", work, args.repeat)
-        shutil.rmtree(work / "lines")
+        clear(work / "lines", work / "small")
+        if args.large:
+            large(args, work)
         if args.memory_mb:
             memory(work, args.memory_mb, args.workers)
 

@@ -227,3 +227,37 @@ def test_a_killed_run_leaves_no_splits_and_the_next_one_cleans_up(stage, raw, tm
     assert "left by a run that did not finish" in done.stdout
     assert len(files_of(tmp_path / "splits")) == 3023
     assert {path.name for path in tmp_path.iterdir()} == {"raw_text", "splits"}
+
+
+def test_files_deleted_from_finished_splits_are_noticed(stage, raw, tmp_path):
+    stage(SCRIPT, "--num-dirs", 3)
+    splits = files_of(tmp_path / "splits")
+    gone = [path for path, split in splits.items() if split == "split_01"][:2]
+    for path in gone:
+        (tmp_path / "splits/split_01" / path).unlink()
+    damaged = stage(SCRIPT, "--num-dirs", 3, expect=3)
+    count = list(splits.values()).count("split_01")
+    assert f"split_01 holds {count - 2} files instead of {count}" in damaged.stderr
+    assert "split_00" not in damaged.stderr and "--overwrite" in damaged.stderr
+    assert "Traceback" not in damaged.stderr
+    subprocess.run(["rm", "-r", str(tmp_path / "splits/split_02")], check=True)
+    damaged = stage(SCRIPT, "--num-dirs", 3, expect=3)
+    assert "split_01" in damaged.stderr and "split_02 holds 0 files" in damaged.stderr
+    stage(SCRIPT, "--num-dirs", 3, "--overwrite")
+    assert files_of(tmp_path / "splits") == splits
+
+
+def test_thousands_of_files_are_placed_by_several_processes(stage, tmp_path):
+    for number in range(1500):
+        name = os.fsdecode(b"caf\xe9") if number % 3 else "\n"  # no UTF-8, a line break
+        path = tmp_path / "raw_text" / f"{number % 7}/{number % 3}/{name}{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x" * (number % 50 + 1) if number % 10 else "\0")
+    for workers in (1, 3):
+        stage(SCRIPT, "--num-dirs", 4, "--num-workers", workers, "--dst-root", f"by{workers}")
+    assert (entries := listed(tmp_path / "by1")) == listed(tmp_path / "by3")
+    assert sum(os.fsencode(path).rpartition(b"/")[2][:4] == b"caf\xe9" for path in entries) == 1000
+    assert files_of(tmp_path / "by1") == files_of(tmp_path / "by3")
+    assert len(files_of(tmp_path / "by3")) == 1350
+    assert Counter(entry.get("skipped") for entry in listed(tmp_path / "by3").values()) == {
+        None: 1350, "binary": 150}

@@ -72,8 +72,11 @@ def _swap(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) ->
     heavy, light: files sorted by size. A split that has one file more may also just give one.
     Returns the bytes that moved, 0 when nothing helps.
     """
-    light_sizes = [sizes[file] for file in light]
     best, pair = gap, None  # what remains of the gap
+    least = gap % 2  # bytes are whole, and moving some changes the gap by twice as many
+    if best == least:
+        return 0
+    light_sizes = [sizes[file] for file in light]
     if len(heavy) > len(light):
         light_sizes.insert(0, 0)  # giving without taking is taking a file of no size
     for position, file in enumerate(heavy):
@@ -84,6 +87,8 @@ def _swap(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) ->
                 left = abs(gap - 2 * (sizes[file] - light_sizes[other]))
                 if left < best:
                     best, pair = left, (position, other)
+        if best == least:
+            break
     if pair is None:
         return 0
     mine = heavy.pop(pair[0])

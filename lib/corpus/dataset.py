@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
-from lib.corpus import shards
+from lib.corpus import shards, work
 from lib.corpus.dedup import DIGEST_BYTES, Seen
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE, Shape, Tally, problem_line
 from lib.corpus.flush import Flusher
@@ -106,7 +106,7 @@ class Dataset:
             self._unnoted += done.text_bytes[split]
         if not done.digests:
             for part in done.unit.parts():
-                part.unlink(missing_ok=True)
+                work.release(part)
         self.tally.add(done.tally)
         self.units += 1
         if self._unnoted > NOTE_BYTES or time.monotonic() > self._noted_at + NOTE_SECONDS:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, BinaryIO
 
 from lib.corpus import encoding, strings
@@ -149,8 +151,7 @@ class Documents:
         offset (bytes), line (from 1): where it starts. number: its place in the file, from 1,
         where neither is known.
         """
-        kept = self._fields.select(value) if self._fields else value
-        found = strings.strings_of(kept)
+        found = self._strings(value)
         if self._joins:
             text = found[0] if len(found) == 1 else "\n".join(found)
             if text and not text.isspace():
@@ -167,6 +168,30 @@ class Documents:
         self.tally.documents += 1
         for row in rows:
             self._row(row)
+
+    def values(self, values: Sequence[Any]) -> bool:
+        """Take structured documents that all give text, or return False and take none of them.
+
+        The short way for clean input; what it refuses has to go through `value`.
+        """
+        found = [self._strings(value) for value in values]
+        texts = list(map("\n".join, found)) if self._joins else list(chain.from_iterable(found))
+        if not all(found) or not all(texts) or any(map(str.isspace, texts)):
+            return False
+        try:
+            rows = list(map(str.encode, texts))
+        except UnicodeEncodeError:
+            return False
+        self.tally.documents += len(values)
+        if self._hashes or self._shape.min_chars:
+            for text in texts:
+                self._row(text)
+        else:
+            self._train.extend(rows, self._source)
+        return True
+
+    def _strings(self, value: Any) -> list[str]:
+        return strings.strings_of(self._fields.select(value) if self._fields else value)
 
     def problem(self, kind: str, message: str, action: str, offset: int | None = None,
                 line: int | None = None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lib.core import log, manifest
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, shown, taken
+from lib.corpus.scan import Entry, Rules, count_files, inputs_of, reasons, scan, shown, taken
 
 SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
 _ORGANIZE = "python 01_organize_data.py --src-dir raw_text --dst-root"
@@ -91,14 +91,11 @@ def _of_splits(folder: Path) -> list[InputFile]:
                   f"gone, {shown(missing[0])} the first")
     if changed:
         log.warn(f"{changed:,} files changed since stage 01 listed them; they are read as they are")
-    if extra := _count_files(folder, content["summary"]["splits"]) - len(files):
+    there = sum(count_files(f"{folder}/{split}") for split in content["summary"]["splits"])
+    if extra := there - len(files):
         log.warn(f"files in {folder} that {FILE_LIST} does not list: {extra:,}; they are not read "
                  "(add them to the source and run stage 01 again)")
     return sorted(files, key=lambda file: os.fsencode(file.path))
-
-
-def _count_files(folder: Path, splits: Sequence[str]) -> int:
-    return sum(len(names) for split in splits for _, _, names in os.walk(folder / split))
 
 
 def by_split(files: Sequence[InputFile]) -> dict[str, list[InputFile]]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from itertools import chain
+from contextlib import suppress
 from typing import Any
 
 from lib.corpus.documents import DROPPED, DROPPED_REST, TOO_LARGE, Documents
 from lib.corpus.encoding import UTF8_BOM, Locator
 from lib.corpus.source import LARGE_BYTES, Source
 
+_ELEMENTS = 64  # of a list, taken at once
+_SOME, _KEY = 1 << 17, 200  # characters of a large list taken at once, and up to a first key's end
 _SPACE = re.compile(r"[ \t\r\n]*")
 # Numbers are never kept, and int() refuses more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
@@ -26,26 +28,43 @@ except ImportError:
 
 def read_json_lines(source: Source, documents: Documents) -> None:
     """Hand on one document per line; a line that is no JSON is dropped and the next one read."""
-    for number, (offset, line) in enumerate(source.lines(), 1):
-        documents.lines = number
-        if line is None:
-            documents.problem(*TOO_LARGE, DROPPED, offset, number)
-            continue
-        try:
-            value = _fast(line)
-        except (ValueError, RecursionError):
-            if not line.strip():
-                continue
-            if source.damage and not line.endswith(b"\n"):
-                break  # the last line is cut
-            try:
-                value = _DECODER.decode(documents.decode(line))
-            except (ValueError, RecursionError) as error:
-                documents.problem(*_described(error), DROPPED, offset, number)
-                continue
-        documents.value(value, offset, number)
+    documents.lines = 0
+    for offset, lines in source.blocks():
+        if lines is None:
+            documents.lines += 1
+            documents.problem(*TOO_LARGE, DROPPED, offset, documents.lines)
+        elif _take_all(lines, documents):
+            documents.lines += len(lines)
+        else:
+            for line in lines:
+                documents.lines += 1
+                _take(line, offset, source, documents)
+                offset = None if offset is None else offset + len(line)
     if source.damage:
         documents.problem("cut", source.damage, DROPPED_REST)
+
+
+def _take_all(lines: list[bytes], documents: Documents) -> bool:
+    """Hand on lines that are a row each; False, and nothing is handed on, when one is not."""
+    try:
+        values = list(map(_fast, lines))
+    except (ValueError, RecursionError):
+        return False
+    return documents.values(values)
+
+
+def _take(line: bytes, offset: int | None, source: Source, documents: Documents) -> None:
+    try:
+        value = _fast(line)
+    except (ValueError, RecursionError):
+        if not line.strip() or (source.damage and not line.endswith(b"\n")):
+            return  # blank, or cut
+        try:
+            value = _DECODER.decode(documents.decode(line))
+        except (ValueError, RecursionError) as error:
+            documents.problem(*_described(error), DROPPED, offset, documents.lines)
+            return
+    documents.value(value, offset, documents.lines)
 
 
 def read_json(source: Source, documents: Documents) -> None:
@@ -70,8 +89,12 @@ def read_json(source: Source, documents: Documents) -> None:
 
 
 def _elements(value: Any, documents: Documents) -> None:
-    for number, element in enumerate(value if isinstance(value, list) else [value], 1):
-        documents.value(element, number=number)
+    elements = value if isinstance(value, list) else [value]
+    for start in range(0, len(elements), _ELEMENTS):
+        some = elements[start:start + _ELEMENTS]
+        if not documents.values(some):
+            for number, element in enumerate(some, start + 1):
+                documents.value(element, number=number)
 
 
 def _described(error: Exception) -> tuple[str, str]:
@@ -91,7 +114,8 @@ class _Values:
 
     def __init__(self, texts: Iterator[str], source: Source, documents: Documents) -> None:
         self._texts, self._documents = texts, documents
-        self._text, self._ended = next(texts, ""), False
+        self._text, self._ahead, self._ended = next(texts, ""), "", False
+        self._slow_before = 0  # up to here elements are taken one by one
         self._locator = Locator(self._text, source.head)
 
     def read(self) -> None:
@@ -121,10 +145,10 @@ class _Values:
     def _list(self, position: int) -> None:
         position = self._skip(position + 1)
         while self._text[position:position + 1] != "]":
-            position = self._value(position, DROPPED_REST)
-            if position < 0:
+            end = self._objects(position) or self._value(position, DROPPED_REST)
+            if end < 0:
                 return
-            position = self._skip(position)
+            position = self._skip(end)
             if self._text[position:position + 1] == ",":
                 position = self._skip(position + 1)
             elif self._text[position:position + 1] != "]":
@@ -132,6 +156,26 @@ class _Values:
                                         DROPPED_REST, *self._locator.at(position))
                 return
         self._values(self._skip(position + 1))
+
+    def _objects(self, position: int) -> int:
+        """Hand on some elements of a list that are objects with the same first key.
+
+        Returns where the last one ends, or 0, and hands nothing on, when the long way is needed.
+        Text that is valid between brackets, and goes on with a comma, is whole elements, wherever
+        it was cut: each value ends where it ends, and a comma ends a number.
+        """
+        if position < self._slow_before or self._text[position:position + 1] != "{":
+            return 0
+        text, limit = self._text, position + _SOME
+        first_key = text[position:text.find(":", position, position + _KEY) + 1]
+        following = text.rfind(first_key, position + 1, limit) if first_key else -1
+        end = len(text[position:following].rstrip(" \t\r\n")) + position - 1
+        if following > 0 and text[end] == ",":
+            with suppress(ValueError, RecursionError):
+                if self._documents.values(_fast(f"[{text[position:end]}]".encode())):
+                    return end
+        self._slow_before = limit
+        return 0
 
     def _values(self, position: int) -> None:
         while position < len(self._text):
@@ -184,20 +228,20 @@ class _Values:
         more, wanted = [], len(self._text) - position
         size = 0
         while not self._ended and size <= wanted:
-            piece = next(self._texts, "")
+            piece, self._ahead = self._ahead or next(self._texts, ""), ""
             self._ended = not piece
             more.append(piece)
             size += len(piece)
         if not size:
             return False
         self._text = self._text[position:] + "".join(more)
+        self._slow_before -= position
         self._locator.move(position, self._text)
         return True
 
     def _is_at_end(self) -> bool:
         """Tell whether all that is left is in memory."""
-        if not self._ended:
-            piece = next(self._texts, "")
-            self._ended = not piece
-            self._texts = chain([piece], self._texts)
+        if not self._ended and not self._ahead:
+            self._ahead = next(self._texts, "")
+            self._ended = not self._ahead
         return self._ended

@@ -7,7 +7,7 @@ stream: worker processes write parts, and shards.py puts them together in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -57,6 +57,18 @@ class Part:
         if self._digests is not None:
             self._digests.write(digest)
 
+    def extend(self, texts: Sequence[bytes], source: str) -> None:
+        """Add several rows without digests, as `add` does one by one."""
+        size = sum(map(len, texts)) + _ROW_OVERHEAD * len(texts)
+        if self._size + size > BATCH_BYTES:  # some row may have to start a batch
+            for text in texts:
+                self.add(text, source)
+            return
+        self._texts += texts
+        self._size += size
+        if self._sources is not None:
+            self._sources += [source] * len(texts)
+
     def add_file(self, text: BinaryIO, size: int, source: str, digest: bytes = b"") -> None:
         """Add a row too large for memory. text: a file of valid UTF-8. size: its bytes."""
         import mmap
@@ -82,6 +94,11 @@ class Part:
         self.text_bytes += size
         if self._digests is not None:
             self._digests.write(digest)
+
+    def finish(self) -> None:
+        """Write what is left, and cut off what the file held before."""
+        self.flush()
+        self._file.truncate()
 
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""

@@ -1,23 +1,28 @@
 """Puts files into splits: hard links, symbolic links or copies; sources are never touched."""
 
 # Plain strings below: making a Path costs more than the system call that it is for.
-# ruff: noqa: PTH114, PTH116, PTH211
+# ruff: noqa: PTH103, PTH114, PTH116, PTH211
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lib.core import log, publish
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.corpus import kinds
-from lib.corpus.scan import EMPTY, UNREADABLE, Entry, shown
+from lib.corpus.scan import EMPTY, UNREADABLE, Entry, count_files, shown
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ProcessPoolExecutor
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,39 +32,82 @@ _CHUNK = 512
 _NO_HARDLINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-def in_threads(work: Callable[[Item], Result], items: Sequence[Item], workers: int,
-               ) -> Iterator[Result]:
-    """Yield `work(item)` in order; threads hide the latency of network file systems."""
-    chunks = [items[start:start + _CHUNK] for start in range(0, len(items), _CHUNK)]
-    with ThreadPoolExecutor(workers) as pool:
-        for results in pool.map(lambda chunk: [work(item) for item in chunk], chunks):
-            yield from results
+class Workers:
+    """Processes that work through lists in chunks; a short list is worked through right here.
+
+    They are forked, at the first long list: this stage has loaded nothing that forbids it, and a
+    new interpreter would take as long as placing thousands of files.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def map(self, work: Callable[[list[Item]], list[Result]], items: Iterable[Item], total: int,
+            ) -> Iterator[Result]:
+        """Yield what `work` makes of each item, in order; it gets a list of them at a time.
+
+        total: how many items there are; only a few lists are made ahead.
+        """
+        rest = iter(items)
+        chunks = iter(lambda: list(islice(rest, _CHUNK)), [])
+        if total <= _CHUNK:
+            yield from chain.from_iterable(map(work, chunks))
+            return
+        if self._executor is None:
+            from concurrent.futures import ProcessPoolExecutor
+            from multiprocessing import get_context
+
+            from lib.corpus import workers
+            self._executor = ProcessPoolExecutor(min(self._count, -(-total // _CHUNK)),
+                                                 get_context("fork"), workers.prepare)
+        flying: deque[Future[list[Result]]] = deque()
+        for chunk in chunks:
+            flying.append(self._executor.submit(work, chunk))
+            if len(flying) > 4 * self._count:
+                yield from flying.popleft().result()
+        for future in flying:
+            yield from future.result()
 
 
-def sniff_all(root: Path, entries: Iterable[Entry], workers: int, progress: bool) -> None:
+def sniff_all(root: Path, entries: Iterable[Entry], workers: Workers, progress: bool) -> None:
     """Set `kind` of the entries that are taken so far, and `skipped` of those that are no text."""
-    def head_of(entry: Entry) -> bytes | None:
+    candidates = [entry for entry in entries if not entry.skipped]
+    total = len(candidates)
+    found = workers.map(_kinds, (f"{root}/{entry.path}" for entry in candidates), total)
+    with Progress("look", total, "files", progress) as bar:
+        for entry, kind in zip(candidates, found, strict=True):
+            entry.kind = kind
+            if not kind:
+                entry.skipped = UNREADABLE
+            elif kind in ("binary", EMPTY):
+                entry.skipped = kind
+            bar.advance()
+
+
+def _kinds(paths: list[str]) -> list[str]:
+    """Return what files hold, "" for one that cannot be read."""
+    found = []
+    for path in paths:
         try:
-            descriptor = os.open(f"{root}/{entry.path}", os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY)
         except OSError:
-            return None
+            found.append("")
+            continue
         try:
-            return os.read(descriptor, kinds.HEAD_BYTES)
+            found.append(kinds.sniff(path, os.read(descriptor, kinds.HEAD_BYTES)))
         except OSError:
-            return None
+            found.append("")
         finally:
             os.close(descriptor)
-
-    candidates = [entry for entry in entries if not entry.skipped]
-    with Progress("look", len(candidates), "files", progress) as bar:
-        heads = in_threads(head_of, candidates, workers)
-        for entry, head in zip(candidates, heads, strict=True):
-            entry.kind = kinds.sniff(entry.path, head) if head is not None else ""
-            if not entry.kind:
-                entry.skipped = UNREADABLE
-            elif entry.kind in ("binary", EMPTY):
-                entry.skipped = entry.kind
-            bar.advance()
+    return found
 
 
 def place(source: str, target: str, mode: str) -> str:
@@ -104,27 +152,24 @@ def mode_that_works(source: Path, beside: Path, mode: str, needed: int) -> str:
     return mode
 
 
-def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode: str, workers: int,
-              progress: bool) -> dict[str, int]:
+def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode: str,
+              workers: Workers, progress: bool) -> dict[str, int]:
     """Place every `(entry, split)` under `build/split/` and return how many went which way.
 
-    Raises UsageError naming a file that vanished meanwhile.
+    Raises UsageError naming a file that vanished meanwhile, or has another size than planned.
     """
-    for directory in sorted({f"{split}/{entry.path}".rpartition("/")[0]
-                             for entry, split in files}):
-        (build / directory).mkdir(parents=True, exist_ok=True)
-
-    def put(item: tuple[Entry, str]) -> str:
-        entry, split = item
-        try:
-            return place(f"{root}/{entry.path}", f"{build}/{split}/{entry.path}", mode)
-        except FileNotFoundError:
-            raise UsageError(f"{shown(entry.path)} vanished from {root} while it was organised",
-                             run="the same command again") from None
-
+    names = ((f"{root}/{entry.path}", f"{build}/{split}/{entry.path}") for entry, split in files)
+    placed = workers.map(partial(_place_some, mode), names, len(files))
     ways: dict[str, int] = {}
     with Progress("place", len(files), "files", progress) as bar:
-        for way in in_threads(put, files, workers):
+        for (entry, _), (way, size) in zip(files, placed, strict=True):
+            if size < 0:
+                raise UsageError(f"{shown(entry.path)} vanished from {root} while it was "
+                                 "organised", run="the same command again")
+            if size != entry.bytes:
+                raise UsageError(f"{shown(entry.path)} changed while it was organised",
+                                 expected=f"{entry.bytes} bytes", found=f"{size} bytes",
+                                 run="the same command again, once nothing writes to the source")
             ways[way] = ways.get(way, 0) + 1
             bar.advance()
     if "copy" in ways:
@@ -132,11 +177,29 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode:
     return ways
 
 
-def verify(build: Path, files: Iterable[tuple[Entry, str]]) -> None:
-    """Check that every file is there with the size that was planned; UsageError if one changed."""
-    for entry, split in files:
-        size = os.stat(f"{build}/{split}/{entry.path}").st_size
-        if size != entry.bytes:
-            raise UsageError(f"{shown(entry.path)} changed while it was organised",
-                             expected=f"{entry.bytes} bytes", found=f"{size} bytes",
-                             run="the same command again, once nothing writes to the source")
+def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int]]:
+    """Place `(source, target)`s; return how, and the bytes there, -1 without a source."""
+    done = []
+    for source, target in files:
+        try:
+            done.append((place(source, target, mode), os.stat(target).st_size))
+        except FileNotFoundError:  # the first file of its directory, mostly
+            os.makedirs(target.rpartition("/")[0], exist_ok=True)
+            try:
+                done.append((place(source, target, mode), os.stat(target).st_size))
+            except FileNotFoundError:
+                done.append((mode, -1))
+    return done
+
+
+def missing(root: Path, splits: Mapping[str, int]) -> list[str]:
+    """Return what is wrong with the number of files in splits, a sentence each.
+
+    splits: by name, how many files it should hold. Directories are listed, no file is looked at.
+    """
+    found = []
+    for name, expected in splits.items():
+        there = count_files(f"{root}/{name}")
+        if there < expected:
+            found.append(f"{root / name} holds {there:,} files instead of {expected:,}")
+    return found

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,7 +14,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
 from lib.core import log
-from lib.corpus import work
+from lib.corpus import work, workers
 from lib.corpus.scan import shown
 from lib.corpus.work import Done, Unit
 
@@ -101,17 +99,8 @@ def _context() -> BaseContext:
 
 
 def _prepare() -> None:
-    """Set a worker up: the parent answers Ctrl-C, and no worker outlives it."""
     sys.setrecursionlimit(_RECURSION_LIMIT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    workers.prepare()
 
 
 def _is_good(future: Future[Done]) -> bool:

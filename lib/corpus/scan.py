@@ -64,6 +64,7 @@ class Scan:
         stack = [("", _identity(self.root.stat()), ())]
         while stack:
             prefix, here, above = stack.pop()
+            above = (*above, here)
             try:
                 listing = os.scandir(self.root / prefix)
             except OSError:
@@ -73,11 +74,11 @@ class Scan:
                 continue
             with listing:
                 for item in listing:
-                    found = self._look(item, prefix + item.name, (*above, here))
+                    found = self._look(item, prefix + item.name, above)
                     if isinstance(found, Entry):
                         yield found
                     else:
-                        stack.append((prefix + item.name + "/", found, (*above, here)))
+                        stack.append((prefix + item.name + "/", found, above))
 
     def _look(self, item: os.DirEntry, path: str, above: tuple) -> Entry | tuple[int, int]:
         """Return an entry, or the identity of a directory to enter."""
@@ -156,6 +157,23 @@ def scan(root: Path, rules: Rules, output: Path | None = None, progress: bool = 
             bar.advance()
     entries.sort(key=lambda entry: os.fsencode(entry.path))
     return entries
+
+
+def count_files(directory: str) -> int:
+    """Return how many entries that are no directory lie in a tree; 0 when it is not there."""
+    count, stack = 0, [directory]
+    while stack:
+        try:
+            listing = os.scandir(stack.pop())
+        except FileNotFoundError:
+            continue
+        with listing:
+            for item in listing:
+                if item.is_dir(follow_symlinks=False):
+                    stack.append(item.path)
+                else:
+                    count += 1
+    return count
 
 
 def taken(entries: Iterable[Entry]) -> list[Entry]:

@@ -88,31 +88,55 @@ class Source:
             yield file
 
     def lines(self) -> Iterator[tuple[int | None, bytes | None]]:
-        """Yield (offset, line) of UTF-8 without BOM, split at `\\n` bytes only and keeping them.
+        """Yield (offset, line), as `blocks` gives them, one at a time."""
+        for offset, lines in self.blocks():
+            if lines is None:
+                yield offset, None
+                continue
+            for line in lines:
+                yield offset, line
+                offset = None if offset is None else offset + len(line)
 
-        A line of more than LARGE_BYTES is None. UTF-16 is turned into UTF-8 first, and has no
-        offsets. Of a part: the lines that start in it.
+    def blocks(self) -> Iterator[tuple[int | None, list[bytes] | None]]:
+        """Yield (offset, lines) of UTF-8 without BOM, split at `\\n` bytes only and keeping them.
+
+        A line of more than LARGE_BYTES is alone and None. UTF-16 is turned into UTF-8 first, and
+        has no offsets. Of a part: the lines that start in it.
         """
-        stream, position, has_offsets = self.stream, 0, True
+        stream, position = self._at_first_line()
+        has_offsets = stream is self.stream
+        while self.stop is None or position < self.stop:
+            room = min(_BUFFER, LARGE_BYTES)
+            data = stream.read(room if self.stop is None else min(room, self.stop - position))
+            if not data:
+                return
+            lines, size = list(io.BytesIO(data)), len(data)
+            if not lines[-1].endswith(b"\n"):
+                rest = stream.readline(LARGE_BYTES - len(lines[-1]))
+                lines[-1] += rest
+                size += len(rest)
+            is_long = len(lines[-1]) == LARGE_BYTES and not lines[-1].endswith(b"\n")
+            if is_long:
+                size -= len(lines.pop())
+            if lines:
+                yield position if has_offsets else None, lines
+            position += size
+            if is_long:
+                yield position if has_offsets else None, None
+                position += LARGE_BYTES + _rest_of_line(stream)
+
+    def _at_first_line(self) -> tuple[BinaryIO, int]:
+        """Return a stream of UTF-8 where the first line of this part starts, and its offset."""
+        stream, position = self.stream, 0
         if kinds.is_utf16(self.head):
             stream = io.BufferedReader(encoding.Utf8(encoding.Pieces(stream, self.head)), _BUFFER)
-            has_offsets = False
         elif self.start:
             stream.seek(self.start - 1)
             room = None if self.stop is None else self.stop - self.start + 1
             position = self.start - 1 + _rest_of_line(stream, room)
         elif self.head.startswith(encoding.UTF8_BOM):
             position = len(stream.read(len(encoding.UTF8_BOM)))
-        while self.stop is None or position < self.stop:
-            line = stream.readline(LARGE_BYTES)
-            if not line:
-                return
-            size, is_long = len(line), len(line) == LARGE_BYTES and not line.endswith(b"\n")
-            if is_long:
-                del line
-                size += _rest_of_line(stream)
-            yield position if has_offsets else None, None if is_long else line
-            position += size
+        return stream, position
 
 
 def _opened(path: str) -> BinaryIO:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -37,18 +37,18 @@ class Fields:
 def strings_of(value: Any) -> list[str]:
     """Return every string value in nested dicts and lists, in order; keys are no values."""
     found: list[str] = []
-    stack = [iter((value,))]  # no recursion: documents nest thousands of levels deep
-    while stack:
-        for item in stack[-1]:
+    items: Iterator[Any] = iter(value.values() if type(value) is dict else (value,))
+    stack: list[Iterator[Any]] = []  # no recursion: documents nest thousands of levels deep
+    while True:
+        for item in items:
             kind = type(item)  # parsers make no subclasses, and this is all that text is made of
             if kind is str:
                 found.append(item)
-            elif kind is dict:
-                stack.append(iter(item.values()))
-                break
-            elif kind is list:
-                stack.append(iter(item))
+            elif kind is dict or kind is list:
+                stack.append(items)
+                items = iter(item.values() if kind is dict else item)
                 break
         else:
-            stack.pop()
-    return found
+            if not stack:
+                return found
+            items = stack.pop()

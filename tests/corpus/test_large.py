@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tracemalloc
 
 import pytest
 
-from lib.corpus import encoding, json_reader, source, table_reader, yaml_reader
+from lib.corpus import encoding, inputs, json_reader, source, table_reader, work, yaml_reader
+from lib.corpus.documents import Shape
 
 LIMIT = 1000
 
@@ -37,6 +39,46 @@ def test_a_large_json_list_is_read_value_by_value(read, encoded, indent):
     outcome = read({"a.json": data}, fields=("a",))
     assert outcome.rows == [value["a"] for value in values(300) if isinstance(value, dict)]
     assert outcome.kinds == ["no string"] * 60
+
+
+@pytest.mark.parametrize("some", [50, 400, 1 << 17])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_objects_of_a_large_list_taken_at_once_are_the_same(read, monkeypatch, some, indent):
+    draw = random.Random(some)
+    kinds = [lambda i: {"id": i, "t": f"é {i}", "in": [{"id": "x"}, {"id": "y, {"}]},
+             lambda i: {"id": i, "n": []}, lambda i: {"id": f'"}}, {{"id": {i}'},
+             lambda i: [f"{i}", {"id": "z"}], lambda i: f'{{"id": {i}', lambda i: {"id": 1e999}]
+    made = [draw.choice(kinds)(i) for i in range(400)]
+    data = json.dumps(made, indent=indent) + " "
+    monkeypatch.setattr(json_reader, "_SOME", 0)  # one by one
+    one_by_one = read({"a.json": data})
+    monkeypatch.setattr(json_reader, "_SOME", some)
+    at_once = read({"a.json": data})
+    assert at_once.rows == one_by_one.rows and at_once.problems == one_by_one.problems
+    assert len(at_once.rows) + len(at_once.problems) == 400
+    cut = data[:len(data) // 2]
+    assert read({"a.json": cut}).problems[-1]["kind"] == "syntax"
+
+
+def test_a_large_list_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "_CHUNK", 10_000)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.json").write_text(json.dumps([{"a": "x" * 500}] * 8000))
+    files, _ = inputs.find(tmp_path / "data", False)
+    [unit] = work.units(tmp_path / "data", files, tmp_path / "parts", Shape(min_chars=1000))
+    work.process(unit)  # imports what is needed
+    tracemalloc.start()
+    try:
+        assert work.process(unit).tally.short == 8000
+        assert tracemalloc.get_traced_memory()[1] < files[0].bytes / 4
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_list_cut_after_a_comma_is_told(read):
+    outcome = read({"a.json": "[" + '{"a": "x"},\n' * 500})
+    assert outcome.rows == ["x"] * 500
+    assert [(p["kind"], p["line"]) for p in outcome.problems] == [("syntax", 501)]
 
 
 @pytest.mark.parametrize("between", ["\n", " ", "\n\n \n"])

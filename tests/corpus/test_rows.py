@@ -7,7 +7,8 @@ import json
 import pyarrow as pa
 import pytest
 
-from lib.corpus import parts, shards, source, work
+from lib.corpus import inputs, parts, shards, source, work
+from lib.corpus.documents import Shape
 from lib.corpus.flush import Flusher
 
 
@@ -101,6 +102,40 @@ def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch, flusher):
         batches = list(pa.ipc.open_stream(file))
     assert [len(text) for batch in batches for text in batch["text"].to_pylist()] == sizes
     assert all(batch.num_rows == 1 or batch.nbytes <= 2 * 10_000 for batch in batches)
+
+
+def test_rows_added_at_once_make_the_same_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_BYTES", 10_000)
+    blocks = [[b"x" * (number * 37 % 900)] * (number % 13 + 1) for number in range(100)]
+    written = []
+    for name in ("one by one", "at once"):
+        with (tmp_path / name).open("wb") as file:
+            part = parts.Part(file, keep_source=True)
+            for block in blocks:
+                if name == "at once":
+                    part.extend(block, "a.txt")
+                else:
+                    for text in block:
+                        part.add(text, "a.txt")
+            part.finish()
+        written.append((tmp_path / name).read_bytes())
+    assert written[0] == written[1]
+
+
+def test_a_part_written_over_another_holds_nothing_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "UNIT_BYTES", 4000)
+    (tmp_path / "data").mkdir()
+    for name, size in (("a.txt", 3900), ("b.txt", 2000)):
+        (tmp_path / "data" / name).write_text(name[0] * size)
+    files, _ = inputs.find(tmp_path / "data", False)
+    fresh = work.units(tmp_path / "data", files, tmp_path / "fresh", Shape())
+    again = work.units(tmp_path / "data", files, tmp_path / "again", Shape())
+    for unit in fresh + again[:1]:
+        work.process(unit)
+    work.release(again[0].part("train"))
+    work.process(again[1])
+    assert again[1].part("train").read_bytes() == fresh[1].part("train").read_bytes()
+    assert not list((tmp_path / "again/free").iterdir())
 
 
 def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeypatch, flusher):
