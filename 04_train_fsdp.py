@@ -5,6 +5,7 @@
   torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d corpus -m meta-llama/Llama-3.1-8B \\
       --global-batch-size 256 --num-epochs 1
   python 04_train_fsdp.py -e exp -d corpus --dry-run         # the plan, on any machine
+  python 04_train_fsdp.py -e exp -d corpus --dry-run --plan-gpus 8,64    # and its memory there
   python 04_train_fsdp.py -e exp -d corpus --prepare-only    # tokenise ahead of time
 
 Reads a dataset of stage 02 and a model of stage 03, never the network. Writes outputs/<exp>/.
@@ -112,6 +113,13 @@ def parse(argv: list[str]) -> Options:
                        help="ranks that share one replica (HSDP), say the GPUs of a node "
                             "(default: all ranks)")
 
+    ahead = parser.add_argument_group("memory ahead of time (with --dry-run, on any machine)")
+    ahead.add_argument("--plan-gpus", type=options.counts, metavar="N,N,…",
+                       help="print the memory per GPU on so many GPUs, for each kind of activation "
+                            "checkpointing and several batch sizes")
+    ahead.add_argument("--plan-gpu-memory", type=options.positive, default=80.0, metavar="GIB",
+                       help="memory of one of those GPUs")
+
     watch = parser.add_argument_group("logs, checkpoints and evaluation")
     watch.add_argument("--log-freq", "--log-interval", type=options.positive_int, default=10,
                        metavar="N", help="steps between log lines")
@@ -123,6 +131,12 @@ def parse(argv: list[str]) -> Options:
                        help="steps between evaluations, 0 for only at the end")
     watch.add_argument("--eval-batches", type=options.positive_int, default=100, metavar="N",
                        help="global batches of the validation split in an evaluation")
+    watch.add_argument("--max-minutes", type=options.positive, metavar="X",
+                       help="save and stop (exit code 75) when the run has taken so long; the same "
+                            "command goes on")
+    watch.add_argument("--watchdog-minutes", type=options.non_negative, default=30.0, metavar="X",
+                       help="end a process whose step takes longer, with the stacks of its threads "
+                            "in logs/; 0 for never")
     watch.add_argument("--wandb", type=options.on_off, default=False, metavar="on|off",
                        help="also log to Weights & Biases, offline, in the experiment's wandb/ "
                             "(`wandb sync` sends it later)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -180,22 +179,6 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_stops(experiment: Path, t
     for _ in range(2):  # a launcher that tries again must not train from the start either
         refused(experiment, *one, "--max-steps", 30, code=3, says="no valid checkpoint")
     assert not list(folder.glob("step_*"))
-
-
-def test_signal_saves_and_exits_75(project: Path):
-    arguments = ("-e", "long", *COMMON, "--max-steps", 5000, "-b", 2, "--ckpt-freq", 100000,
-                 "--eval-freq", 0)
-    process = subprocess.Popen(stage_command("04_train_fsdp.py", *arguments), cwd=project,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    log = project / "outputs" / "long" / "metrics.jsonl"
-    while not (log.exists() and len(log.read_text().splitlines()) >= 3):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 75 and "run the same command again" in output
-    state = json.loads((project / "outputs" / "long" / "state.json").read_text())
-    assert state["status"] == "preempted" and steps_saved(project, "long") == [state["step"]]
 
 
 def test_bad_input_is_refused_in_words(project: Path):

@@ -43,6 +43,7 @@ class Experiment:
         self.logs = self.root / "logs"
         self.profile = self.root / "profile"
         self.checkpoints = self.root / "checkpoints"
+        self.stop_file = self.root / "stop"
         self.exports = self.root / "export"
 
     def rank_log(self, rank: int) -> Path:

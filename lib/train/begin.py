@@ -45,6 +45,7 @@ from lib.train.run import Run
 from lib.train.signals import StopRequest
 from lib.train.startup import Data, Inputs, Setting
 from lib.train.timers import Timers
+from lib.train.watchdog import Watchdog
 
 _SHARED_WITHIN_S = 60.0
 _ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "eval_freq", "eval_batches", "resume", "overwrite",
@@ -81,8 +82,9 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
     run = Run(opts, experiment, run_plan, world, model, adamw, LossScale(setting.precision),
               data, Timers(world.device),
-              StopRequest(world), Profiler(opts.profile, experiment.profile, world.rank,
-                                           world.device), journal, flops_per_token, peak)
+              StopRequest(world, experiment.stop_file, opts.max_minutes),
+              Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
+              flops_per_token, peak)
     if not _resume(run, inputs):
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
@@ -91,6 +93,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         isolation.require(model, world)
     log.info(f"loss: {loss.chunk(model, world)}")
     run.metrics = Metrics(experiment, world.rank, run.step, opts.wandb)
+    run.watchdog = Watchdog(opts.watchdog_minutes,
+                            experiment.rank_log(world.rank).with_suffix(".stacks.txt"))
     run.progress = Progress("training", run_plan.total_steps, "step", done=run.step,
                             enabled=not opts.no_progress and sys.stderr.isatty())
     run.write_state("running")

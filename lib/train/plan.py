@@ -127,9 +127,12 @@ def check_options(options: Options) -> None:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
     if options.min_lr is not None and options.min_lr > options.lr:
         problems.add(f"--min-lr {options.min_lr:g} is above --lr {options.lr:g}")
-    if options.shard_size and launched_size() % options.shard_size:
-        problems.add(f"--shard-size {options.shard_size} does not divide the {launched_size()} "
-                     "ranks", expected="replicas of equal size")
+    for ranks in options.plan_gpus or [launched_size()]:
+        if options.shard_size and ranks % options.shard_size:
+            problems.add(f"--shard-size {options.shard_size} does not divide the {ranks} ranks",
+                         expected="replicas of equal size")
+    if options.plan_gpus and not options.dry_run:
+        problems.add("--plan-gpus plans and does not train", run="the same with --dry-run")
     for name in ("beta1", "beta2"):
         if getattr(options, name) >= 1:
             problems.add(f"--{name} must be below 1, got {getattr(options, name):g}")

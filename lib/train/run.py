@@ -33,6 +33,7 @@ from lib.train.profiling import Profiler
 from lib.train.signals import StopRequest
 from lib.train.startup import Data
 from lib.train.timers import Timers
+from lib.train.watchdog import Watchdog
 
 _COLLECT_EVERY = 100  # steps
 
@@ -65,6 +66,7 @@ class Run:
     resumed_from: str | None = None
     metrics: Metrics = field(init=False)
     progress: Progress = field(init=False)
+    watchdog: Watchdog = field(init=False)
     began: float = field(default_factory=time.monotonic)
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -89,6 +91,7 @@ class Run:
         self.timers.step_done()
         self.profiler.after(self.step)
         self.progress.advance()
+        self.watchdog.enter("step")
         if self.step % _COLLECT_EVERY == 0:
             # At the same steps on all ranks: left alone, each would stop the others in turn.
             gc.disable()
@@ -123,6 +126,7 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss; all ranks must call this."""
+        self.watchdog.enter("evaluation")
         began = time.monotonic()
         held_out, losses = self.data.held_out, {}
         for part in held_out:
@@ -135,7 +139,7 @@ class Run:
             if len(losses) > 1 else {}
         log.info(f"[rank=0] step {self.step}: validation loss {loss:.4f} "
                  f"({units.duration(time.monotonic() - began)})")
-        self.timers.restart()
+        self.resume_timing()
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), **each}
 
     def report(self, figures: dict[str, Any], running_loss: float) -> None:
@@ -148,6 +152,7 @@ class Run:
 
     def save(self, stopping: str = "") -> None:
         """Commit a checkpoint, then delete old ones; all ranks must call this."""
+        self.watchdog.enter("save")
         began = time.monotonic()
         logged = self.last if self.last.get("step") == self.step else {}
         samples = self.step * self.plan.division.global_batch
@@ -169,7 +174,12 @@ class Run:
         self.write_state("complete" if done else "preempted" if stopping else "running")
         if stopping:
             self.journal.event("signal", self.step, signal=stopping)
+        self.resume_timing()
+
+    def resume_timing(self) -> None:
+        """Go on with the steps after something else."""
         self.timers.restart()
+        self.watchdog.enter("step")
 
     def write_state(self, status: str) -> None:
         """Write state.json."""
@@ -205,6 +215,7 @@ class Run:
 
     def close(self, in_order: bool) -> None:
         """Flush the logs and leave the process group; in_order: all ranks got here."""
+        self.watchdog.close()
         self.progress.close()
         self.metrics.close()
         if in_order:

@@ -1,8 +1,11 @@
-"""Stopping in good order: a signal is noted, all ranks agree on it, the step is finished."""
+"""Stopping in good order: a reason is noted, all ranks agree on it, the step is finished."""
 
 from __future__ import annotations
 
 import signal
+import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -11,30 +14,50 @@ import torch.distributed as dist
 from lib.train.distributed import World
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_OUT_OF_TIME, _STOP_FILE = 1001, 1002
+_REASONS = {number.value: number.name for number in _SIGNALS} | {
+    _OUT_OF_TIME: "--max-minutes", _STOP_FILE: "the stop file"}
+_LOOK_EVERY_S = 2.0  # for the stop file, which may lie on a slow file system
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGINT and SIGUSR1 on any rank into one decision of all ranks."""
+    """Turns a reason to stop on any rank into one decision of all ranks.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.signal = 0
+    Reasons: SIGTERM, SIGINT and SIGUSR1; `minutes` since the start are over (None: never); the file
+    `stop` appears, which is deleted once it is obeyed.
+    """
+
+    def __init__(self, world: World, stop_file: Path, minutes: float | None) -> None:
+        self._world, self._file = world, stop_file
+        self._deadline = time.monotonic() + minutes * 60 if minutes else float("inf")
+        self._looked = 0.0
+        self.reason = 0
         self._agreed = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
         for number in _SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
+        self.reason = number
 
     def ask(self) -> None:
         """Start the agreement, at the start of a step, so that it costs no waiting at its end."""
-        self._agreed = torch.tensor([self.signal], dtype=torch.int32)
+        now = time.monotonic()
+        if now > self._deadline:
+            self.reason = self.reason or _OUT_OF_TIME
+        elif self._world.rank == 0 and now - self._looked > _LOOK_EVERY_S:
+            self._looked = now
+            if self._file.exists():
+                self.reason = self.reason or _STOP_FILE
+        self._agreed = torch.tensor([self.reason], dtype=torch.int32)
         self._pending = dist.all_reduce(self._agreed, dist.ReduceOp.MAX, self._world.control,
                                         async_op=True)
 
     def agreed(self) -> str:
-        """Return the name of the signal on which all ranks agreed, or an empty string."""
+        """Return the reason on which all ranks agreed, or an empty string."""
         self._pending.wait()
         number = int(self._agreed)
-        return signal.Signals(number).name if number else ""
+        if number == _STOP_FILE and self._world.rank == 0:
+            with suppress(OSError):
+                self._file.unlink()
+        return _REASONS[number] if number else ""

@@ -181,6 +181,8 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
                         f"{units.count(parameters)} parameters)",
                "weights": weights_of(opts, inputs), "dataset": dataset_of(inputs),
                "precision": f"float32 masters, {setting.precision} compute"})
+    if opts.plan_gpus:
+        _plan_memory(opts, setting)
     targets = [store.directory(opts.cache_dir, corpus.source,
                                store.identity(corpus.source, inputs.model_dir))
                for corpus in inputs.corpora]
@@ -199,6 +201,16 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
     log.table(describe(make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  len(data.train)), data))
     log.info("dry run: nothing was written")
+
+
+def _plan_memory(opts: Options, setting: Setting) -> None:
+    """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
+    from lib.train import memory_plan
+
+    try:
+        memory_plan.tell(opts, setting.model, setting.seq_length)
+    except Exception as error:  # the rest of the plan is worth having
+        log.warn(f"the memory could not be traced: {type(error).__name__}: {error}")
 
 
 def describe(plan: Plan, data: Data) -> dict[str, str]:

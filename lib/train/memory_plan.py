@@ -1,0 +1,149 @@
+"""What a run will need of each GPU's memory: planned for any number of them, or foretold."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from transformers import PreTrainedModel
+
+from lib.core import log
+from lib.core.options import Options
+from lib.models.architecture import decoder_layers
+from lib.train import memory_trace
+from lib.train.memory_trace import Case, Step
+
+_RECOMPUTE = ("none", "selective", "full")
+_BATCHES = (1, 2, 4)  # times --batch-size
+_USABLE = 0.9  # the rest: CUDA context, NCCL buffers, fragments
+_SHORT = 4  # blocks that stand for any number of them
+_GIB = 1 << 30
+
+
+def case_of(opts: Options, seq_length: int, precision: str, ranks: int, on_gpu: bool) -> Case:
+    """Return what decides the memory of a run on `ranks` processes."""
+    shard_size = min(opts.shard_size or ranks, ranks)
+    per_step = opts.global_batch_size or opts.batch_size * (opts.grad_accum_steps or 1) * ranks
+    by_mask = opts.attention == "sdpa" or not on_gpu and opts.attention == "auto"
+    return Case(ranks, shard_size, opts.batch_size, seq_length, precision,
+                opts.activation_checkpointing, per_step > opts.batch_size * ranks,
+                opts.cpu_offload and on_gpu, by_mask and opts.packing == "documents")
+
+
+class Estimates:
+    """The memory of a model's steps, traced where needed and remembered.
+
+    model: on the meta device, not sharded. Of blocks that are all alike, a few are traced.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layers = len(decoder_layers(model))
+        short = [memory_trace.shortened(model, _SHORT + more) for more in (0, 1)]
+        self._models = [copy.deepcopy(model)] if None in short else short
+        self._chunked = memory_trace.makes_loss(self._models[0])
+        self._sizes = [p.shape for p in model.parameters()]
+        self._traced: dict[Case, Step] = {}
+
+    @property
+    def parameters(self) -> int:
+        """Return how many parameters the model has."""
+        return sum(map(math.prod, self._sizes))
+
+    def step(self, case: Case) -> Step:
+        """Return the memory of a step on rank 0, which has the largest shards.
+
+        Whatever the number of ranks, the same weights are gathered and the same activations kept:
+        another number than that of an earlier trace only makes other shards, which is arithmetic.
+        """
+        replicated = case.ranks > case.shard_size
+        for known, step in self._traced.items():
+            if (known.ranks > known.shard_size) == replicated and known.shard_size > 1 \
+                    and case.shard_size > 1 and \
+                    replace(known, ranks=case.ranks, shard_size=case.shard_size) == case:
+                return step.resharded(self._shard(case) / self._shard(known))
+        self._traced[case] = self._trace(case)
+        return self._traced[case]
+
+    def _trace(self, case: Case) -> Step:
+        case = replace(case, chunked=self._chunked)
+        with memory_trace.fake_mesh(case.ranks, case.shard_size) as mesh:
+            first, *longer = [memory_trace.trace(model, case, mesh) for model in self._models]
+        return first.extended(longer[0], self._layers - _SHORT) if longer else first
+
+    def _shard(self, case: Case) -> int:
+        """Return how many numbers the first rank holds: rows are dealt out whole."""
+        return sum(-(-shape[0] // case.shard_size) * math.prod(shape[1:]) for shape in self._sizes)
+
+
+def tell(opts: Options, model: PreTrainedModel, seq_length: int) -> None:
+    """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
+    precision = opts.precision or "bf16"
+    estimates, usable = Estimates(model), opts.plan_gpu_memory * _USABLE
+    log.info(f"memory per GPU in GiB, traced: {seq_length} tokens per sample, {precision}; usable "
+             f"are {usable:.4g} of {opts.plan_gpu_memory:g}, the rest is for CUDA, NCCL, fragments")
+    for ranks in opts.plan_gpus:
+        asked = case_of(opts, seq_length, precision, ranks, on_gpu=True)
+        held = estimates.step(asked).largest
+        replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
+        log.info(f"  {ranks} GPUs{replicas}: {_gib(held['parameters'])} parameters, "
+                 f"{_gib(held['gradients'])} gradients, {_gib(held['optimizer'])} optimizer states"
+                 f"{', in host memory' if asked.offload else ''}")
+        log.info("     batch  checkpointing  activations    loss  gathered    peak")
+        for times, recompute in product(_BATCHES, _RECOMPUTE):
+            case = replace(asked, batch=asked.batch * times, recompute=recompute)
+            _row(case, estimates.step(case), usable, case == asked)
+        if _peak(estimates.step(asked)) > usable:
+            log.info(f"    → {_nearest(estimates, asked, usable)}")
+    states = held["optimizer"] / held["parameters"]
+    log.info(f"  a checkpoint holds {4 * estimates.parameters * (1 + states) / _GIB:.4g} GiB: "
+             "float32 masters and optimizer states")
+
+
+def _row(case: Case, step: Step, usable: float, asked: bool) -> None:
+    held = step.largest
+    log.info(f"  {'→' if asked else ' '} {case.batch:>6}  {case.recompute:<13}  "
+             f"{_gib(held['activations']):>11}  {_gib(held['loss']):>6}  "
+             f"{_gib(held['gathered']):>8}  {_gib(step.total):>6}  "
+             f"{'fits' if _peak(step) <= usable else 'too much'}")
+
+
+def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
+    """Say which knob to turn first, or which together, so that it fits."""
+    for how, case in _turned(asked):
+        if (peak := _peak(estimates.step(case))) <= usable:
+            return f"fits with {how}: {peak:.3g}"
+    return "nothing makes it fit: take a smaller model or larger GPUs"
+
+
+def _turned(asked: Case) -> Iterator[tuple[str, Case]]:
+    """Yield other settings, the least costly first."""
+    knob = "--activation-checkpointing"
+    for recompute in _RECOMPUTE[_RECOMPUTE.index(asked.recompute) + 1:]:
+        yield f"{knob} {recompute}", replace(asked, recompute=recompute)
+    case = replace(asked, recompute="full")
+    while case.batch > 1:
+        case = replace(case, batch=case.batch // 2)
+        yield f"-b {case.batch} {knob} full", case
+    how = f"-b {case.batch} {knob} full"
+    if case.shard_size < case.ranks:
+        case = replace(case, shard_size=case.ranks)
+        yield f"{how} and no --shard-size", case
+    for doublings in range(1, 7):
+        ranks = case.ranks << doublings
+        yield f"{how} on {ranks} GPUs", replace(case, ranks=ranks, shard_size=ranks)
+    case = replace(case, offload=True)
+    yield f"{how} --cpu-offload on", case
+    while case.seq_length >= 512:
+        case = replace(case, seq_length=case.seq_length // 2)
+        yield f"{how} --cpu-offload on -s {case.seq_length}", case
+
+
+def _peak(step: Step) -> float:
+    return step.total / _GIB
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f}"

@@ -1,0 +1,46 @@
+"""`python -m lib.checkpoints`: a table of what there is, and what is wrong with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from lib.checkpoints import commit
+from lib.core import manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def save(checkpoints: Path, step: int) -> Path:
+    attempt = commit.attempt_directory(checkpoints, step)
+    (attempt / commit.TENSORS).mkdir()
+    (attempt / commit.TENSORS / "data").write_bytes(bytes(1000 + step))
+    files = [manifest.file_entry(attempt, attempt / commit.TENSORS / "data")]
+    return commit.commit(attempt, step, files, {}, 1, {"tokens": step * 1024, "loss": 2.5,
+                                                       "eval_loss": None}).path
+
+
+def table(action: str, directory: Path, code: int = 0) -> str:
+    done = subprocess.run([sys.executable, "-m", "lib.checkpoints", action, directory], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_what_there_is_and_what_is_damaged(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "exp" / "checkpoints"
+    paths = [save(checkpoints, step) for step in (5, 10, 15)]
+    commit.quarantine(commit.Checkpoint(save(checkpoints, 20), 20), "for the test")
+    listed = table("list", tmp_path / "exp")
+    assert [line.split()[0] for line in listed.splitlines()[1:4]] == ["5", "10", "15"]
+    assert "10,240" in listed and "2.5000" in listed and "set aside: " in listed
+    assert table("verify", checkpoints).count("valid") == 4  # with the heading's `validation`
+    (paths[1] / commit.TENSORS / "data").write_bytes(bytes(1009) + b"\1")
+    table("list", tmp_path / "exp")
+    damaged = table("verify", tmp_path / "exp", code=3)
+    assert "1 of 3 checkpoints are damaged" in damaged and "other content" in damaged
+    (paths[2] / commit.COMMIT).unlink()
+    assert "COMMIT.json is missing" in table("list", tmp_path / "exp", code=3)
+    assert all(path.exists() for path in paths)
+    assert "no checkpoints" in table("list", tmp_path, code=2)

@@ -1,0 +1,66 @@
+"""Stopping a run in good order, by whatever reason, and ending one that hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import kill_all, stage_command
+from tests.training import SEQ_LENGTH, metrics, steps_saved
+
+ENDLESS = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
+           "-b", 2, "--max-steps", 50_000, "--ckpt-freq", 50_000, "--eval-freq", 0, "--log-freq", 1)
+
+
+def start(project: Path, *options: object, ranks: int | None = None) -> subprocess.Popen:
+    """Launch a run that does not end by itself and wait for its third step."""
+    process = subprocess.Popen(stage_command("04_train_fsdp.py", *ENDLESS, *options, ranks=ranks),
+                               cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True)
+    deadline = time.monotonic() + 120
+    while not (project / "outputs/run/metrics.jsonl").exists() or len(metrics(project, "run")) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "--max-minutes", "the stop file"])
+def test_a_reason_to_stop_saves_and_exits_75(project: Path, reason: str) -> None:
+    process = start(project, *(("--max-minutes", 0.2) if reason == "--max-minutes" else ()))
+    if reason.startswith("SIG"):
+        process.send_signal(getattr(signal, reason))
+    elif reason == "the stop file":
+        (project / "outputs" / "run" / "stop").touch()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, output
+    assert f"stopped by {reason}" in output and "run the same command again" in output
+    state = json.loads((project / "outputs" / "run" / "state.json").read_text())
+    assert state["status"] == "preempted" and steps_saved(project, "run") == [state["step"]]
+    assert not (project / "outputs" / "run" / "stop").exists()
+
+
+@pytest.mark.slow  # torchrun gives the stopped rank half a minute to end
+def test_a_rank_that_hangs_ends_the_others_with_their_stacks(project: Path) -> None:
+    process = start(project, "--watchdog-minutes", 0.1, ranks=2)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    of_rank = {_environment(pid).get("RANK"): int(pid) for pid in children}
+    os.kill(of_rank["1"], signal.SIGSTOP)
+    try:
+        output = process.communicate(timeout=90)[0]
+    finally:
+        kill_all(process, project)
+    assert process.returncode == 1
+    assert "watchdog: the step has not ended for 0.1 minutes" in output
+    stacks = (project / "outputs" / "run" / "logs" / "rank_00000.stacks.txt").read_text()
+    assert "in train" in stacks and "Thread" in stacks
+
+
+def _environment(pid: str) -> dict[str, str]:
+    content = Path(f"/proc/{pid}/environ").read_text()
+    return dict(entry.split("=", 1) for entry in content.split("\0") if "=" in entry)
