@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Stage 03: fetch a model from the Hugging Face Hub, or make one to train from scratch.
+"""Stage 03: fetch a model or raw text from the Hugging Face Hub, or make a model from scratch.
 
   python 03_download_model.py --model-name ORG/NAME
   python 03_download_model.py --model-name ORG/NAME --revision v1.0 --dry-run
+  python 03_download_model.py --dataset-name ORG/NAME --include 'en/part.0000*.json.gz'
   python 03_download_model.py --from-scratch --model-size tiny --train-tokenizer hf_datasets/corpus
-  python 03_download_model.py --from-scratch --model-size 1B --tokenizer .cache/models/ORG--NAME
+  python 03_download_model.py --from-scratch --config-json FILE --tokenizer .cache/models/ORG--NAME
+  python 03_download_model.py --verify
 
-Writes .cache/models/ORG--NAME/ (or .cache/models/scratch-tiny/), a plain directory that can be
-copied to a machine without network and that `from_pretrained` loads: config, tokenizer and, from
-the Hub, safetensors weights, each file checked against the digest the Hub declares. Pickles and
-code are never fetched. A model from scratch has no weights: stage 04 draws them from its seed.
-From scratch nothing goes online. HF_TOKEN (or --token) opens gated models, HF_ENDPOINT names a
-mirror.
+A model becomes .cache/models/ORG--NAME/ (or .cache/models/scratch-tiny/), a plain directory that
+can be copied to a machine without network and that `from_pretrained` loads: config, tokenizer and,
+from the Hub, safetensors weights. Raw text becomes raw_text/ORG--NAME/, for stage 01. Each file is
+checked against the digest the Hub declares; what a Hugging Face cache (HF_HOME) on this machine
+holds is not fetched. Pickles and code only with the options that say so. A model from scratch has
+no weights: stage 04 draws them from its seed. HF_TOKEN, --token or a login opens gated
+repositories, HF_ENDPOINT names a mirror. --verify and --from-scratch never go online.
 """
 
 from __future__ import annotations
@@ -20,21 +23,22 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from lib.core import log, manifest, offline, options, paths, publish, stage, units
-from lib.core.errors import Problems, StageError, UsageError
-from lib.models import hub, resolve, scratch, tokenizer
-
-if TYPE_CHECKING:
-    from lib.models.check import Facts
+from lib.core.errors import Problems
+from lib.models import prepare, raw_files, repository, resolve, scratch, tokenizer, verify
+from lib.models.design import Design
 
 STAGE, KIND = "03_download_model.py", resolve.KIND
-_MOST_CONNECTIONS = 8
+_MODES = {  # what may stand beside the option that chooses the mode
+    "--model-name": {"model_name", "revision", "token", "allow_pickle", "trust_remote_code"},
+    "--dataset-name": {"dataset_name", "revision", "token", "include", "dst_root"},
+    "--from-scratch": {"from_scratch", "model_name", "model_size", "config_json", "vocab_size",
+                       "train_tokenizer", "tokenizer"},
+    "--verify": {"verify", "dst_root"},
+}
 
 
 def parse(argv: Sequence[str]) -> options.Options:
@@ -44,127 +48,183 @@ def parse(argv: Sequence[str]) -> options.Options:
     add("--model-name", metavar="ORG/NAME",
         help="model to fetch; with --from-scratch the name to give (default: scratch-<size>)")
     add("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
-        help="the model goes to DIR/models/")
-    fetching = parser.add_argument_group("from the Hub")
-    add = fetching.add_argument
+        help="models go to DIR/models/")
+    add("--verify", action="store_true",
+        help="hash everything under --cache-dir, and the files under --dst-root if that is given, "
+             "and name what is damaged, offline")
+    add = parser.add_argument_group("from the Hub").add_argument
     add("--revision", metavar="R", help="branch, tag or commit to fetch (default: main)")
     add("--token", metavar="TOKEN",
-        help="access token for gated and private models (default: HF_TOKEN, or a login)")
-    making = parser.add_argument_group("from scratch")
-    add = making.add_argument
+        help="access token for gated and private repositories (default: HF_TOKEN, or a login)")
+    add("--allow-pickle", action="store_true",
+        help="where there are only pickled weights, convert them to safetensors; nothing but "
+             "tensors is read from them")
+    add("--trust-remote-code", action="store_true",
+        help="for a type of model that transformers does not know, fetch the code that comes with "
+             "the model, and let it run here and in stages 04 and 05")
+    add("--dataset-name", metavar="ORG/NAME", help="dataset to fetch raw files of")
+    add("--include", action="append", default=[], metavar="GLOB",
+        help="files of the dataset, by path; `*` also matches `/`; may be repeated")
+    add("--dst-root", type=Path, metavar="DIR",
+        help="the files go to DIR/ORG--NAME/ (default: raw_text)")
+    add = parser.add_argument_group("from scratch").add_argument
     add("--from-scratch", action="store_true", help="make a model without weights, offline")
     add("--model-size", choices=tuple(scratch.SIZES), help="number of parameters, about")
+    add("--config-json", type=Path, metavar="FILE",
+        help="instead of a size: a config.json of any architecture that transformers knows")
     add("--vocab-size", type=options.positive_int, metavar="N",
         help="tokens of the vocabulary; the model's is padded to a multiple of "
-             f"{scratch.VOCABULARY_MULTIPLE} (default: 4,096 for tiny, else 32,000, or what "
-             "--tokenizer has)")
+             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has, or FILE; else 4,096 "
+             "for tiny, 32,000 for the others)")
     add("--train-tokenizer", type=Path, metavar="DATASET",
         help="train a byte-level BPE tokenizer on the train split of this dataset directory")
     add("--tokenizer", type=Path, metavar="DIR", help="directory with a tokenizer to copy")
-    parser.add_common("fetch files (threads, 8 at most) or train the tokenizer (threads)")
+    parser.add_common("fetch (threads, 2 connections each, 8 at most), hash or train (threads)")
     opts = parser.parse(argv)
     check_combination(opts)
     return opts
 
 
+def mode_of(opts: options.Options) -> str:
+    """Return the option that says what to do."""
+    return next((mode for mode in ("--verify", "--from-scratch", "--dataset-name")
+                 if getattr(opts, mode[2:].replace("-", "_"))), "--model-name")
+
+
 def check_combination(opts: options.Options) -> None:
     """Raise UsageError telling every contradiction among the options."""
-    problems = Problems()
-    if opts.from_scratch:
-        if not opts.model_size:
-            problems.add(f"--from-scratch needs --model-size ({', '.join(scratch.SIZES)})")
+    problems, mode = Problems(), mode_of(opts)
+    for key in sorted(set.union(*_MODES.values()) - _MODES[mode]):
+        if getattr(opts, key):
+            places = " or ".join(place for place, keys in _MODES.items() if key in keys)
+            problems.add(f"--{key.replace('_', '-')} belongs to {places}, not to {mode}")
+    if mode == "--model-name" and not opts.model_name:
+        problems.add("nothing to prepare", run=f"python {STAGE} --help",
+                     expected="--model-name ORG/NAME, --dataset-name, --from-scratch or --verify")
+    if mode == "--dataset-name" and not opts.include:
+        problems.add("--dataset-name needs --include GLOB", expected="files to fetch, such as "
+                     "'en/*.json.gz', or '*' for all of them")
+    if mode == "--from-scratch":
+        if bool(opts.model_size) == bool(opts.config_json):
+            problems.add(f"--from-scratch needs --model-size ({', '.join(scratch.SIZES)}) or "
+                         "--config-json FILE" + (", not both" if opts.model_size else ""))
         if bool(opts.train_tokenizer) == bool(opts.tokenizer):
             problems.add("--from-scratch needs a tokenizer: --train-tokenizer DATASET or "
                          "--tokenizer DIR" + (", not both" if opts.tokenizer else ""))
-        if opts.train_tokenizer and opts.vocab_size \
-                and opts.vocab_size < tokenizer.SMALLEST_VOCABULARY:
+        if opts.train_tokenizer and (opts.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
             problems.add(f"--vocab-size {opts.vocab_size} is too small to train: the bytes and "
                          f"special tokens alone take {tokenizer.SMALLEST_VOCABULARY}")
-        for flag in ("revision", "token"):
-            if getattr(opts, flag):
-                problems.add(f"--{flag} is for the Hub; --from-scratch does not go there")
-    else:
-        if not opts.model_name:
-            problems.add("nothing to prepare", expected="--model-name ORG/NAME, or --from-scratch",
-                         run=f"python {STAGE} --help")
-        for flag in ("model_size", "vocab_size", "train_tokenizer", "tokenizer"):
-            if getattr(opts, flag):
-                problems.add(f"--{flag.replace('_', '-')} needs --from-scratch")
-    if opts.model_name:
-        try:
-            hub.check_name(opts.model_name)
-        except UsageError as error:
-            problems.add(error)
+    for key in ("model_name", "dataset_name"):
+        if name := getattr(opts, key):
+            problems.collect(lambda name=name, key=key: repository.check_name(
+                name, f"--{key.replace('_', '-')}"))
     problems.raise_if_any()
 
 
 def main(argv: list[str]) -> None:
+    """Run the stage."""
     opts = parse(argv)
-    if opts.from_scratch:
-        make_from_scratch(opts)
-    else:
-        download(opts)
+    {"--verify": verify_all, "--from-scratch": make_from_scratch,
+     "--dataset-name": fetch_dataset, "--model-name": fetch_model}[mode_of(opts)](opts)
 
 
-def download(opts: options.Options) -> None:
+def fetch_model(opts: options.Options) -> None:
     """Fetch a model from the Hub."""
     # Check the inputs. Neither the Hub nor its library is needed to see that all is done.
     name, revision, began = opts.model_name, opts.revision or "main", time.monotonic()
-    target = target_of(opts, name)
+    target = paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
     identity = {"options": {"model_name": name, "revision": revision}, "inputs": {}}
-    if already_done(opts, target, name, identity):
+    if already_done(target, KIND, identity, opts, next_command(opts, name)):
         return
 
     # Plan.
-    where = os.environ.get("HF_ENDPOINT") or "the Hugging Face Hub"
     print_plan(opts, {
-        "fetch": f"{name} at {revision} from {where}",
+        "fetch": f"model {name} at {revision} from {where()}",
         "files": "config, tokenizer, safetensors weights, licence and model card",
         "into": target})
     if opts.dry_run:
         return
 
     # Ask the Hub, and refuse what cannot be trained before the large files come.
-    source = hub.Hub(opts.token or "")
-    repository = source.look_up(name, revision)
+    from lib.models.fetching import Model
+
     with tempfile.TemporaryDirectory() as preview:
-        files = source.choose(repository, Path(preview))
-        refuse_untrainable(Path(preview), name)
-    size = sum(file.size for file in files)
-    log.info(f"commit {repository.commit}: {len(files)} files, {units.size(size)}")
+        model = Model.look_up(name, revision, Path(preview), token=opts.token or "",
+                              allow_pickle=opts.allow_pickle,
+                              trust_code=opts.trust_remote_code)
+        with publish.Build(target, KIND, identity, opts.overwrite, resumable=True) as build:
+            # Work.
+            entries = model.fetch(build.dir, earlier=[Path(preview), target],
+                                  workers=opts.num_workers, show_progress=not opts.no_progress)
 
-    with publish.Build(target, KIND, identity, opts.overwrite, resumable=True) as build:
+            # Verify and publish.
+            facts = prepare.examine(build, weights=True, name=name)
+            build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
+                          summary={**facts.summary(), "source": "hub", **model.summary()})
+
+    log.info(f"done in {units.duration(time.monotonic() - began)}: {model.received()}, each file "
+             "as the Hub declares it")
+    prepare.print_facts(target, facts)
+    log.info(f"next: {next_command(opts, name)}")
+
+
+def fetch_dataset(opts: options.Options) -> None:
+    """Fetch raw files of a dataset for stage 01."""
+    # Check the inputs.
+    name, revision, began = opts.dataset_name, opts.revision or "main", time.monotonic()
+    root, include = opts.dst_root or Path("raw_text"), sorted(set(opts.include))
+    target = raw_files.target_of(root, name)
+    identity = {"options": {"dataset_name": name, "revision": revision, "include": include},
+                "inputs": {}}
+    then = shlex.join(["python", "01_organize_data.py", "--src-dir", str(root)])
+    with prepare.called(str(target.parent), target / ".."):
+        if already_done(target, raw_files.KIND, identity, opts, then):
+            return
+
+    # Plan.
+    print_plan(opts, {"fetch": f"dataset {name} at {revision} from {where()}",
+                      "files": " or ".join(include), "into": target.parent})
+    if opts.dry_run:
+        return
+
+    from lib.models.fetching import RawFiles
+
+    dataset = RawFiles.look_up(name, revision, include, token=opts.token or "")
+    raw_files.require_free(target, dataset.files)
+    with publish.Build(target, raw_files.KIND, identity, opts.overwrite, resumable=True) as build:
         # Work.
-        publish.require_space(build.dir, hub.bytes_to_come(files, build.dir), name)
-        entries = source.fetch(repository, files, build.dir, show_progress=not opts.no_progress,
-                               workers=min(opts.num_workers, _MOST_CONNECTIONS))
+        entries = dataset.fetch(build.dir, earlier=[target.parent], workers=opts.num_workers,
+                                show_progress=not opts.no_progress)
 
-        # Verify and publish.
-        facts = examine(build, weights=True, name=name)
-        build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
-                      summary={**asdict(facts), "source": "hub", "commit": repository.commit})
+        # Publish: what is whole moves to its place, then the manifest says so.
+        before = raw_files.earlier(target)
+        build.publish(stage=STAGE, options=options.resolved(opts),
+                      files=raw_files.put_in_place(build.dir, entries),
+                      summary={"source": "hub", **dataset.summary()})
+        raw_files.remove_outdated(target, before)
 
-    seconds = time.monotonic() - began
-    log.info(f"done in {units.duration(seconds)}: {len(files)} files, {units.size(size)}, each as "
-             f"the Hub declares it ({units.size(size / seconds)}/s)")
-    finish(opts, target, name, facts)
+    log.info(f"done in {units.duration(time.monotonic() - began)}: {dataset.received()}, each file "
+             f"as the Hub declares it, in {target.parent}")
+    log.info(f"next: {then}")
 
 
 def make_from_scratch(opts: options.Options) -> None:
     """Make the config and the tokenizer of a model that has no weights yet."""
     offline.enable()
     # Check the inputs.
-    size, began = scratch.SIZES[opts.model_size], time.monotonic()
-    name = opts.model_name or scratch.default_name(opts.model_size)
-    target = target_of(opts, name)
-    identity = scratch_identity(opts, name)
-    if already_done(opts, target, name, identity):
+    began = time.monotonic()
+    design = Design(opts.model_size, opts.config_json, opts.vocab_size, opts.train_tokenizer,
+                    opts.tokenizer)
+    name = opts.model_name or design.default_name()
+    target = paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
+    identity = design.identity(name)
+    if already_done(target, KIND, identity, opts, next_command(opts, name)):
         return
-    vocabulary = wanted_vocabulary(opts)
+    vocabulary = design.vocabulary()
 
     # Plan.
     print_plan(opts, {
-        "model": name, **scratch.described(opts.model_size, vocabulary),
+        "model": name, **design.described(vocabulary),
         "tokenizer": f"trained on {opts.train_tokenizer}" if opts.train_tokenizer
                      else f"copied from {opts.tokenizer}",
         "into": target})
@@ -174,130 +234,70 @@ def make_from_scratch(opts: options.Options) -> None:
     with publish.Build(target, KIND, identity, opts.overwrite) as build:
         # Work.
         if opts.train_tokenizer:
-            train_tokenizer(opts, vocabulary, size.context, build.dir)
+            prepare.train_tokenizer(opts.train_tokenizer, vocabulary, design.context(), build.dir,
+                                    opts.num_workers, not opts.no_progress)
         else:
-            tokenizer.copy(opts.tokenizer, size.context, build.dir)
-        ids = tokenizer.load(build.dir)
-        scratch.write(build.dir, opts.model_size, vocabulary, ids.bos_token_id, ids.eos_token_id)
+            tokenizer.copy(opts.tokenizer, design.context(), build.dir)
+        design.write_beside_tokenizer(build.dir, vocabulary)
 
         # Verify and publish.
-        facts = examine(build, weights=False, name=name)
+        facts = prepare.examine(build, weights=False, name=name)
         files = [manifest.file_entry(build.dir, path, "sha256")
                  for path in sorted(build.dir.iterdir())]
         build.publish(stage=STAGE, options=options.resolved(opts), files=files,
-                      summary={**asdict(facts), "source": "scratch", "commit": None})
+                      summary={**facts.summary(), "source": "scratch", "commit": None})
 
     log.info(f"done in {units.duration(time.monotonic() - began)}")
-    finish(opts, target, name, facts)
-
-
-def target_of(opts: options.Options, name: str) -> Path:
-    return paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
-
-
-def already_done(opts: options.Options, target: Path, name: str, identity: dict[str, Any]) -> bool:
-    """Tell whether the model is there; if so, print the next command."""
-    if not publish.is_done(target, KIND, identity, opts.overwrite):
-        return False
-    log.info(f"already done: {target} (--overwrite makes it again)")
+    prepare.print_facts(target, facts)
     log.info(f"next: {next_command(opts, name)}")
+
+
+def verify_all(opts: options.Options) -> None:
+    """Hash everything prepared under the cache directory; ArtifactError naming what is damaged."""
+    began, found = time.monotonic(), verify.artifacts(opts.cache_dir, opts.dst_root)
+    total = sum(artifact.bytes for artifact in found)
+    print_plan(opts, {"verify": f"{len(found)} artifacts under {opts.cache_dir}, "
+                                f"{units.size(total)}"})
+    if opts.dry_run:
+        return
+    verify.check_all(found, opts.num_workers, not opts.no_progress)
+    for directory in verify.unfinished(opts.cache_dir):
+        log.warn(f"not verified: {directory} has no manifest (unfinished, or made elsewhere)")
+    verify.require_whole(found, opts.cache_dir)
+    seconds = time.monotonic() - began
+    log.info(f"done in {units.duration(seconds)}: {len(found)} artifacts, {units.size(total)}, "
+             f"every byte as it was written ({units.size(total / max(seconds, 1e-9))}/s)")
+
+
+def already_done(target: Path, kind: str, identity: dict, opts: options.Options, then: str,
+                 ) -> bool:
+    """Tell whether the artifact is there; if so, print the next command."""
+    if not publish.is_done(target, kind, identity, opts.overwrite):
+        return False
+    log.info(f"already done: {target} (--overwrite makes it again)\nnext: {then}")
     return True
 
 
-@contextmanager
-def called(name: str, directory: Path) -> Iterator[None]:
-    """Let errors about a directory that is soon gone speak of the model instead."""
-    try:
-        yield
-    except StageError as error:
-        for part in ("problem", "expected", "found", "run"):
-            setattr(error, part, getattr(error, part).replace(str(directory), name))
-        raise
-
-
-def refuse_untrainable(preview: Path, name: str) -> None:
-    """Raise UsageError when a config.json is not that of a model that can be trained."""
-    from lib.models import architecture
-
-    with called(name, preview):
-        architecture.build_on_meta(preview)
-
-
-def scratch_identity(opts: options.Options, name: str) -> dict[str, Any]:
-    """Return what decides the content of a model from scratch, wherever its inputs lie."""
-    if opts.train_tokenizer:
-        inputs = {"dataset content": tokenizer.corpus_identity(opts.train_tokenizer)}
-        vocabulary = wanted_vocabulary(opts)
-    else:
-        inputs = {"tokenizer files": tokenizer.identity(opts.tokenizer)}
-        vocabulary = opts.vocab_size
-    return {"options": {"from_scratch": True, "model_name": name, "model_size": opts.model_size,
-                        "vocab_size": vocabulary}, "inputs": inputs}
-
-
-def wanted_vocabulary(opts: options.Options) -> int:
-    """Return the tokens to make room for; UsageError when --vocab-size cannot hold a tokenizer."""
-    if opts.train_tokenizer:
-        return opts.vocab_size or scratch.SIZES[opts.model_size].vocabulary
-    tokens = len(tokenizer.load(opts.tokenizer))
-    if opts.vocab_size and tokens > opts.vocab_size:
-        raise UsageError(f"--vocab-size {opts.vocab_size} is smaller than the tokenizer",
-                         found=f"{tokens} tokens in {opts.tokenizer}",
-                         expected=f"--vocab-size {tokens} or more, or none")
-    return opts.vocab_size or tokens
-
-
-def train_tokenizer(opts: options.Options, vocabulary: int, context: int, into: Path) -> None:
-    """Train the tokenizer, and say what it saw and whether it came out smaller than asked."""
-    made, sample = tokenizer.train(opts.train_tokenizer, vocabulary, context, into,
-                                   workers=opts.num_workers, show_progress=not opts.no_progress)
-    log.info(f"tokenizer: {made} tokens from {sample}")
-    if made < vocabulary:
-        log.warn(f"{opts.train_tokenizer} holds too little text for {vocabulary} tokens: the "
-                 f"tokenizer has {made}, the other rows of the model's vocabulary stay unused")
-
-
-def examine(build: publish.Build, *, weights: bool, name: str) -> Facts:
-    """Check the finished directory; what fails here would fail again, so none of it is kept."""
-    from lib.models import check
-
-    try:
-        with called(name, build.dir):
-            return check.examine(build.dir, weights=weights)
-    except StageError:
-        build.resumable = False
-        raise
+def where() -> str:
+    """Return what the Hub is called, without a password that its address may hold."""
+    return repository.shown(os.environ.get("HF_ENDPOINT") or "the Hugging Face Hub")
 
 
 def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
+    """Print what will be done."""
     log.info("plan")
     log.table(rows)
     if opts.dry_run:
         log.info("dry run: the Hub was not asked and nothing was written")
 
 
-def finish(opts: options.Options, target: Path, name: str, facts: Facts) -> None:
-    """Print what the model is and how to train it."""
-    unused = facts.vocabulary - facts.tokens
-    log.table({
-        "model": target,
-        "parameters": f"{facts.parameters:,} ({units.count(facts.parameters)}), {facts.dtype}",
-        "vocabulary": f"{facts.vocabulary} rows, {facts.tokens} tokens in the tokenizer"
-                      + (f" ({unused} rows to spare)" if unused else ""),
-        "context": f"{facts.context} tokens" if facts.context else "not limited by the config",
-    })
-    log.info(f"next: {next_command(opts, name)}")
-
-
 def next_command(opts: options.Options, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
     there = sorted(path.parent for path in Path("hf_datasets").glob("*/manifest.json"))
     dataset = opts.train_tokenizer or (there[0] if there else Path("hf_datasets/corpus"))
-    words = ["torchrun", "04_train_fsdp.py", "-e", paths.model_dir_name(name), "-d", str(dataset),
-             "-m", name]
-    if opts.cache_dir != Path(".cache"):
-        words += ["--cache-dir", str(opts.cache_dir)]
-    return shlex.join(words)
+    elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
+    return shlex.join(["torchrun", "04_train_fsdp.py", "-e", paths.model_dir_name(name), "-d",
+                       str(dataset), "-m", name, *elsewhere])
 
 
 if __name__ == "__main__":

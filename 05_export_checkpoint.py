@@ -4,19 +4,21 @@
   python 05_export_checkpoint.py -e exp
   python 05_export_checkpoint.py -e exp --step best --dtype float32 --out my-model
 
-Reads only outputs/<exp>/, never the network, and holds one layer's tensors in memory at a time.
+Reads only outputs/<exp>/, never the network, and holds two tensors in memory at a time.
 The result loads with `AutoModelForCausalLM.from_pretrained`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.checkpoints import commit
+from lib.checkpoints import card, commit
 from lib.core import log, manifest, options, paths, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.options import Options
@@ -25,6 +27,8 @@ from lib.core.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from lib.checkpoints.export import Plan
 
 KIND = "export/1"
 
@@ -66,6 +70,7 @@ def main(argv: list[str]) -> None:
     if publish.is_done(out, KIND, identity, opts.overwrite):
         log.info(f"already done: {out} holds step {checkpoint.step:,}\n{next_command(out)}")
         return
+    damage = None if opts.dry_run else begin_hashing(checkpoint)
 
     import torch
 
@@ -73,87 +78,136 @@ def main(argv: list[str]) -> None:
     from lib.models import architecture
 
     model = architecture.build_on_meta(experiment.model)
-    dtype = getattr(torch, opts.dtype)
-    shards = export.plan(model, dtype, opts.max_shard_size)
-    total = sum(entry.bytes for shard in shards for entry in shard)
+    plan = export.plan(model, getattr(torch, opts.dtype), opts.max_shard_size)
     log.info(f"export of {checkpoint.path}")
-    log.table({"model": f"{model.config.model_type}, "
-                        f"{units.count(sum(p.numel() for p in model.parameters()))} parameters",
-               "to": f"{out}, {opts.dtype}, {units.size(total)} in {len(shards)} file(s)"})
-    if opts.dry_run:
+    log.table({"model": f"{model.config.model_type}, {units.count(parameters(model))} parameters",
+               "to": f"{out}, {opts.dtype}, {units.size(plan.bytes)} in {len(plan.files)} file(s)"})
+    if damage is None:
         return
+    require_intact(checkpoint, damage.result())
+    write(opts, experiment, checkpoint, model, plan, out, identity)
+
+
+def write(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
+          model: PreTrainedModel, plan: Plan, out: Path, identity: dict[str, Any]) -> None:
+    """Write the files, read them back, publish, and say how it went."""
+    from lib.checkpoints import export
+
     began = time.monotonic()
-    require_intact(checkpoint)
-    publish.require_space(out.parent, int(total * 1.01), "the exported model")
+    publish.require_space(out.parent, int(plan.bytes * 1.01), "the exported model")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
-        files = copy_model_files(experiment, build.dir, model, opts.dtype)
-        with Progress("exporting", total, "B", not opts.no_progress) as bar:
-            weights = export.write(model, checkpoint, shards, build.dir, dtype, bar.advance)
-        export.verify(model, build.dir, weights)
+        files = write_model_files(opts, experiment, checkpoint, model, build.dir)
+        with Progress("exporting", plan.bytes, "B", not opts.no_progress) as bar:
+            try:
+                weights = export.write(model, checkpoint, plan, build.dir, bar.advance)
+            except FileNotFoundError:
+                require_there(checkpoint)
+                raise
+        export.verify(model, build.dir)
         build.publish(stage="05_export_checkpoint.py", options=options.resolved(opts),
                       files=files + weights,
-                      summary={"step": checkpoint.step, "dtype": opts.dtype, "bytes": total,
-                               "tensors": sum(map(len, shards))})
+                      summary={"step": checkpoint.step, "dtype": opts.dtype, "bytes": plan.bytes,
+                               "tensors": len(plan.entries)})
     seconds = time.monotonic() - began
-    log.info(f"done: {sum(map(len, shards)):,} tensors, {units.size(total)}, written and read back "
-             f"in {units.duration(seconds)} ({units.size(total / seconds)}/s)\n{next_command(out)}")
+    log.info(f"done: {len(plan.entries):,} tensors, {units.size(plan.bytes)}, written and read "
+             f"back in {units.duration(seconds)} ({units.size(plan.bytes / seconds)}/s)\n"
+             + next_command(out))
 
 
 def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
-    """Return the checkpoint that --step names; UsageError or ArtifactError when there is none."""
+    """Return the checkpoint that --step names; UsageError or ArtifactError when there is none.
+
+    A damaged one is never passed over in silence for an older one.
+    """
     if not (experiment.model / "config.json").is_file():
         there = sorted(p.parent.parent.name for p in opts.save_dir.glob("*/model/config.json"))
         raise ArtifactError(f"no experiment {experiment.root}",
                             found=f"under {opts.save_dir}: {', '.join(there) or 'none'}",
                             run=f"torchrun 04_train_fsdp.py -e {opts.experiment_name} -d <dataset>")
-    found = commit.scan(experiment.checkpoints)
-    whole = [c for c in found if not c.problems()]
-    for bad in (c for c in found if c not in whole):
-        log.warn(f"{bad.path} is damaged and left out: {bad.problems()[0]}")
-    listing = ", ".join(str(c.step) for c in whole) or "none"
-    if not whole:
+    if opts.step not in ("latest", "best") and not opts.step.isdigit():
+        raise UsageError(f"--step takes a number, latest or best, got {opts.step!r}")
+    found = {c.step: c for c in commit.scan(experiment.checkpoints)}  # newest first
+    whole = ", ".join(str(step) for step, c in found.items() if not c.problems()) or "none"
+    if not found:
         raise ArtifactError(f"no valid checkpoint in {experiment.checkpoints}",
                             run=f"torchrun 04_train_fsdp.py -e {opts.experiment_name} -d <dataset>")
-    if opts.step == "latest":
-        return whole[0]
     if opts.step == "best":
-        losses = {c: c.commit().get("eval_loss") for c in whole}
-        measured = {c: loss for c, loss in losses.items() if loss is not None}
-        if not measured:
+        losses = card.validation_losses(found.values(), experiment.metrics)
+        if not losses:
             raise ArtifactError("no checkpoint here was saved right after an evaluation",
-                                found=f"steps {listing}", run="--step latest, or a step")
-        return min(measured, key=measured.__getitem__)
-    if not opts.step.isdigit():
-        raise UsageError(f"--step takes a number, latest or best, got {opts.step!r}")
-    named = next((c for c in whole if c.step == int(opts.step)), None)
-    if named is None:
-        raise ArtifactError(f"no valid checkpoint of step {opts.step}", found=f"steps {listing}")
-    return named
+                                found=f"steps {whole}", run="--step latest, or a step")
+        chosen = found[min(losses, key=losses.__getitem__)]
+    else:
+        step = next(iter(found)) if opts.step == "latest" else int(opts.step)
+        if step not in found:
+            raise ArtifactError(f"no valid checkpoint of step {step}", found=f"steps {whole}")
+        chosen = found[step]
+    if problems := chosen.problems():
+        raise ArtifactError(f"checkpoint {chosen.path} is damaged", found="\n".join(problems),
+                            run=f"choose another one with --step (whole: {whole})")
+    return chosen
 
 
-def require_intact(checkpoint: commit.Checkpoint) -> None:
-    """Hash the whole checkpoint before any of it is unpickled; ArtifactError when it differs."""
-    if not checkpoint.path.exists():
-        raise ArtifactError(f"{checkpoint.path} was deleted meanwhile: the run that goes on there "
-                            "keeps only its newest", run="the same command again")
-    if problems := checkpoint.content_problems(0, 1):
+def begin_hashing(checkpoint: commit.Checkpoint) -> Future[list[str]]:
+    """Start to hash the whole checkpoint beside the imports; the result is what is damaged."""
+    def work() -> list[str]:
+        parts = min(8, os.cpu_count() or 1)
+        with ThreadPoolExecutor(parts) as pool:
+            found = pool.map(lambda i: checkpoint.content_problems(i, parts), range(parts))
+            return [problem for problems in found for problem in problems]
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
+
+
+def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
+    """Raise ArtifactError when hashing found damage; nothing has been unpickled so far."""
+    require_there(checkpoint)
+    if problems:
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems),
                             run="choose an older one with --step")
 
 
-def copy_model_files(experiment: Experiment, out: Path, model: PreTrainedModel, dtype: str,
-                     ) -> list[dict[str, Any]]:
-    """Write config (with the dtype of the export) and tokenizer; return their manifest entries."""
+def require_there(checkpoint: commit.Checkpoint) -> None:
+    """Raise ArtifactError when the checkpoint went away since it was chosen."""
+    if not checkpoint.path.exists():
+        raise ArtifactError(f"{checkpoint.path} was deleted meanwhile: the run that goes on there "
+                            "keeps only its newest", run="the same command again")
+
+
+def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
+                      model: PreTrainedModel, out: Path) -> list[dict[str, Any]]:
+    """Write configs (with the dtype of the export), tokenizer and model card; return their entries.
+    """
+    from transformers import GenerationConfig
+
+    from lib.models import remote_code
+    from lib.models.architecture import read_config
+    from lib.train import journal
+
     for path in sorted(experiment.model.iterdir()):
-        if path.is_file() and path.name != "config.json":
+        if path.is_file() and path.suffix != ".tmp" and path.name != "config.json":
             shutil.copyfile(path, out / path.name)
     config = json.loads((experiment.model / "config.json").read_text(encoding="utf-8"))
-    config.pop("auto_map", None)  # names code that is not here and was not used
-    config |= {"architectures": [type(model).__name__], "dtype": dtype}
+    if not remote_code.trusted(experiment.model):
+        config.pop("auto_map", None)  # names code that is not here and was not used
+    config |= {"architectures": [type(model).__name__], "dtype": opts.dtype}
     if "torch_dtype" in config:  # the name of the same field before transformers 5
-        config["torch_dtype"] = dtype
+        config["torch_dtype"] = opts.dtype
     manifest.write_json(out / "config.json", config)
+    if not (out / "generation_config.json").exists() and model.can_generate():
+        GenerationConfig.from_model_config(read_config(experiment.model)).save_pretrained(out)
+    names = journal.read_config(experiment).get("options", {})
+    facts = card.facts(checkpoint, experiment.metrics, names)
+    manifest.write_text(out / card.FILE, card.text(
+        experiment.root.name, type(model).__name__, opts.dtype, parameters(model), facts))
     return [manifest.file_entry(out, path, "sha256") for path in sorted(out.iterdir())]
+
+
+def parameters(model: PreTrainedModel) -> int:
+    """Return the number of parameters, tied ones once."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def next_command(out: Path) -> str:

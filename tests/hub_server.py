@@ -8,37 +8,57 @@ from __future__ import annotations
 
 import hashlib
 import json
+import ssl
 import threading
 import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 
-LFS_SUFFIXES = (".safetensors", ".bin", ".model")
+LFS_SUFFIXES = (".safetensors", ".bin", ".model", ".gz")
+_PAGE = 3  # entries of a directory listing per answer
 
 
 @dataclass
 class Repo:
     """A repository: content by path at one commit, known as `main` and by its hash.
 
-    served: what comes over the wire instead of the true content of a path. cut: path → bytes
-    after which the connection breaks, once. sizes: declared bytes that are not true.
-    slow: seconds before each 64 KiB of a large file.
+    kind: model or dataset. served: what comes over the wire instead of the true content of a path.
+    cut: path → bytes after which the connection breaks, once. sizes: declared bytes that are not
+    true. slow: seconds before each 64 KiB of a large file. busy: answers to give first, once each,
+    as (status, headers), by path of a file, or "" for the API. no_ranges: Range is ignored.
     """
 
     files: dict[str, bytes]
     commit: str = "0123456789abcdef0123456789abcdef01234567"
+    kind: str = "model"
     token: str = ""
     gated: bool = False
     served: dict[str, bytes] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     slow: float = 0.0
+    busy: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
+    no_ranges: bool = False
 
     def info(self, name: str) -> dict:
         return {"_id": "1", "id": name, "modelId": name, "sha": self.commit, "private": False,
                 "gated": "manual" if self.gated else False, "tags": [], "downloads": 0,
                 "siblings": [self._sibling(path) for path in self.files]}
+
+    def tree(self) -> list[dict]:
+        folders = {path.rpartition("/")[0] for path in self.files} - {""}
+        entries = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
+                   for path in sorted(folders)]
+        for path in sorted(self.files):
+            known = self._sibling(path)
+            entry = {"type": "file", "path": path, "size": known["size"], "oid": known["blobId"]}
+            if "lfs" in known:
+                entry["lfs"] = {"oid": known["lfs"]["sha256"], "size": known["size"],
+                                "pointerSize": 134}
+            entries.append(entry)
+        return entries
 
     def _sibling(self, path: str) -> dict:
         content = self.files[path]
@@ -56,17 +76,28 @@ class Request:
     range: str
     token: str
     from_storage: bool
+    query: str = ""
 
 
 class HubServer:
-    """Serves `repos` by name and keeps every request; use as a context manager."""
+    """Serves `repos` by name and keeps every request; use as a context manager.
 
-    def __init__(self) -> None:
+    certificate: a PEM file with key and certificate, to serve over TLS.
+    """
+
+    def __init__(self, certificate: Path | None = None) -> None:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler(storage))
                          for storage in (False, True)]
-        self.url, self.storage_url = (f"http://127.0.0.1:{s.server_port}" for s in self._servers)
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            for server in self._servers:
+                server.socket = context.wrap_socket(server.socket, server_side=True)
+        scheme = "https" if certificate else "http"
+        self.url, self.storage_url = (f"{scheme}://127.0.0.1:{s.server_port}"
+                                      for s in self._servers)
 
     def __enter__(self) -> HubServer:
         for server in self._servers:
@@ -87,10 +118,10 @@ class HubServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                path = unquote(urlsplit(self.path).path)
+                split = urlsplit(self.path)
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-                request = Request(path, self.headers.get("Range", ""), token,
-                                  storage)
+                request = Request(unquote(split.path), self.headers.get("Range", ""), token,
+                                  storage, split.query)
                 hub.requests.append(request)
                 try:
                     hub.answer(self, request)
@@ -103,15 +134,22 @@ class HubServer:
         return Handler
 
     def answer(self, http: BaseHTTPRequestHandler, request: Request) -> None:
-        name, revision, file = _split(request.path)
+        kind, name, revision, file = _split(request.path)
         repo = self.repos.get(name)
+        if repo is not None and repo.kind != kind:
+            repo = None
         is_hidden = repo and repo.token and not repo.gated and request.token != repo.token
         if repo is None or (is_hidden and not request.from_storage):
             # The Hub says 401 to anonymous users whether or not a repository exists.
             return _refuse(http, 404 if request.token else 401, "RepoNotFound")
         if revision not in ("main", repo.commit):
             return _refuse(http, 404, "RevisionNotFound")
+        if not request.from_storage and repo.busy.get(file):
+            status, headers = repo.busy[file].pop(0)
+            return _refuse(http, status, "", headers)
         if not file:
+            if "/tree/" in request.path:
+                return self._send_tree(http, request, repo)
             return _send(http, json.dumps(repo.info(name)).encode())
         if repo.gated and request.token != repo.token and not request.from_storage:
             return _refuse(http, 403 if request.token else 401, "GatedRepo")
@@ -125,18 +163,30 @@ class HubServer:
             return http.end_headers()
         self._send_file(http, request, repo, file)
 
+    def _send_tree(self, http: BaseHTTPRequestHandler, request: Request, repo: Repo) -> None:
+        entries = repo.tree()
+        start = int(parse_qs(request.query).get("cursor", ["0"])[0])
+        end = start + _PAGE
+        link = {}
+        if end < len(entries):
+            link["Link"] = f'<{self.url}{request.path}?recursive=true&cursor={end}>; rel="next"'
+        _send(http, json.dumps(entries[start:end]).encode(), link)
+
     def _send_file(self, http: BaseHTTPRequestHandler, request: Request, repo: Repo,
                    file: str) -> None:
         content = repo.served.get(file, repo.files[file])
-        start = int(request.range.removeprefix("bytes=").rstrip("-") or 0)
-        http.send_response(206 if start else 200)
-        http.send_header("Content-Length", str(len(content) - start))
-        if start:
-            http.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        first, _, last = request.range.removeprefix("bytes=").partition("-")
+        ranged = bool(request.range) and not repo.no_ranges
+        start, stop = (int(first), int(last or len(content) - 1) + 1) if ranged \
+            else (0, len(content))
+        http.send_response(206 if ranged else 200)
+        http.send_header("Content-Length", str(stop - start))
+        if ranged:
+            http.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         http.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
         http.send_header("X-Repo-Commit", repo.commit)
         http.end_headers()
-        end = repo.cut.pop(file, len(content))
+        end = repo.cut.pop(file, stop)
         for at in range(start, end, 1 << 16):
             if file.endswith(LFS_SUFFIXES):
                 time.sleep(repo.slow)
@@ -144,27 +194,37 @@ class HubServer:
         http.close_connection = True
 
 
-def _split(path: str) -> tuple[str, str, str]:
-    """Return repository, revision and file of a request path; file "" for the API."""
-    if path.startswith("/api/models/"):
-        name, _, revision = path.removeprefix("/api/models/").partition("/revision/")
-        return name, revision or "main", ""
-    name, _, rest = path.lstrip("/").partition("/resolve/")
+def _split(path: str) -> tuple[str, str, str, str]:
+    """Return kind, repository, revision and file of a request path; file "" for the API."""
+    for kind in ("model", "dataset"):
+        if path.startswith(f"/api/{kind}s/"):
+            rest = path.removeprefix(f"/api/{kind}s/").replace("/tree/", "/revision/")
+            name, _, revision = rest.partition("/revision/")
+            return kind, name, revision or "main", ""
+    kind = "dataset" if path.startswith("/datasets/") else "model"
+    name, _, rest = path.removeprefix("/datasets").lstrip("/").partition("/resolve/")
     revision, _, file = rest.partition("/")
-    return name, revision, file
+    return kind, name, revision, file
 
 
-def _send(http: BaseHTTPRequestHandler, content: bytes) -> None:
+def _send(http: BaseHTTPRequestHandler, content: bytes, headers: dict[str, str] | None = None,
+          ) -> None:
     http.send_response(200)
     http.send_header("Content-Type", "application/json")
     http.send_header("Content-Length", str(len(content)))
+    for name, value in (headers or {}).items():
+        http.send_header(name, value)
     http.end_headers()
     http.wfile.write(content)
 
 
-def _refuse(http: BaseHTTPRequestHandler, status: int, code: str) -> None:
+def _refuse(http: BaseHTTPRequestHandler, status: int, code: str,
+            headers: dict[str, str] | None = None) -> None:
     http.send_response(status)
-    http.send_header("X-Error-Code", code)
-    http.send_header("X-Error-Message", f"refused: {code}")
+    if code:
+        http.send_header("X-Error-Code", code)
+        http.send_header("X-Error-Message", f"refused: {code}")
+    for name, value in (headers or {}).items():
+        http.send_header(name, value)
     http.send_header("Content-Length", "0")
     http.end_headers()

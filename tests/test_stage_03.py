@@ -9,73 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT, StageRunner
-from tests.hub_server import HubServer, Repo
-
-SCRIPT, NAME, TOKEN = "03_download_model.py", "org/tiny-llama", "hf_SecretSecretSecret"
-TARGET = Path(".cache/models/org--tiny-llama")
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
-@pytest.fixture(scope="module")
-def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Return the files of a small random Llama in two shards, as its repository has them."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    where = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=320, hidden_size=128, intermediate_size=256,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         max_position_embeddings=128)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(where, max_shard_size="500KB")
-    names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(where / "tokenizer.json"))
-    (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    (where / "LICENSE").write_text("Do as you like.\n")
-    (where / "README.md").write_text("# Tiny\n")
-    return {path.name: path.read_bytes() for path in where.iterdir()}
-
-
-@pytest.fixture
-def hub(model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        ) -> Iterator[HubServer]:
-    """Serve the small model and point HF_ENDPOINT at it, away from any real login."""
-    with HubServer() as server:
-        server.repos[NAME] = Repo({
-            **model_files, "pytorch_model.bin": b"\x80\x04pickle", "model.py": b"print()",
-            "consolidated.safetensors": b"the same again", "original/params.json": b"{}"})
-        for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-            monkeypatch.delenv(variable, raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
-        yield server
-
-
-def leftovers(where: Path) -> list[str]:
-    """Return what lies under .cache/models."""
-    models = where / ".cache/models"
-    return sorted(path.name for path in models.iterdir()) if models.exists() else []
-
-
-def holds(where: Path, secret: str) -> list[Path]:
-    """Return the files under a directory that contain a secret."""
-    return [path for path in where.rglob("*") if path.is_file()
-            and secret.encode() in path.read_bytes()]
-
-
-def change_config(repo: Repo, **fields: object) -> None:
-    repo.files["config.json"] = json.dumps(
-        {**json.loads(repo.files["config.json"]), **fields}).encode()
+from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, TOKEN, change_config, holds, leftovers
 
 
 def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_path, model_files):
@@ -94,6 +33,8 @@ def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_
     assert made["kind"] == "model/1" and made["summary"]["source"] == "hub"
     assert made["summary"]["commit"] == repo.commit
     assert made["summary"]["dtype"] == "bfloat16" and made["summary"]["context"] == 128
+    assert 16 * made["summary"]["parameters"] < made["summary"]["memory"]["1"] < 10**8
+    assert "on 1, " in done.stdout and "on 64 GPUs, each with 1 × 128 tokens" in done.stdout
     assert made["files"] == [{"path": name, "bytes": len(content), "digest": "sha256:" +
                               hashlib.sha256(content).hexdigest()}
                              for name, content in sorted(there.items())]
@@ -120,8 +61,11 @@ def test_run_again_asks_nothing_and_another_revision_is_refused(hub, stage: Stag
     (tmp_path / TARGET / "config.json").unlink()
     assert "config.json is missing" in stage(SCRIPT, "--model-name", NAME, expect=3).stderr
     commit = hub.repos[NAME].commit
-    stage(SCRIPT, "--model-name", NAME, "--overwrite", "--revision", commit)
-    assert hub.paths(SHARDS[0]) and (tmp_path / TARGET / "config.json").exists()
+    (tmp_path / TARGET / SHARDS[1]).write_bytes(b"x" * len(hub.repos[NAME].files[SHARDS[1]]))
+    done = stage(SCRIPT, "--model-name", NAME, "--overwrite", "--revision", commit)
+    assert f"{SHARDS[1]} is damaged and not used" in done.stdout
+    assert hub.paths(SHARDS[1]) and not hub.paths(SHARDS[0])  # the other was whole
+    assert (tmp_path / TARGET / "config.json").exists()
     assert all(f"/resolve/{commit}/" in path for path in hub.paths("/resolve/"))
     assert leftovers(tmp_path) == ["org--tiny-llama"]
 
@@ -151,7 +95,8 @@ def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
     run = subprocess.Popen([sys.executable, ROOT / SCRIPT, "--model-name", NAME], cwd=tmp_path,
                            stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not any(part.stat().st_size for part in tmp_path.glob(f"{TARGET}.partial-*/*-of-*.part")):
+    while not any(int.from_bytes(counts.read_bytes()[:8], "little")  # what came of the first piece
+                  for counts in tmp_path.glob(f"{TARGET}.partial-*/*-of-*.part.at")):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)
@@ -160,7 +105,7 @@ def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
     repo.slow = 0.0
     repo.files["LICENSE"] += b"Or not.\n"  # main has moved on since
     hub.requests.clear()
-    stage(SCRIPT, "--model-name", NAME)
+    assert "from an earlier run" in stage(SCRIPT, "--model-name", NAME).stdout
     there = {path.name: path.read_bytes() for path in (tmp_path / TARGET).iterdir()}
     assert {name: content for name, content in repo.files.items() if name in there} \
         == {name: content for name, content in there.items() if name != "manifest.json"}
@@ -253,7 +198,7 @@ def test_no_room_is_noticed_before_fetching(hub, stage: StageRunner, tmp_path):
 def test_options_that_contradict_each_other_are_told_together(stage: StageRunner):
     error = stage(SCRIPT, "--from-scratch", "--revision", "x", expect=2).stderr
     assert "3 problems" in error and "--model-size" in error and "tokenizer" in error
-    assert "--vocab-size needs --from-scratch" in stage(
+    assert "--vocab-size belongs to --from-scratch" in stage(
         SCRIPT, "--model-name", NAME, "--vocab-size", 500, expect=2).stderr
     assert "nothing to prepare" in stage(SCRIPT, expect=2).stderr
     assert "no name of a repository" in stage(SCRIPT, "--model-name", "../x", expect=2).stderr
@@ -310,12 +255,12 @@ def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path
     done = stage(*scratch("--train-tokenizer", corpus, "--model-name", "small"))
     assert "warning: hf_datasets/corpus holds too little text for 4096 tokens" in done.stdout
     made = json.loads((tmp_path / ".cache/models/small/manifest.json").read_text())["summary"]
-    assert made["vocabulary"] == 4096 > made["tokens"]
+    assert made["vocabulary"] == made["tokens"] == 4096
     given = ("--tokenizer", ".cache/models/small", "--model-name", "big")
     stage(SCRIPT, "--from-scratch", "--model-size", "1B", *given)
     config = json.loads((tmp_path / ".cache/models/big/config.json").read_text())
     limits = json.loads((tmp_path / ".cache/models/big/tokenizer_config.json").read_text())
-    assert config["vocab_size"] == -(-made["tokens"] // 64) * 64 and config["eos_token_id"] == 1
+    assert config["vocab_size"] == 4096 and config["eos_token_id"] == 1
     assert limits["model_max_length"] == config["max_position_embeddings"] == 4096
     small = stage(*scratch(*given, "--vocab-size", 300, "--overwrite"), expect=2).stderr
     assert f"{made['tokens']} tokens in .cache/models/small" in small

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PretrainedConfig
 
-from tests.conftest import run_stage
+from tests.conftest import run_stage, stage_command
 from tests.models.families import FAMILIES
-from tests.training import SEQ_LENGTH, VOCABULARY, save_model
+from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
 
 TRAIN = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 4,
          "--ckpt-freq", 2, "--eval-freq", 2, "--eval-batches", 2)
@@ -131,9 +136,69 @@ def test_bad_input_is_refused_in_words(project: Path):
     payload.write_bytes(content)
     refused("-e", "moved", code=3, says="other content than when it was written")
     payload.write_bytes(content[:-1])
-    done = run_stage("05_export_checkpoint.py", "-e", "moved", "--dry-run", cwd=project)
-    assert "left out" in done.stdout and "step_00000004" in done.stdout
+    refused("-e", "moved", code=3, says="(whole: 4, 2)")
+    payload.unlink()
+    refused("-e", "moved", code=3, says="is missing")
     assert not (project / "outputs" / "moved" / "export").exists()
+
+
+def test_generates_what_the_trained_model_generates(project: Path):
+    """From raw text to generated tokens: with the tokenizer and the settings of the export."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_stage("05_export_checkpoint.py", "-e", "still", "--out", "out", "--dtype", "float32",
+              cwd=project)
+    texts = []
+    for directory in ("out", "model"):
+        tokenizer = AutoTokenizer.from_pretrained(project / directory)
+        model = AutoModelForCausalLM.from_pretrained(project / directory)
+        ids = model.generate(**tokenizer("kan lo", return_tensors="pt"), max_new_tokens=12,
+                             do_sample=False)
+        assert ids.shape[1] > 12
+        texts.append(tokenizer.decode(ids[0]))
+    assert texts[0] == texts[1]
+
+
+def test_exports_while_training_goes_on(project: Path):
+    """Each export is of a step that was committed, and a run that goes on is not disturbed."""
+    arguments = ("-e", "busy", *TRAIN, "--max-steps", 100000, "--ckpt-freq", 20, "--eval-freq", 0,
+                 "--ckpt-keep", 0)
+    process = subprocess.Popen(stage_command("04_train_fsdp.py", *arguments), cwd=project,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        folder = project / "outputs" / "busy" / "checkpoints"
+        while not list(folder.glob("step_*/COMMIT.json")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        steps = []
+        for number in range(2):
+            run_stage("05_export_checkpoint.py", "-e", "busy", "--out", f"out{number}", cwd=project)
+            summary = json.loads((project / f"out{number}" / "manifest.json").read_text())
+            steps.append(summary["summary"]["step"])
+        assert process.poll() is None and 0 < steps[0] < steps[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert not list(project.glob("out*.partial-*"))
+
+
+def still(project: Path, name: str, config: PretrainedConfig, ranks: int) -> str:
+    """Train a model at learning rate 0 and export it; return what training printed."""
+    (project / "model" / "model.safetensors").unlink()
+    save_model(project / "model", config, torch.bfloat16)
+    done = run_stage("04_train_fsdp.py", "-e", name, *TRAIN, "--max-steps", 2, "--lr", 0,
+                     cwd=project, ranks=ranks)
+    rows = [json.loads(line) for line in
+            (project / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["train/loss"] == pytest.approx(6.2, abs=0.6)  # about ln 512
+    run_stage("05_export_checkpoint.py", "-e", name, "--out", "out", cwd=project)
+    assert_equal(tensors(project / "out"), tensors(project / "model"))
+    run_stage("05_export_checkpoint.py", "-e", name, "--out", "full", "--dtype", "float32",
+              cwd=project)
+    assert_equal(tensors(project / "full"),
+                 {key: value.float() for key, value in tensors(project / "model").items()})
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -144,13 +209,20 @@ def test_every_family_trains_and_comes_out_untouched(prepared_once: Path, tmp_pa
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "model" / "model.safetensors").unlink()
-    save_model(tmp_path / "model", FAMILIES[family](VOCABULARY), torch.bfloat16)
-    run_stage("04_train_fsdp.py", "-e", family, *TRAIN, "--max-steps", 2, "--lr", 0, cwd=tmp_path,
-              ranks=2)
-    rows = [json.loads(line) for line in
-            (tmp_path / "outputs" / family / "metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["train/loss"] == pytest.approx(6.2, abs=0.6)  # about ln 512
-    run_stage("05_export_checkpoint.py", "-e", family, "--out", "out", cwd=tmp_path)
-    assert_equal(tensors(tmp_path / "out"), tensors(tmp_path / "model"))
+    said = still(tmp_path, family, FAMILIES[family](VOCABULARY), ranks=2)
+    assert re.search(r"sharded: 2 × \w+(Layer|Block),", said)  # each of the two layers
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks_than_experts(prepared_once: Path, tmp_path: Path, ranks: int):
+    """Mixtral with two experts: some ranks hold no expert, and nothing is lost or wrong."""
+    shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
+    config = FAMILIES["mixtral"](VOCABULARY, num_local_experts=2)
+    still(tmp_path, "experts", config, ranks)
+    train = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 1,
+             "--lr", "1e-2", "--max-steps", 4, "--log-freq", 1)
+    run_stage("04_train_fsdp.py", "-e", "many", *train, cwd=tmp_path, ranks=ranks)
+    run_stage("04_train_fsdp.py", "-e", "one", *train, "--global-batch-size", ranks, cwd=tmp_path)
+    assert losses(tmp_path, "many") == pytest.approx(losses(tmp_path, "one"), rel=1e-4)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -16,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from lib.core import log
 from lib.core.errors import ArtifactError, UsageError
+from lib.models import remote_code
 
 CONFIG = "config.json"
 
@@ -23,9 +26,24 @@ CONFIG = "config.json"
 def read_config(model_dir: Path) -> PretrainedConfig:
     """Return the config of a model directory, reading nothing but its `config.json`.
 
-    No code of the directory is run: an `auto_map` on a type that transformers knows is ignored.
+    No code of the directory is run: an `auto_map` on a type that transformers knows is ignored;
+    code for another type runs if stage 03 fetched it with --trust-remote-code.
     Raises ArtifactError when config.json is missing or broken, UsageError for an unknown type.
     """
+    content = read_content(model_dir)
+    runs_code = bool(remote_code.is_needed(content) and remote_code.trusted(model_dir))
+    if not runs_code:
+        _check_type(model_dir / CONFIG, content)
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True,
+                                          trust_remote_code=runs_code)
+    except Exception as error:  # each family checks its own fields, with errors of its own kind
+        raise ArtifactError(f"{model_dir / CONFIG} describes no {content['model_type']} model",
+                            found=_first_lines(error)) from error
+
+
+def read_content(model_dir: Path) -> dict[str, Any]:
+    """Return the JSON object in `config.json`; ArtifactError when it is missing or broken."""
     path = model_dir / CONFIG
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -37,13 +55,7 @@ def read_config(model_dir: Path) -> PretrainedConfig:
     if not isinstance(content, dict):
         raise ArtifactError(f"{path} is damaged", expected="a JSON object",
                             found=type(content).__name__)
-    _check_type(path, content)
-    try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True,
-                                          trust_remote_code=False)
-    except Exception as error:  # each family checks its own fields, with errors of its own kind
-        raise ArtifactError(f"{path} describes no {content['model_type']} model",
-                            found=_first_lines(error)) from error
+    return content
 
 
 def build_on_meta(model_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
@@ -56,7 +68,8 @@ def build_on_meta(model_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
     quantised one.
     """
     config = read_config(model_dir)
-    family = _causal_class(model_dir, config)
+    runs_code = not type(config).__module__.startswith("transformers.models.")
+    family = _custom_class(model_dir, config) if runs_code else _causal_class(model_dir, config)
     if attention == "sdpa" and not getattr(family, "_supports_sdpa", True):
         log.warn(f"{config.model_type} has no sdpa attention: eager is used, which is slower and "
                  "takes memory that grows with the square of the sequence length")
@@ -67,7 +80,7 @@ def build_on_meta(model_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention,
-                trust_remote_code=False)
+                trust_remote_code=runs_code)
     except (ValueError, ImportError) as error:
         raise UsageError(f"cannot build the {config.model_type} model of {model_dir} "
                          f"with attention {attention!r}", found=_first_lines(error)) from error
@@ -108,8 +121,9 @@ def _check_type(path: Path, content: dict[str, object]) -> None:
         raise UsageError(f"transformers does not know models of type {kind!r}",
                          found=f"{path}" + (", with code of its own (auto_map)"
                                             if "auto_map" in content else ""),
-                         expected="a type that the installed transformers has; code that comes "
-                                  "with a model is not run")
+                         expected="a type that the installed transformers has" + (
+                             "; code that comes with a model is fetched and run only if stage 03 "
+                             "is told --trust-remote-code" if "auto_map" in content else ""))
 
 
 def _causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -128,6 +142,12 @@ def _causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedM
                          found=found, expected="the unquantised release of the same model")
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return family[0] if isinstance(family, tuple) else family
+
+
+def _custom_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of a model that comes with its code."""
+    log.warn(f"{config.model_type}: running the code that came with the model, in {model_dir}")
+    return get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], str(model_dir))
 
 
 def _first_lines(error: Exception, count: int = 3) -> str:

@@ -9,13 +9,16 @@ import json
 import math
 import struct
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from lib.core import log
 from lib.core.errors import ArtifactError
-from lib.models import architecture, keys, tokenizer
-from lib.models.weights import INDEX
+from lib.models import architecture, keys, tokenizer, training_memory
+from lib.models.identity import INDEX
 
 _FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
@@ -29,7 +32,7 @@ class Facts:
     """What a model is: vocabulary, tokens and context are numbers of tokens.
 
     dtype: of the weights, or of the config where there are none. vocabulary: rows of the
-    embedding. tokens: of the tokenizer.
+    embedding. tokens: of the tokenizer. memory: of a GPU, for training.
     """
 
     parameters: int
@@ -37,6 +40,11 @@ class Facts:
     vocabulary: int
     tokens: int
     context: int | None
+    memory: training_memory.Estimate
+
+    def summary(self) -> dict[str, Any]:
+        """Return them as a manifest holds them."""
+        return {**asdict(self), "memory": {str(n): b for n, b in self.memory.per_gpu.items()}}
 
 
 @dataclass
@@ -61,15 +69,17 @@ def examine(model_dir: Path, *, weights: bool) -> Facts:
     problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
     if weights:
         plan = keys.load_plan(model, headers.shapes)
+        problems += plan.problems + _wrong_dtypes(model, plan, headers)
         used = {key for recipe in plan.recipes.values() for key in recipe.names()}
-        problems += plan.problems + [
-            f"{key}: expected floating-point numbers, found {headers.dtypes[key]}"
-            for key in sorted(used) if headers.dtypes[key] not in _FLOATING]
-        dtype = _main_dtype(headers, used) or dtype
+        stored = _main_dtype(headers, used) or dtype
+        if config.dtype is not None and stored != dtype:
+            log.warn(f"config.json says {dtype}, the weights are {stored}")
+        dtype = stored
     elif headers.files:
         problems.append(f"weights where none belong: {', '.join(set(headers.files.values()))}")
     rows = model.get_input_embeddings().weight.shape[0]
-    tokens = len(tokenizer.load(model_dir))
+    loaded = tokenizer.load(model_dir)
+    tokens = len(loaded)
     if tokens > rows:
         problems.append(f"the tokenizer has {tokens} tokens, the model only {rows} rows for them")
     if problems:
@@ -77,8 +87,12 @@ def examine(model_dir: Path, *, weights: bool) -> Facts:
                                      if problems[_SHOWN:] else [])
         raise ArtifactError(f"the files of {model_dir} do not make a whole model",
                             found="\n".join(shown))
+    if changed := tokenizer.lossy(loaded, model_dir):
+        log.warn("the tokenizer does not give back every text as it was: "
+                 + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return Facts(sum(p.numel() for p in model.parameters()), dtype, rows, tokens, context)
+    return Facts(sum(p.numel() for p in model.parameters()), dtype, rows, tokens, context,
+                 training_memory.estimate(model))
 
 
 def read_headers(model_dir: Path) -> Headers:
@@ -132,6 +146,17 @@ def _add(headers: Headers, file: str, header: dict[str, Any], data_bytes: int) -
     if end != data_bytes:
         headers.problems.append(f"{file} is {'truncated' if data_bytes < end else 'too long'}: "
                                 f"{data_bytes} bytes of data, its header says {end}")
+
+
+def _wrong_dtypes(model: PreTrainedModel, plan: keys.LoadPlan, headers: Headers) -> list[str]:
+    """Return a sentence for each tensor that is of another kind of numbers than the model's."""
+    tensors = model.state_dict(keep_vars=True)
+    return sorted(
+        f"{key}: expected {'floating-point numbers' if is_float else 'whole numbers'}, "
+        f"found {headers.dtypes[key]}"
+        for name, recipe in plan.recipes.items()
+        for is_float in [tensors[name].is_floating_point()]
+        for key in recipe.names() if (headers.dtypes[key] in _FLOATING) != is_float)
 
 
 def _main_dtype(headers: Headers, used: set[str]) -> str:

@@ -1,80 +1,37 @@
-"""The Hugging Face Hub: what a repository holds, and its files. Nothing else may open a connection.
+"""The Hugging Face Hub. Nothing else may open a connection.
 
-A file counts as fetched when its size and the digest that the Hub declares for it (SHA-256 of
-what lies in LFS, git blob SHA-1 of the rest) match what is on disk. A connection that breaks
-is taken up where it broke, in this run or the next. The token goes into request headers only.
+A request that fails for a passing reason is made again, after as long as the Hub asks for; a
+stream that breaks is taken up where it broke. The token goes into request headers only.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
+import random
 import re
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.request import getproxies, proxy_bypass
 
-from lib.core import manifest
+from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.progress import Progress
-from lib.models import tokenizer
+from lib.models import hf_cache
+from lib.models.pieces import Part
+from lib.models.repository import RemoteFile, Repository, shown
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_SMALL = {"config.json", "generation_config.json", "README.md", *tokenizer.FILES}
-_LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?",
-                      re.IGNORECASE)
-_PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
-_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+Result = TypeVar("Result")
+
 _PASSING = {408, 429, 500, 502, 503, 504}  # HTTP statuses worth another try
-_RETRIES, _CHUNK, _LOOK_UP_TIMEOUT_S = 5, 1 << 20, 30
+_RETRIES, _LONGEST_WAIT_S, _LONGEST_ASKED_WAIT_S = 5, 30.0, 600.0
+_LOOK_UP_TIMEOUT_S = 30
 
 
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a repository: bytes, and the digest that the Hub declares (either may be "")."""
-
-    path: str
-    size: int
-    sha256: str
-    blob_sha1: str
-
-    @property
-    def part(self) -> str:
-        """Name of the unfinished file; by digest, so that no other version is taken up."""
-        return f"{self.path}-{(self.sha256 or self.blob_sha1)[:12]}.part"
-
-    def differs(self, path: Path) -> str:
-        """Tell in words how a file on disk differs from what the Hub declares; "" if it does not.
-
-        A file without a declared digest is only measured.
-        """
-        if (size := path.stat().st_size) != self.size:
-            return f"{size} bytes instead of {self.size}"
-        hasher, wanted = hashlib.sha256(), self.sha256
-        if not wanted:
-            # How git names content: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
-            hasher, wanted = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), \
-                self.blob_sha1
-        with path.open("rb", buffering=0) as file:
-            while wanted and (chunk := file.read(_CHUNK)):
-                hasher.update(chunk)
-        return f"digest {hasher.hexdigest()} instead of {wanted}" \
-            if wanted and hasher.hexdigest() != wanted else ""
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A repository at one commit."""
-
-    name: str
-    commit: str
-    files: dict[str, RemoteFile]
+class OutOfReachError(UsageError):
+    """No answer from the Hub."""
 
 
 class Hub:
@@ -86,228 +43,253 @@ class Hub:
     def __init__(self, token: str) -> None:
         # Read when huggingface_hub is imported; telemetry would make requests of its own.
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-        from huggingface_hub import constants, get_token
+        from huggingface_hub import constants, get_token, logging
 
+        logging.set_verbosity_error()  # it would tell retries a second time, with addresses
         self._token = token or get_token() or False  # None would look for a login once more
         if self._token and not re.fullmatch(r"[\x21-\x7e]+", self._token):
             raise UsageError("the token holds spaces or characters that no token has",
                              expected="a token as the settings page of a Hub account shows it")
         self.endpoint = constants.ENDPOINT
+        _require_settings()
+        self.stopped = threading.Event()  # set from outside, it ends all waiting
+        self._pause = _Pause(self.stopped)
 
-    def look_up(self, name: str, revision: str) -> Repository:
-        """Return what a repository holds at a revision (branch, tag or commit), asking once.
+    def look_up(self, name: str, revision: str, kind: str = "model") -> Repository:
+        """Return what a repository holds at a revision (branch, tag or commit).
 
-        Raises UsageError when it is not there, not allowed, or the Hub is out of reach.
+        When the Hub is out of reach, what the Hugging Face cache of this machine holds of it.
+        Raises UsageError when it is not there, not allowed, or neither can be had.
         """
+        try:
+            with self._explained(name, revision, kind):
+                return self._again(lambda: self._ask(name, revision, kind))
+        except OutOfReachError as error:
+            cached = hf_cache.repository(name, revision, kind)
+            if cached is None:
+                raise
+            log.info(f"{error.problem}: taking {name} at {revision} from the Hugging Face cache "
+                     f"{hf_cache.root()}, as it was when it came there")
+            return cached
+
+    def receive(self, repository: Repository, part: Part, piece: int,
+                advance: Callable[[int], None]) -> None:
+        """Complete a piece of a file, taking up a broken connection where it broke."""
+        def left() -> int:
+            return len(range(*part.range_left(piece)))
+
+        before = left()
+        def came_further() -> bool:
+            nonlocal before
+            was, before = before, left()
+            return before < was
+
+        with self._explained(repository.name, repository.commit, repository.kind):
+            while left():  # a stream may also end early without an error
+                self._again(lambda: self._stream(repository, part, piece, advance), came_further)
+                if left() and not came_further():
+                    raise ArtifactError(f"{repository.name}: {part.file.path} arrives short",
+                                        expected=f"{part.file.size} bytes, as the Hub declares",
+                                        run="the same command again later")
+
+    def _ask(self, name: str, revision: str, kind: str) -> Repository:
         from huggingface_hub import HfApi
 
-        with _explained(name, revision, self.endpoint):
-            try:
-                info = HfApi(token=self._token).model_info(
-                    name, revision=revision, files_metadata=True, timeout=_LOOK_UP_TIMEOUT_S)
-            except (ValueError, TypeError, KeyError):  # no JSON, or JSON of something else
-                raise UsageError(f"what answers at {self.endpoint} is not a Hub",
-                                 expected="HF_ENDPOINT unset, or the address of a Hub") from None
-        files = {s.rfilename: RemoteFile(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else "",
-                                         (not s.lfs and s.blob_id) or "")
-                 for s in info.siblings or []}
-        return Repository(name, info.sha or revision, files)
+        api = HfApi(token=self._token)
+        try:
+            if kind == "model":
+                info = api.model_info(name, revision=revision, files_metadata=True,
+                                      timeout=_LOOK_UP_TIMEOUT_S)
+                found: Any = info.siblings or []
+            else:
+                # The list that comes with the facts is cut short at some thousand files
+                # (huggingface_hub 3565); the tree comes in pages.
+                info = api.dataset_info(name, revision=revision, timeout=_LOOK_UP_TIMEOUT_S)
+                found = [entry for entry in api.list_repo_tree(
+                    name, recursive=True, revision=info.sha or revision, repo_type=kind)
+                    if hasattr(entry, "blob_id")]  # no folder
+        except (ValueError, TypeError, KeyError):  # no JSON, or JSON of something else
+            raise UsageError(f"what answers at {shown(self.endpoint)} is not a Hub",
+                             expected="HF_ENDPOINT unset, or the address of a Hub") from None
+        files = {f.rfilename: RemoteFile(f.rfilename, f.size or 0, f.lfs.sha256 if f.lfs else "",
+                                         (not f.lfs and f.blob_id) or "") for f in found}
+        return Repository(name, info.sha or revision, files, kind)
 
-    def choose(self, repository: Repository, preview: Path) -> list[RemoteFile]:
-        """Return the files to fetch: one set of safetensors, config, tokenizer, licence, card.
+    def _stream(self, repository: Repository, part: Part, piece: int,
+                advance: Callable[[int], None]) -> None:
+        """Append to a piece what one request brings of it."""
+        from huggingface_hub import constants, get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        The config and the index of the weights are fetched into `preview`. Raises UsageError when
-        the repository has no config, no tokenizer or no safetensors weights.
+        url = hf_hub_url(repository.name, part.file.path, revision=repository.commit,
+                         repo_type=repository.kind)
+        start, end = part.range_left(piece)
+        headers = build_hf_headers(token=self._token) | {"Accept-Encoding": "identity"}
+        if (start, end) != (0, part.file.size):
+            headers["Range"] = f"bytes={start}-" + (str(end - 1) * (end < part.file.size))
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True,
+                                  timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response, \
+                part.writer(piece) as writer:
+            hf_raise_for_status(response)
+            to_skip = 0 if response.status_code == 206 else start  # not all know ranges
+            for chunk in response.iter_bytes():  # as it comes: what came survives a kill
+                skipped = min(to_skip, len(chunk))
+                to_skip -= skipped
+                written = writer.write(chunk[skipped:] if skipped else chunk)
+                advance(written)
+                if written < len(chunk) - skipped or part.range_left(piece)[0] == end:
+                    break
+
+    def _again(self, request: Callable[[], Result],
+               came_further: Callable[[], bool] | None = None) -> Result:
+        """Return what a request returns, making it again while it fails for passing reasons.
+
+        came_further: tells whether bytes came since it was last asked; without it, no answer at
+        all is final, since nothing is lost then.
         """
-        files = repository.files
-        weights = SINGLE if SINGLE in files else INDEX if INDEX in files else ""
-        if "config.json" not in files or not weights or not tokenizer.ONE_OF & files.keys():
-            raise _no_model(repository)
-        first = ["config.json", INDEX] if weights == INDEX else ["config.json"]
-        self.fetch(repository, [files[name] for name in first], preview)
-        chosen = {weights} | {name for name in files if name in _SMALL or _LICENCE.fullmatch(name)}
-        if weights == INDEX:
-            chosen |= _shards(repository, preview / INDEX)
-        return [files[name] for name in sorted(chosen)]
-
-    def fetch(self, repository: Repository, files: Sequence[RemoteFile], directory: Path, *,
-              workers: int = 1, show_progress: bool = False) -> list[dict[str, Any]]:
-        """Bring files of a repository into a directory, `workers` at a time.
-
-        Files and parts of files that an earlier run left there are checked and used. Returns
-        manifest entries with SHA-256. Raises UsageError when the Hub is out of reach or refuses,
-        ArtifactError when a file differs from what the Hub declares even at a second try.
-        """
-        stop, lock = threading.Event(), threading.Lock()
-        what, total = f"fetching {len(files)} files", sum(file.size for file in files)
-        with Progress(what, total, "B", show_progress) as progress, \
-                ThreadPoolExecutor(max_workers=workers) as pool:
-            def advance(amount: int) -> None:
-                if stop.is_set():
-                    raise InterruptedError("another file failed")
-                with lock:
-                    progress.advance(amount)
-
-            tasks = [pool.submit(self._fetch_file, repository, file, directory / file.path,
-                                 advance) for file in files]
-            try:
-                for task in as_completed(tasks):
-                    task.result()
-            except BaseException:
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-        return [_entry(file, directory) for file in files]
-
-    def _fetch_file(self, repository: Repository, file: RemoteFile, target: Path,
-                    advance: Callable[[int], None]) -> None:
-        is_declared = bool(file.sha256 or file.blob_sha1)
-        if is_declared and target.is_file() and not file.differs(target):
-            advance(file.size)
-            return
-        target.unlink(missing_ok=True)
-        part = target.with_name(file.part)
-        for _ in range(2):
-            with _explained(repository.name, repository.commit, self.endpoint):
-                self._receive(repository, file, part, advance)
-            if not (difference := file.differs(part)):
-                part.replace(target)
-                return
-            advance(-part.stat().st_size)
-            part.unlink()
-        raise ArtifactError(f"{repository.name}: {file.path} arrives damaged, twice",
-                            expected="what the Hub declares for it", found=difference,
-                            run="the same command again later; finished files are kept")
-
-    def _receive(self, repository: Repository, file: RemoteFile, part: Path,
-                 advance: Callable[[int], None]) -> None:
-        """Bring `part` to the size of the file, taking up a broken connection where it broke."""
-        from huggingface_hub import hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-        url = hf_hub_url(repository.name, file.path, revision=repository.commit)
-        part.touch()
-        advance(part.stat().st_size)
         failures = 0
-        while (done := part.stat().st_size) < file.size:
+        while True:
+            self._pause.wait()
             try:
-                self._stream(url, part, done, advance)
-                return
+                return request()
             except HTTPError as error:
-                final = isinstance(error, HfHubHTTPError) and \
-                    error.response.status_code not in _PASSING
-                failures = 0 if part.stat().st_size > done else failures + 1
-                if final or failures > _RETRIES:
+                response = error.response if isinstance(error, HfHubHTTPError) else None
+                failures = 0 if came_further and came_further() else failures + 1
+                final = response.status_code not in _PASSING if response is not None \
+                    else not came_further
+                if final or failures > _RETRIES or _is_lasting(error) or self.stopped.is_set():
                     raise
-                time.sleep(failures)
+                self._pause.after(response, failures)
 
-    def _stream(self, url: str, part: Path, done: int, advance: Callable[[int], None]) -> None:
-        """Append what follows the `done` bytes of `part`, or all of it to an empty one."""
-        from huggingface_hub import constants
-        from huggingface_hub.utils import (
-            build_hf_headers,
-            hf_raise_for_status,
-            http_stream_backoff,
-        )
+    @contextmanager
+    def _explained(self, name: str, revision: str, kind: str) -> Iterator[None]:
+        """Turn what huggingface_hub raises into one sentence each, never quoting a header."""
+        from huggingface_hub import errors
 
-        headers = build_hf_headers(token=self._token) | {"Accept-Encoding": "identity"}
-        if done:
-            headers["Range"] = f"bytes={done}-"
-        with http_stream_backoff("GET", url, headers=headers, max_retries=0,
-                                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
-            hf_raise_for_status(response)
-            continued = response.status_code == 206
-            if not continued:
-                advance(-done)
-            with part.open("ab" if continued else "wb", buffering=0) as file:
-                for chunk in response.iter_bytes():  # as it comes: what came survives a kill
-                    file.write(chunk)
-                    advance(len(chunk))
-
-
-def check_name(name: str) -> None:
-    """Raise UsageError when a name cannot be that of a repository."""
-    if not _NAME.fullmatch(name) or "--" in name or ".." in name:
-        raise UsageError(f"--model-name {name!r} is no name of a repository",
-                         expected="ORG/NAME, as the address of the model's page ends")
-
-
-def bytes_to_come(files: Sequence[RemoteFile], directory: Path) -> int:
-    """Delete what belongs to none of the files, and return how much of them is not there yet."""
-    wanted = {name for file in files for name in (file.path, file.part)}
-    for path in directory.iterdir():
-        if path.name not in wanted:
-            path.unlink()
-    there = sum(path.stat().st_size for path in directory.iterdir())
-    return max(0, sum(file.size for file in files) - there)
+        endpoint = shown(self.endpoint)
+        page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
+        try:
+            yield
+        except errors.OfflineModeIsEnabled:
+            raise OutOfReachError("the Hub is needed, but the environment says to stay offline",
+                                  run="unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE") from None
+        except errors.GatedRepoError:
+            raise UsageError(f"{name} is gated: its owner grants access to users one by one",
+                             expected="a token of a user who has access (--token or HF_TOKEN)",
+                             run=f"ask for access at {page}") from None
+        except errors.RevisionNotFoundError:
+            raise UsageError(f"{name} has no revision {revision!r}",
+                             expected="a branch, a tag or a full commit hash") from None
+        except errors.RepositoryNotFoundError:
+            raise UsageError(f"there is no {kind} {name} at {endpoint}, or it is private",
+                             found=f"nothing for you at {page}",
+                             expected="ORG/NAME; for a private one also --token or HF_TOKEN",
+                             ) from None
+        except errors.HfHubHTTPError as error:
+            raise _refused(error, name, endpoint, bool(self._token)) from None
+        except errors.HTTPError as error:
+            raise _out_of_reach(error, endpoint) from None
 
 
-def _shards(repository: Repository, index: Path) -> set[str]:
-    """Return the names of the weight files in an index; UsageError when it is no good."""
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        names = set()
-    missing = sorted(str(name) for name in names if name not in repository.files
-                     or "/" in name or not name.endswith(".safetensors"))
-    if missing or not names:
-        raise UsageError(f"{INDEX} of {repository.name} does not fit the repository",
-                         expected="a `weight_map` to safetensors files beside it",
-                         found=f"no such file: {', '.join(missing[:5])}" if missing else "")
-    return names
+class _Pause:
+    """The wait before requests, shared by all threads: the Hub limits users, not connections."""
+
+    def __init__(self, stopped: threading.Event) -> None:
+        self._until, self._lock, self._stopped = 0.0, threading.Lock(), stopped
+
+    def wait(self) -> None:
+        """Sleep until requests may be made again."""
+        while (left := self._until - time.monotonic()) > 0 and not self._stopped.wait(left):
+            pass
+
+    def after(self, response: Any, failures: int) -> None:
+        """Note a failure: wait as long as the Hub asks for, or longer each time, with chance."""
+        from huggingface_hub.utils import parse_ratelimit_headers
+
+        backoff = min(_LONGEST_WAIT_S, 2.0 ** max(0, failures - 1)) * random.uniform(0.75, 1.25)
+        headers = response.headers if response is not None else {}
+        limit = parse_ratelimit_headers(headers)
+        asked = headers.get("Retry-After", "")
+        wanted = float(asked) if asked.isdigit() else \
+            limit.reset_in_seconds if limit and not limit.remaining else 0.0
+        wanted = min(wanted, _LONGEST_ASKED_WAIT_S)
+        with self._lock:
+            if wanted > _LONGEST_WAIT_S:
+                log.info(f"the Hub asks to wait {units.duration(wanted)}")
+            if wanted:  # holds for everyone
+                self._until = max(self._until, time.monotonic() + wanted)
+        if not wanted:
+            self._stopped.wait(backoff)
 
 
-def _entry(file: RemoteFile, directory: Path) -> dict[str, Any]:
-    path = directory / file.path
-    if not file.sha256:
-        return manifest.file_entry(directory, path, "sha256")
-    return {"path": file.path, "bytes": file.size, "digest": f"sha256:{file.sha256}"}
-
-
-def _no_model(repository: Repository) -> UsageError:
-    """Return the error for a repository without config, tokenizer or safetensors weights."""
-    listing = ", ".join(sorted(repository.files)[:10]) or "no files"
-    if "config.json" not in repository.files:
-        return UsageError(f"{repository.name} has no config.json, so it is no transformers model",
-                          found=listing)
-    if not tokenizer.ONE_OF & repository.files.keys():
-        return UsageError(f"{repository.name} has no tokenizer", found=listing,
-                          expected="tokenizer.json, or the files of another kind of tokenizer")
-    pickles = sorted(name for name in repository.files if _PICKLE.fullmatch(name))
-    only = "only pickles, which can run code when loaded" if pickles else "none"
-    return UsageError(f"{repository.name} has no safetensors weights",
-                      expected=f"{SINGLE} or {INDEX}",
-                      found=f"{only} {', '.join(pickles[:5])}".strip(),
-                      run="choose a repository or a --revision that has them "
-                          "(conversions are often offered as refs/pr/N)")
-
-
-@contextmanager
-def _explained(name: str, revision: str, endpoint: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one sentence each, never quoting a request header."""
-    from huggingface_hub import errors
+def _require_settings() -> None:
+    """Raise UsageError when the proxy or certificates that the environment names are no good."""
+    from huggingface_hub import get_session
 
     try:
-        yield
-    except errors.OfflineModeIsEnabled:
-        raise UsageError("the Hub is needed, but the environment says to stay offline",
-                         run="unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE") from None
-    except errors.GatedRepoError:
-        raise UsageError(f"{name} is gated: its owner grants access to users one by one",
-                         expected="a token of a user who has access (--token or HF_TOKEN)",
-                         run=f"ask for access at {endpoint}/{name}") from None
-    except errors.RevisionNotFoundError:
-        raise UsageError(f"{name} has no revision {revision!r}",
-                         expected="a branch, a tag or a full commit hash") from None
-    except errors.RepositoryNotFoundError:
-        raise UsageError(f"there is no model {name} at {endpoint}, or it is private",
-                         expected="ORG/NAME; for a private one also --token or HF_TOKEN") from None
-    except errors.HfHubHTTPError as error:
-        raise UsageError(f"the Hub at {endpoint} refused to serve {name}",
-                         found=f"HTTP status {error.response.status_code}") from None
-    except errors.HTTPError as error:
-        said = "" if "Bearer" in str(error) else f": {error}"
-        raise UsageError(f"the Hub at {endpoint} is out of reach",
-                         found=f"{type(error).__name__}{said}",
-                         expected="a connection, or a copy of .cache/ from a connected machine",
-                         run="the same command again; finished files are kept") from None
+        get_session()
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError("the certificates that the environment names cannot be read",
+                         found=str(error), expected="a PEM file in SSL_CERT_FILE") from None
+    except Exception as error:  # ValueError, InvalidURL: the client checks them when it is made
+        raise UsageError("the proxy that the environment names cannot be used",
+                         found=shown(str(error)),
+                         expected="http://HOST:PORT in HTTPS_PROXY or HTTP_PROXY") from None
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Tell whether an error would come again: certificates and proxies do not mend by waiting."""
+    return type(error).__name__ in ("ProxyError", "UnsupportedProtocol", "InvalidURL",
+                                    "TooManyRedirects") or _is_certificate(error)
+
+
+def _is_certificate(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ssl.SSLError) or "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _refused(error: Any, name: str, endpoint: str, has_token: bool) -> UsageError:
+    status = error.response.status_code
+    if status == 401 and has_token:
+        return UsageError(f"the Hub at {endpoint} does not accept the token",
+                          found="HTTP status 401",
+                          expected="a valid token (--token or HF_TOKEN), or none")
+    busy = status in _PASSING
+    return UsageError(f"the Hub at {endpoint} refused to serve {name}",
+                      found=f"HTTP status {status}" + f", {_RETRIES + 1} times" * busy,
+                      run="the same command again later; finished files are kept" * busy)
+
+
+def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
+    """Return the error for a request that got no answer."""
+    said = "" if "Bearer" in str(error) else f": {shown(str(error))}"
+    found = f"{type(error).__name__}{said}"
+    if _is_certificate(error):
+        return OutOfReachError(
+            f"the certificate of {endpoint} is not trusted here", found=found,
+            expected="the authority of your network in SSL_CERT_FILE (a PEM file)")
+    proxy = _proxy_variable(endpoint)
+    if type(error).__name__ == "ProxyError":
+        return OutOfReachError(
+            f"the proxy does not let us through to {endpoint}", found=found,
+            expected=f"a proxy in {proxy or 'https_proxy'} that lets us, with user and password "
+                     "in its address if it asks for them; or this host in no_proxy")
+    through = f" through the proxy in {proxy}" if proxy else ""
+    return OutOfReachError(
+        f"the Hub at {endpoint} is out of reach{through}", found=found,
+        expected="a connection, or a copy of .cache/ from a connected machine",
+        run="the same command again; finished files are kept")
+
+
+def _proxy_variable(endpoint: str) -> str:
+    """Return the environment variable of the proxy that requests go through, "" without one."""
+    scheme, _, rest = endpoint.partition("://")
+    names = [name for name in os.environ if os.environ[name]
+             and name.lower() in (f"{scheme}_proxy", "all_proxy")]
+    is_used = scheme in getproxies() or "all" in getproxies()
+    return names[0] if names and is_used and not proxy_bypass(rest.partition("/")[0]) else ""

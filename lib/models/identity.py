@@ -10,6 +10,7 @@ from lib.core.errors import ArtifactError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TRUSTED_CODE = "trusted_code.json"  # SHA-256 of each code file by its name
 
 
 def has_weights(model_dir: Path) -> bool:
@@ -21,7 +22,8 @@ def fingerprint(model_dir: Path) -> str:
     """Identify config and weights wherever the directory lies, without reading all weights.
 
     A directory of stage 03: the digests of its manifest. One made elsewhere: config.json, and
-    size and header of each safetensors file. Raises ArtifactError when config.json is damaged.
+    size and header of each safetensors file. Code that comes with a model counts too.
+    Raises ArtifactError when config.json is damaged.
     """
     try:
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
@@ -34,7 +36,9 @@ def fingerprint(model_dir: Path) -> str:
     else:
         weights = [[path.name, path.stat().st_size, _header_digest(path)]
                    for path in sorted(model_dir.glob("model*.safetensors"))]
-    return hashing.fingerprint([config, weights])
+    code = model_dir / TRUSTED_CODE
+    return hashing.fingerprint([config, weights] + ([code.read_text(encoding="utf-8")]
+                                                    if code.is_file() else []))
 
 
 def _header_digest(path: Path) -> str:

@@ -43,9 +43,10 @@ def export_groups(model: PreTrainedModel) -> list[tuple[str, ...]]:
     """Return the names of all parameters and persistent buffers to export, in groups.
 
     Each group goes to `hub_tensors` as a whole. Nearly all hold one name; a few families write
-    several parameters into one Hub tensor. Tied duplicates are left out.
+    several parameters into one Hub tensor. Tied duplicates are left out. The order is that in which
+    `save_pretrained` fills its files.
     """
-    saved = _saved(model)
+    saved = dict(sorted(_saved(model).items(), key=lambda item: dot_natural_key(item[0])))
     groups: list[list[str]] = []
     writer: dict[str, list[str]] = {}  # the group that writes a Hub tensor
     for name, tensor in saved.items():

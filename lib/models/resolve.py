@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import Any
 
 from lib.core import log, manifest
-from lib.core.errors import ArtifactError
+from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST, model_dir_name, models_root
+from lib.models import hf_cache
+from lib.models.identity import WEIGHTS, has_weights
 from lib.models.scratch import SIZES, default_name
 
 KIND = "model/1"
 _CONFIG = "config.json"
 _PARTIAL = ".partial-"
+_OPTIONS = ("model_name", "dataset_name", "include", "dst_root", "revision", "from_scratch",
+            "model_size", "config_json", "vocab_size", "train_tokenizer", "tokenizer",
+            "allow_pickle", "trust_remote_code", "cache_dir")
+_DEFAULT_CACHE = ".cache"
 
 
 def resolve(name: str | None, cache_dir: Path) -> Path:
     """Return the directory of a model, and log which one it is.
 
-    name: a directory with a config.json, ours or one that `save_pretrained` wrote; or a name that
-    stage 03 prepared (`org/name`, `org--name`, `scratch-tiny`); None for the one it prepared last.
+    name: a directory with a config.json, ours or one that `save_pretrained` wrote; a name that
+    stage 03 prepared (`org/name`, `org--name`, `scratch-tiny`); the name of a model whose snapshot
+    the Hugging Face cache of this machine holds; None for the one that stage 03 prepared last.
     Raises ArtifactError, telling what there is and what to run, when it is missing, unfinished or
-    has lost files.
+    has lost files; UsageError when its weights are pickles.
     """
     if name is None:
         return _latest(cache_dir)
@@ -28,9 +37,13 @@ def resolve(name: str | None, cache_dir: Path) -> Path:
     if (path / _CONFIG).is_file():
         return _directory(path)
     target = models_root(cache_dir) / model_dir_name(name)
-    if not (target / MANIFEST).is_file():
+    if (target / MANIFEST).is_file():
+        return _prepared(target)
+    snapshot = None if target.is_dir() else hf_cache.whole_model(name)
+    if snapshot is None:
         raise _nothing(name, path, target, cache_dir)
-    return _prepared(target, command(name))
+    log.info(f"model: {snapshot}, a snapshot in the Hugging Face cache, taken as it is")
+    return snapshot
 
 
 def prepared(cache_dir: Path) -> list[Path]:
@@ -43,14 +56,28 @@ def prepared(cache_dir: Path) -> list[Path]:
     return [directory for *_, directory in sorted(found, reverse=True)]
 
 
-def command(name: str) -> str:
-    """Return the command of stage 03 that prepares a model of this name."""
-    for size in SIZES:
-        if name == default_name(size):
-            return "python 03_download_model.py --from-scratch " \
-                   f"--model-size {size} --train-tokenizer hf_datasets/<corpus>"
-    name = name.replace("--", "/", 1)
-    return f"python 03_download_model.py --model-name {name}"
+def command(name: str, made: dict[str, Any] | None = None) -> str:
+    """Return the command of stage 03 that prepares a model of this name.
+
+    made: the manifest of an earlier one, or of raw files, whose options are used again.
+    """
+    used = dict(made["options"]) if made else {}
+    if used.get("cache_dir") == _DEFAULT_CACHE:
+        del used["cache_dir"]
+    if not used:
+        size = next((size for size in SIZES if name == default_name(size)), None)
+        used = {"from_scratch": True, "model_size": size,
+                "train_tokenizer": "hf_datasets/<corpus>"} if size \
+            else {"model_name": name.replace("--", "/", 1)}
+    words = []
+    for key in _OPTIONS:
+        flag, value = f"--{key.replace('_', '-')}", used.get(key)
+        if value is True:
+            words.append(flag)
+        elif value:
+            values = value if isinstance(value, list) else [value]
+            words += [f"{flag} {v if '<' in str(v) else shlex.quote(str(v))}" for v in values]
+    return " ".join(["python 03_download_model.py", *words])
 
 
 def _latest(cache_dir: Path) -> Path:
@@ -60,7 +87,7 @@ def _latest(cache_dir: Path) -> Path:
                             run=f"{command('ORG/NAME')}\n{command('scratch-tiny')}")
     others = f" (of {len(found)}; -m names another)" if found[1:] else ""
     log.info(f"model: {found[0]}, the one prepared last{others}")
-    return _check(found[0], command(found[0].name))
+    return _check(found[0])
 
 
 def _directory(path: Path) -> Path:
@@ -68,6 +95,7 @@ def _directory(path: Path) -> Path:
     if _PARTIAL in path.resolve().name:
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
+        _require_no_pickles(path)
         log.info(f"model: {path}, made elsewhere (no {MANIFEST}), taken as it is")
         return path
     other = manifest.read_if_any(path)
@@ -75,15 +103,27 @@ def _directory(path: Path) -> Path:
         log.info(f"model: {path}, an artifact of kind {other['kind']}")
         manifest.check(path, other, "the model")
         return path
-    return _prepared(path, command(path.resolve().name))
+    return _prepared(path)
 
 
-def _prepared(directory: Path, run: str) -> Path:
+def _require_no_pickles(path: Path) -> None:
+    """Raise UsageError for pickled weights: without them, it would be trained from scratch."""
+    pickles = sorted(found.name for found in path.glob("pytorch_model*.bin"))
+    if pickles and not has_weights(path):
+        raise UsageError(f"the weights of {path} are pickles, which are not read here",
+                         expected=f"{WEIGHTS}, as `save_pretrained` writes it now",
+                         found=", ".join(pickles[:5]),
+                         run="from the Hub: python 03_download_model.py --allow-pickle "
+                             "--model-name ORG/NAME")
+
+
+def _prepared(directory: Path) -> Path:
     log.info(f"model: {directory}")
-    return _check(directory, run)
+    return _check(directory)
 
 
-def _check(directory: Path, run: str) -> Path:
+def _check(directory: Path) -> Path:
+    run = command(directory.resolve().name, manifest.read_if_any(directory))
     content = manifest.read(directory, KIND, "the model", run)
     manifest.check(directory, content, "the model", f"{run} --overwrite")
     return directory
@@ -99,6 +139,11 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
         found.append(f"{path} without {_CONFIG}")
     there = [directory.name for directory in prepared(cache_dir)]
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
+    if cached := hf_cache.models():
+        found.append(f"whole in the Hugging Face cache {hf_cache.root()}: {', '.join(cached)}")
+    if hf_cache.snapshot(name):
+        found.append(f"the Hugging Face cache {hf_cache.root()} holds only a part of {name}")
     return ArtifactError(f"no finished model called {name}",
-                         expected=f"a directory with {_CONFIG}, or a name that stage 03 prepared",
+                         expected=f"a directory with {_CONFIG}, a name that stage 03 prepared, or "
+                                  "one of a model in the Hugging Face cache",
                          found="\n".join(filter(None, found)), run=command(name))

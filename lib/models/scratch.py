@@ -1,13 +1,12 @@
-"""Models from scratch: the sizes on offer, and the config files of one of them."""
+"""Models from scratch: the sizes on offer, and the config of each."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import manifest, units
+from lib.core import units
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -66,6 +65,11 @@ def padded(vocabulary: int) -> int:
     return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
+def padding(rows: int, vocabulary: int) -> str:
+    """Return in words how many rows an embedding has, and why."""
+    return f"{rows} rows for {vocabulary} tokens, a multiple of {VOCABULARY_MULTIPLE}"
+
+
 def described(size: str, vocabulary: int) -> dict[str, str]:
     """Return what a size is made of, in words, for the plan of a stage."""
     shape, rows = SIZES[size], padded(vocabulary)
@@ -73,7 +77,7 @@ def described(size: str, vocabulary: int) -> dict[str, str]:
         "size": f"{size}, {units.count(shape.parameters(rows))} parameters",
         "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads sharing "
                   f"{shape.kv_heads} key-value heads, inner width {shape.intermediate}",
-        "vocabulary": f"{rows} rows for {vocabulary} tokens, a multiple of {VOCABULARY_MULTIPLE}",
+        "vocabulary": padding(rows, vocabulary),
         "context": f"{shape.context} tokens",
     }
 
@@ -91,12 +95,3 @@ def config(size: str, vocabulary: int, bos: int | None, eos: int | None) -> Llam
         max_position_embeddings=shape.context, rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=shape.tied, bos_token_id=bos, eos_token_id=eos, dtype="float32")
-
-
-def write(directory: Path, size: str, vocabulary: int, bos: int | None, eos: int | None) -> None:
-    """Write `config.json` and `generation_config.json` of a size into a directory."""
-    made = config(size, vocabulary, bos, eos)
-    made.save_pretrained(directory)
-    generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": True}
-    known = {key: value for key, value in generation.items() if value is not None}
-    manifest.write_json(directory / "generation_config.json", known)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,11 @@ _WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
+# What a tokenizer must survive: words, spaces, numbers, other alphabets, a character of four bytes.
+_TRIP = ("The quick brown fox jumps over the lazy dog, 3 times.", "def f(x):\n    return x[0]\n",
+         "naïve café, Größe", "Съешь же ещё этих булок", "漢字かな交じり文", "👩🏽‍🚀 ∑")
+
+
 @dataclass
 class Sample:
     """What a tokenizer was trained on. bytes_used and bytes_there: UTF-8 of the text column."""
@@ -61,13 +67,14 @@ class Sample:
                f"{units.size(self.bytes_there)} of text)"
 
 
-def train(corpus: Path, vocabulary: int, context: int, destination: Path, *, workers: int,
+def train(corpus: Path, vocabulary: int, context: int | None, destination: Path, *, workers: int,
           show_progress: bool, limit: int = SAMPLE_BYTES) -> tuple[int, Sample]:
     """Train byte-level BPE on the train split of a dataset and save it.
 
-    vocabulary: tokens wanted, special ones included; a small corpus may give fewer. context:
-    tokens, becomes `model_max_length`. limit: bytes of text to use at most. Returns the number
-    of tokens made and what they were made from. The same text gives the same bytes.
+    vocabulary: tokens, special ones included; what a small corpus cannot give is made up of names
+    that no text is turned into. context: tokens, becomes `model_max_length`; None for no limit.
+    limit: bytes of text to use at most. Returns the number of tokens that text can give, and what
+    they were made from. The same text gives the same bytes.
     """
     os.environ["RAYON_NUM_THREADS"] = str(workers)  # read once, when tokenizers is first used
     import pyarrow.compute
@@ -82,22 +89,22 @@ def train(corpus: Path, vocabulary: int, context: int, destination: Path, *, wor
     sample = Sample(0, len(dataset), 0, there)
     with Progress("text for the tokenizer", min(limit, there), "B", show_progress) as progress:
         tokenizer.train_from_iterator(_batches(dataset, sample, limit, progress), trainer)
+    made = tokenizer.get_vocab_size()
     _add_bos(tokenizer)
-    tokenizer.save(str(destination / "tokenizer.json"))
+    _save_filled(tokenizer, vocabulary, destination / "tokenizer.json")
     manifest.write_json(destination / _CONFIG, {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-        "model_max_length": context, "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True})
-    return tokenizer.get_vocab_size(), sample
+        **_limit(context), "clean_up_tokenization_spaces": False, "split_special_tokens": True})
+    return made, sample
 
 
-def copy(source: Path, context: int, destination: Path) -> None:
-    """Copy the tokenizer files of a directory; `model_max_length` becomes the context."""
+def copy(source: Path, context: int | None, destination: Path) -> None:
+    """Copy the tokenizer files of a directory; `model_max_length` becomes the context, if any."""
     for path in _files_of(source):
         shutil.copyfile(path, destination / path.name)
     config = destination / _CONFIG
     content = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    manifest.write_json(config, {**content, "model_max_length": context})
+    manifest.write_json(config, {**content, **_limit(context)})
 
 
 def load(directory: Path) -> PreTrainedTokenizerBase:
@@ -109,9 +116,49 @@ def load(directory: Path) -> PreTrainedTokenizerBase:
                                              trust_remote_code=False)
     except Exception as error:  # whatever a file made elsewhere provokes in there
         said = "\n".join(str(error).strip().splitlines()[:3]) or type(error).__name__
+        if "trust_remote_code" in said:
+            said = "it needs code of its own, which is not run"
         raise UsageError(f"the tokenizer in {directory} does not load", found=said,
                          expected="tokenizer.json, or the files of a tokenizer that "
                                   "transformers knows") from None
+
+
+def _limit(context: int | None) -> dict[str, int]:
+    return {"model_max_length": context} if context else {}
+
+
+def lossy(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str]:
+    """Return texts that come back from encoding and decoding changed, as `text → what came back`.
+
+    A tokenizer that normalises, or lacks characters, changes some by nature. One that gives back
+    what was not there is broken: UsageError.
+    """
+    changed = []
+    for text in _TRIP:
+        try:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            back = tokenizer.decode(ids, skip_special_tokens=True,
+                                    clean_up_tokenization_spaces=False)
+        except Exception as error:  # each kind of tokenizer fails in a way of its own
+            ids, back = [], repr(error)
+        if tokenizer.unk_token_id not in ids and not _is_part(_plain(back), _plain(text)):
+            raise UsageError(f"the tokenizer in {directory} does not give back what it was given",
+                             expected=text, found=back)
+        if back != text:
+            changed.append(f"{text!r} → {back!r}")
+    return changed
+
+
+def _plain(text: str) -> str:
+    """Return a text without what tokenizers may normalise: case, accents, space."""
+    return "".join(char for char in unicodedata.normalize("NFKD", text.casefold())
+                   if not char.isspace() and not unicodedata.combining(char))
+
+
+def _is_part(short: str, long: str) -> bool:
+    """Tell whether the characters of a text stand in another, in the same order."""
+    characters = iter(long)
+    return all(char in characters for char in short)
 
 
 def identity(source: Path) -> str:
@@ -213,6 +260,14 @@ def _untrained() -> tuple[Tokenizer, list[str]]:
         [pre_tokenizers.Split(Regex(_WORDS), "isolated"), to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre_tokenizers.ByteLevel.alphabet()
+
+
+def _save_filled(tokenizer: Tokenizer, vocabulary: int, path: Path) -> None:
+    """Write tokenizer.json with as many tokens as asked for; no merge leads to those added."""
+    content = json.loads(tokenizer.to_str(pretty=True))
+    tokens = content["model"]["vocab"]
+    tokens |= {f"<|unused_{i}|>": i for i in range(len(tokens), vocabulary)}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _add_bos(tokenizer: Tokenizer) -> None:

@@ -22,6 +22,9 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -39,18 +42,32 @@ def _family(kind: type[PretrainedConfig], **own: Any) -> Callable[..., Pretraine
     return config
 
 
+_EXPERTS: dict[str, Any] = {"num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2,
+                            "moe_intermediate_size": 32}
+
 # Each takes the vocabulary's size (odd by default, so that shards are uneven) and further fields.
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
-    "llama": _family(LlamaConfig, num_key_value_heads=2),
+    "llama": _family(LlamaConfig, num_key_value_heads=2),  # Llama 2
     "llama_tied": _family(LlamaConfig, num_key_value_heads=2, tie_word_embeddings=True),
-    "llama3_rope": _family(LlamaConfig, rope_parameters=_LLAMA3),
+    "llama3": _family(LlamaConfig, num_key_value_heads=2, rope_parameters=_LLAMA3),
+    "llama3_tied": _family(LlamaConfig, num_key_value_heads=2, rope_parameters=_LLAMA3,
+                           tie_word_embeddings=True),  # 3.2 1B and 3B
+    "codellama": _family(LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "mistral": _family(MistralConfig, num_key_value_heads=2, head_dim=8, sliding_window=16),
+    "mathstral": _family(MistralConfig, num_key_value_heads=2, head_dim=16, sliding_window=None),
     "mixtral": _family(MixtralConfig, num_key_value_heads=2, head_dim=8, num_local_experts=3),
-    "falcon": _family(FalconConfig, new_decoder_architecture=True, num_kv_heads=2, alibi=False),
-    "phi": _family(PhiConfig),
+    "falcon_7b": _family(FalconConfig, multi_query=True, parallel_attn=True, alibi=False),
+    "falcon_40b": _family(FalconConfig, new_decoder_architecture=True, num_kv_heads=2,
+                          alibi=False),
+    "phi": _family(PhiConfig),  # Phi-1, 1.5 and 2
     "phi3": _family(Phi3Config, num_key_value_heads=2, rope_parameters=_LONGROPE),
     "gpt_neox": _family(GPTNeoXConfig),
+    "pythia": _family(GPTNeoXConfig, use_parallel_residual=True, rope_parameters={
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}),
     "qwen2": _family(Qwen2Config, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2_moe": _family(Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=64),
+    "qwen3": _family(Qwen3Config, num_key_value_heads=2, head_dim=16),
+    "qwen3_moe": _family(Qwen3MoeConfig, **_EXPERTS, head_dim=16),
     "gemma": _family(GemmaConfig, num_key_value_heads=1, head_dim=8),
     "gemma3": _family(Gemma3TextConfig, num_key_value_heads=1, head_dim=8, sliding_window=16,
                       tie_word_embeddings=True),

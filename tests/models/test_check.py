@@ -19,17 +19,23 @@ WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
+def write_config(directory: Path, size: str, vocabulary: int) -> None:
+    scratch.config(size, vocabulary, 0, 1).save_pretrained(directory)
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """Write a tiny model with random bf16 weights and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    scratch.write(tmp_path, "tiny", 300, 0, 1)
+    write_config(tmp_path, "tiny", 300)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [])) \
-        .save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
@@ -47,13 +53,15 @@ def problems(model_dir: Path, weights: bool = True) -> str:
 
 def test_a_whole_model(model_dir):
     facts = check.examine(model_dir, weights=True)
-    assert facts == check.Facts(scratch.SIZES["tiny"].parameters(320), "bfloat16", 320, 256, 2048)
+    assert facts == check.Facts(scratch.SIZES["tiny"].parameters(320), "bfloat16", 320, 256, 2048,
+                                facts.memory)
+    assert facts.memory.per_gpu[1] > 16 * facts.parameters > facts.memory.per_gpu[64] / 8
 
 
 def test_a_model_from_scratch_has_no_weights(model_dir):
     assert "weights where none belong" in problems(model_dir, weights=False)
     (model_dir / WEIGHTS).unlink()
-    scratch.write(model_dir, "tiny", 300, 0, 1)
+    write_config(model_dir, "tiny", 300)
     assert check.examine(model_dir, weights=False).dtype == "float32"
 
 
@@ -106,11 +114,11 @@ def test_an_index_that_does_not_fit_its_shards(model_dir):
 
 def test_a_tokenizer_larger_than_the_vocabulary(model_dir):
     (model_dir / WEIGHTS).unlink()
-    scratch.write(model_dir, "tiny", 64, 0, 1)
+    write_config(model_dir, "tiny", 64)
     assert "256 tokens, the model only 64 rows" in problems(model_dir, weights=False)
 
 
 def test_nothing_is_allocated_for_a_large_model(model_dir):
     (model_dir / WEIGHTS).unlink()
-    scratch.write(model_dir, "70B", 32_000, 0, 1)
+    write_config(model_dir, "70B", 32_000)
     assert check.examine(model_dir, weights=False).parameters > 68e9

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lib.core import log, manifest
-from lib.core.errors import ArtifactError
+from lib.core.errors import ArtifactError, UsageError
 from lib.models.resolve import resolve
 
 
@@ -18,6 +18,7 @@ from lib.models.resolve import resolve
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a cache directory with two prepared models, `org--first` the older."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
     for name, day in (("org--first", 1), ("scratch-tiny", 2)):
         directory = tmp_path / ".cache/models" / name
         directory.mkdir(parents=True)
@@ -83,6 +84,52 @@ def test_nothing_prepared_tells_what_to_run(tmp_path):
     with pytest.raises(ArtifactError) as caught:
         resolve(None, tmp_path)
     assert "--from-scratch" in caught.value.run
+
+
+def test_a_snapshot_in_a_hugging_face_cache(cache, monkeypatch, capsys):
+    log.setup()
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache / "hub"))
+    home = cache / "hub/models--org--cached"
+    snapshot = home / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs/main").write_text("a" * 40)
+    (snapshot / "config.json").write_text("{}")
+    with pytest.raises(ArtifactError) as caught:  # config and no weights
+        resolve("org/cached", cache)
+    assert "holds only a part of org/cached" in caught.value.found
+    (snapshot / "model.safetensors").write_bytes(b"")
+    assert resolve("org/cached", cache) == snapshot
+    assert "a snapshot in the Hugging Face cache" in capsys.readouterr().out
+    with pytest.raises(ArtifactError) as caught:
+        resolve("org/other", cache)
+    assert f"whole in the Hugging Face cache {cache / 'hub'}: org/cached" in caught.value.found
+
+
+def test_pickles_are_not_taken_for_a_model_without_weights(cache):
+    Path("old").mkdir()
+    Path("old/config.json").write_text("{}")
+    Path("old/pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match="pickles") as caught:
+        resolve("old", cache)
+    assert "--allow-pickle" in caught.value.run
+    Path("old/model.safetensors").write_bytes(b"")
+    assert resolve("old", cache) == Path("old")
+
+
+@pytest.mark.parametrize("used, told", [
+    ({"from_scratch": True, "model_size": "tiny", "model_name": "org/first", "vocab_size": 500,
+      "train_tokenizer": "my data/c"}, "--model-name org/first --from-scratch --model-size tiny "
+     "--vocab-size 500 --train-tokenizer 'my data/c' --overwrite"),
+    ({"model_name": "org/first", "revision": "v1", "allow_pickle": True},
+     "--model-name org/first --revision v1 --allow-pickle --overwrite")])
+def test_a_damaged_model_tells_the_command_that_made_it(cache, used, told):
+    path = cache / "models/org--first/manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "options": used}))
+    (cache / "models/org--first/config.json").unlink()
+    with pytest.raises(ArtifactError) as caught:
+        resolve("org/first", cache)
+    assert caught.value.run == f"python 03_download_model.py {told}"
 
 
 def test_it_imports_nothing_heavy():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lib.models import architecture, scratch
+from lib.models.design import Design
 
 NAMED = {"tiny": 3e6, "350M": 350e6, "1B": 1e9, "3B": 3e9, "7B": 7e9, "13B": 13e9, "30B": 30e9,
          "70B": 70e9}
@@ -13,7 +14,7 @@ NAMED = {"tiny": 3e6, "350M": 350e6, "1B": 1e9, "3B": 3e9, "7B": 7e9, "13B": 13e
 @pytest.mark.parametrize("size", scratch.SIZES)
 def test_parameters_are_near_the_name_and_as_the_formula_says(size, tmp_path):
     vocabulary = scratch.SIZES[size].vocabulary
-    scratch.write(tmp_path, size, vocabulary, 0, 1)
+    scratch.config(size, vocabulary, 0, 1).save_pretrained(tmp_path)
     model = architecture.build_on_meta(tmp_path)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == scratch.SIZES[size].parameters(vocabulary)
@@ -29,6 +30,6 @@ def test_the_vocabulary_is_padded(tmp_path):
 def test_same_size_same_bytes(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        scratch.write(tmp_path / name, "tiny", 4096, 0, 1)
+        Design("tiny", None, None, None, None).write(tmp_path / name, 4096, None)
     for file in ("config.json", "generation_config.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()

@@ -41,7 +41,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train one, beside the config of a model as it will stand."""
     into = tmp_path_factory.mktemp("tokenizer") / "it"
     assert train(corpus, into)[0] == 600
-    scratch.write(into, "tiny", 600, 0, 1)
+    scratch.config("tiny", 600, 0, 1).save_pretrained(into)
     return into
 
 
@@ -80,7 +80,7 @@ def test_same_text_same_bytes(corpus, trained, tmp_path):
 
 def test_a_small_corpus_gives_fewer_tokens(corpus, tmp_path):
     made, sample = train(corpus, tmp_path / "it", vocabulary=50_000)
-    assert 600 < made < 50_000
+    assert 600 < made < 50_000 == len(tokenizer.load(tmp_path / "it"))
     assert sample.documents_used == 402 and str(sample).startswith("all 402 documents")
 
 
@@ -121,3 +121,34 @@ def test_a_broken_tokenizer_is_told_in_a_sentence(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(UsageError, match="does not load"):
         tokenizer.load(tmp_path)
+
+
+def made_of(into: Path, change) -> Path:
+    """Save a byte-level tokenizer without merges, changed."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    change(made)
+    made.save(str(into / "tokenizer.json"))
+    (into / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return into
+
+
+def test_one_that_normalises_is_lossy_and_one_that_garbles_is_broken(trained, tmp_path):
+    from tokenizers import decoders, normalizers
+
+    assert tokenizer.lossy(tokenizer.load(trained), trained) == []
+    for name, change, words in (
+            ("lower", lambda made: setattr(made, "normalizer", normalizers.BertNormalizer()), 4),
+            ("gaps", lambda made: setattr(made, "normalizer", normalizers.Replace("e", "")), 3)):
+        (tmp_path / name).mkdir()
+        where = made_of(tmp_path / name, change)
+        assert len(tokenizer.lossy(tokenizer.load(where), where)) >= words
+    (tmp_path / "broken").mkdir()
+    where = made_of(tmp_path / "broken", lambda made: setattr(made, "decoder", decoders.Fuse()))
+    with pytest.raises(UsageError, match="does not give back") as caught:
+        tokenizer.lossy(tokenizer.load(where), where)
+    assert "ĠquickĠ" in caught.value.found

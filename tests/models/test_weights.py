@@ -17,7 +17,8 @@ from lib.core.errors import ArtifactError
 from lib.models.architecture import build_on_meta
 from lib.models.identity import INDEX, WEIGHTS, has_weights
 from lib.models.initialise import initialise, restore_buffers
-from lib.models.weights import Checkpoint, load_pretrained
+from lib.models.tensors import Checkpoint
+from lib.models.weights import load_pretrained
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS, full_weights, spoil
 

@@ -79,12 +79,12 @@ def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, Any]:
     """Load and then initialise one sharded model; return what the test compares."""
-    read = [0]
+    read: list[int] = []
     original = weights.Checkpoint.read
 
     def counting(self: weights.Checkpoint, *arguments: Any) -> torch.Tensor:
         tensor = original(self, *arguments)
-        read[0] += tensor.numel()
+        read.append(tensor.numel())  # several threads read
         return tensor
 
     weights.Checkpoint.read = counting
@@ -102,7 +102,7 @@ def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, A
     spoil(model)
     initialise.initialise(model, seed=3)
     return {"logits": logits, "loaded": loaded, "drawn": full_weights(model),
-            "exported": written, "read": read[0], "held": held}
+            "exported": written, "read": sum(read), "held": held}
 
 
 def main() -> None:

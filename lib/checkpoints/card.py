@@ -1,0 +1,101 @@
+"""The model card of an export: what the weights are, and how they came about."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lib.checkpoints.commit import Checkpoint
+
+FILE = "README.md"
+_OPTIONS = {"seq_length": "sequence length (tokens)", "global_batch_size": "global batch (samples)",
+            "lr": "peak learning rate", "min_lr": "last learning rate",
+            "lr_scheduler": "schedule", "weight_decay": "weight decay", "precision": "computed in",
+            "packing": "packing", "seed": "seed"}
+
+
+def recorded(metrics: Path, key: str) -> dict[int, float]:
+    """Return a figure of metrics.jsonl by step; lines that are torn or lack it are left out."""
+    found = {}
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+            found[int(row["step"])] = float(row[key])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return {step: figure for step, figure in found.items() if math.isfinite(figure)}
+
+
+def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dict[int, float]:
+    """Return the validation loss by step of those checkpoints at whose step it was measured."""
+    logged = recorded(metrics, "eval/loss")
+    for checkpoint in checkpoints:
+        # Of a damaged one only what the metrics say, if anything, is known.
+        with suppress(OSError, ValueError, AttributeError):
+            loss = checkpoint.commit().get("eval_loss")
+            if loss is not None and math.isfinite(loss):
+                logged[checkpoint.step] = loss
+    steps = {checkpoint.step for checkpoint in checkpoints}
+    return {step: loss for step, loss in logged.items() if step in steps}
+
+
+def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of a checkpoint's training, label by label.
+
+    names: options of the run; of paths only the last part is told. The losses are those of the
+    checkpoint, or of the last step before it that was logged.
+    """
+    commit = checkpoint.commit()
+    identity = commit.get("identity", {})
+    found: dict[str, Any] = {"steps": checkpoint.step, "tokens seen": commit.get("tokens")}
+    for label, own, key in (("final training loss", "loss", "train/loss"),
+                            ("validation loss", "eval_loss", "eval/loss")):
+        logged = {step: loss for step, loss in recorded(metrics, key).items()
+                  if step <= checkpoint.step}
+        if commit.get(own) is not None:
+            found[label] = f"{commit[own]:.4f}"
+        elif logged:
+            found[label] = f"{logged[max(logged)]:.4f} (at step {max(logged):,})"
+    for label, key in (("trained from", "model_name"), ("data", "dataset_name")):
+        if names.get(key):
+            found[label] = Path(str(names[key])).name
+    found |= {f"digest of {name}": digest for name, digest in identity.get("inputs", {}).items()}
+    options = identity.get("options", {})
+    return found | {label: options[key] for key, label in _OPTIONS.items() if key in options}
+
+
+def text(title: str, architecture: str, dtype: str, parameters: int, found: dict[str, Any]) -> str:
+    """Return the card as Markdown, with the front matter that the Hub reads."""
+    rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **found}
+    table = "\n".join(f"| {label} | {f'{value:,}' if type(value) is int else value} |"
+                      for label, value in rows.items() if value is not None)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {title}
+
+A causal language model, exported from step {found['steps']:,} of a training run.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("<this directory>")
+tokenizer = AutoTokenizer.from_pretrained("<this directory>")
+```
+
+Nothing was measured here but the losses above. `manifest.json` holds the SHA-256 of every file.
+"""

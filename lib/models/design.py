@@ -1,0 +1,147 @@
+"""A model from scratch: one of the sizes, or any architecture that a config.json describes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core import hashing, log, manifest, units
+from lib.core.errors import UsageError
+from lib.models import scratch, tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+_FOREIGN = ("auto_map", "quantization_config", "_name_or_path", "transformers_version")
+
+
+@dataclass(frozen=True)
+class Design:
+    """What to make, and of which tokenizer: a corpus to train one on, or a directory to copy.
+
+    size: a name of `scratch.SIZES`, or None where config_json stands. vocab_size: tokens to make
+    room for, None for the default.
+    """
+
+    size: str | None
+    config_json: Path | None
+    vocab_size: int | None
+    train_on: Path | None
+    copy_from: Path | None
+
+    def default_name(self) -> str:
+        """Return the name of a model that was given none: `scratch-tiny`, `scratch-qwen2`."""
+        return scratch.default_name(self.size or self._content["model_type"])
+
+    def identity(self, name: str) -> dict[str, Any]:
+        """Return what decides the content, wherever the inputs lie."""
+        inputs: dict[str, Any] = {}
+        if self.config_json:
+            inputs["config.json content"] = hashing.fingerprint(self._content)
+        if self.train_on:
+            inputs["dataset content"] = tokenizer.corpus_identity(self.train_on)
+        else:
+            inputs["tokenizer files"] = tokenizer.identity(self.copy_from)
+        wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
+        return {"options": {"from_scratch": True, "model_name": name, "model_size": self.size,
+                            "vocab_size": wanted}, "inputs": inputs}
+
+    def vocabulary(self) -> int:
+        """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""
+        if self.train_on:
+            return self.vocab_size or self._default_vocabulary()
+        tokens = len(tokenizer.load(self.copy_from))
+        if self.vocab_size and tokens > self.vocab_size:
+            raise UsageError(f"--vocab-size {self.vocab_size} is smaller than the tokenizer",
+                             found=f"{tokens} tokens in {self.copy_from}",
+                             expected=f"--vocab-size {tokens} or more, or none")
+        return self.vocab_size or tokens
+
+    def context(self) -> int | None:
+        """Return the longest sequence in tokens, None where the architecture has no limit."""
+        if self.size:
+            return scratch.SIZES[self.size].context
+        return getattr(self._config().get_text_config(), "max_position_embeddings", None)
+
+    def described(self, vocabulary: int) -> dict[str, str]:
+        """Return what the model is made of, in words, for the plan of a stage."""
+        if self.size:
+            return scratch.described(self.size, vocabulary)
+        from lib.models import architecture
+
+        with tempfile.TemporaryDirectory() as preview:
+            self.write(Path(preview), vocabulary, None)
+            model = architecture.build_on_meta(Path(preview))
+        count = sum(parameter.numel() for parameter in model.parameters())
+        rows, context = scratch.padded(vocabulary), self.context()
+        return {"architecture": f"{type(model).__name__} of {self.config_json}, "
+                                f"{units.count(count)} parameters",
+                "vocabulary": scratch.padding(rows, vocabulary),
+                "context": f"{context} tokens" if context else "not limited by the config"}
+
+    def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> None:
+        """Write the configs into a directory that holds the tokenizer.
+
+        For some types of model transformers takes a class of its own whatever the tokenizer's
+        files say (qwen2 in 5.23), which may add tokens: then there is room for them too.
+        """
+        alone = tokenizer.load(directory)
+        self.write(directory, vocabulary, alone)
+        beside = tokenizer.load(directory)
+        if type(beside) is not type(alone):
+            log.warn(f"transformers reads this model's tokenizer as {type(beside).__name__}, "
+                     f"with {len(beside)} tokens instead of {len(alone)}; text may be split in "
+                     "another way than by the tokenizer alone")
+            self.write(directory, max(vocabulary, len(beside)), beside)
+
+    def write(self, directory: Path, vocabulary: int, ids: PreTrainedTokenizerBase | None) -> None:
+        """Write `config.json` and `generation_config.json` for a vocabulary and a tokenizer."""
+        special = {f"{kind}_token_id": getattr(ids, f"{kind}_token_id", None)
+                   for kind in ("bos", "eos", "pad")}
+        if self.size:
+            made = scratch.config(self.size, vocabulary, special["bos_token_id"],
+                                  special["eos_token_id"])
+        else:
+            made = self._config()
+            for part in {id(p): p for p in (made, made.get_text_config())}.values():
+                part.update({**special, "vocab_size": scratch.padded(vocabulary)})
+            made.dtype = "float32"
+        made.save_pretrained(directory)
+        known = {key: value for key, value in special.items() if value is not None}
+        manifest.write_json(directory / "generation_config.json", {**known, "do_sample": True})
+
+    def _default_vocabulary(self) -> int:
+        if self.size:
+            return scratch.SIZES[self.size].vocabulary
+        text = self._content.get("text_config") or {}
+        found = self._content.get("vocab_size") or text.get("vocab_size")
+        if not isinstance(found, int) or found < tokenizer.SMALLEST_VOCABULARY:
+            raise UsageError(f"{self.config_json} gives no vocabulary to train a tokenizer for",
+                             expected="--vocab-size N")
+        return found
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        """The file without what belongs to the weights it came with."""
+        try:
+            content = json.loads(self.config_json.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(f"--config-json: no such file: {self.config_json}") from None
+        except ValueError as error:
+            raise UsageError(f"--config-json: {self.config_json} is no JSON",
+                             found=str(error)) from None
+        if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+            raise UsageError(f"--config-json: {self.config_json} is no config of a model",
+                             expected="a JSON object with a model_type, as in config.json")
+        return {key: value for key, value in content.items() if key not in _FOREIGN}
+
+    def _config(self) -> PretrainedConfig:
+        from lib.models import architecture
+
+        with tempfile.TemporaryDirectory() as own:
+            manifest.write_json(Path(own) / architecture.CONFIG, self._content)
+            return architecture.read_config(Path(own))

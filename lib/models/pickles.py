@@ -1,0 +1,86 @@
+"""PyTorch's pickled weights into safetensors, without running anything that is in a pickle."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib.core import manifest
+from lib.core.errors import UsageError
+from lib.models import architecture, safetensors_file
+from lib.models.identity import INDEX, WEIGHTS
+
+
+def convert(directory: Path, names: Sequence[str], advance: Callable[[int], None],
+            ) -> list[dict[str, Any]]:
+    """Replace pickled weights by safetensors, file by file; return the manifest entries.
+
+    names: of one file, or of all shards, whose bytes must have been verified. advance: called with
+    the bytes of each pickle that is done. A pickle is deleted as soon as its content is written.
+    Raises UsageError when one holds anything but tensors.
+    """
+    tied = architecture.build_on_meta(directory).all_tied_weights_keys
+    entries, where, total = [], {}, 0
+    for name in names:
+        pickled = directory / name
+        target = pickled.with_name(WEIGHTS if len(names) == 1 else _shard_name(name))
+        tensors = _without_tied(_read(pickled), tied)
+        entries.append(safetensors_file.write(target, tensors))
+        where |= {key: target.name for key in tensors}
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        advance(pickled.stat().st_size)
+        del tensors  # they are mapped from the file
+        pickled.unlink()
+    if len(names) > 1:
+        manifest.write_json(directory / INDEX, {"metadata": {"total_size": total},
+                                                "weight_map": where})
+        entries.append(manifest.file_entry(directory, directory / INDEX, "sha256"))
+    return entries
+
+
+def _shard_name(name: str) -> str:
+    return f"{name.removesuffix('.bin').replace('pytorch_model', 'model')}.safetensors"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a pickle, mapped from the file where its format allows that."""
+    def load(mmap: bool) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+    try:
+        try:
+            content = load(mmap=True)
+        except RuntimeError:  # the format before torch 1.6 is no archive that could be mapped
+            content = load(mmap=False)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise UsageError(f"{path.name} cannot be read without running code of it",
+                         expected="a dictionary of tensors, as torch.save writes them",
+                         found=(str(error).strip() or repr(error)).splitlines()[0]) from None
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    odd = [f"{key}: {type(value).__name__}" for key, value in content.items()
+           if not isinstance(value, Tensor) or value.dtype not in safetensors_file.DTYPES
+           or value.layout is not torch.strided] \
+        if isinstance(content, dict) else [type(content).__name__]
+    if odd:
+        raise UsageError(f"{path.name} holds more than tensors", found="\n".join(odd[:5]),
+                         expected="a dictionary of tensors, as torch.save writes them")
+    return content
+
+
+def _without_tied(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Leave out the second name of a weight that the model ties, if both are the same memory.
+
+    Other names that share memory keep a copy each: safetensors has no way to share.
+    """
+    def memory(tensor: Tensor) -> tuple[int, torch.Size]:
+        return tensor.data_ptr(), tensor.shape
+
+    return {key: tensor for key, tensor in tensors.items()
+            if not ((source := tied.get(key)) in tensors and source != key
+                    and memory(tensors[source]) == memory(tensor))}

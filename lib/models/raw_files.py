@@ -1,0 +1,75 @@
+"""Raw files of a dataset on the Hub, put where stage 01 finds them.
+
+    raw_text/org--name/en/train.00000.json.gz    as in the repository
+    raw_text/org--name/.hub/manifest.json        what they are; hidden, so no stage takes it as text
+
+They arrive in `.hub.partial-…`, hidden too, and move to their places once all are whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lib.core import manifest, paths
+from lib.core.errors import UsageError
+from lib.models.repository import RemoteFile
+
+KIND = "raw/1"
+HIDDEN = ".hub"
+
+
+def target_of(root: Path, name: str) -> Path:
+    """Return the directory whose manifest says what was fetched of a dataset."""
+    return root / paths.model_dir_name(name) / HIDDEN
+
+
+def earlier(target: Path) -> list[str]:
+    """Return the paths that an earlier run fetched, relative to the dataset's directory."""
+    made = manifest.read_if_any(target)
+    return [entry["path"].removeprefix("../") for entry in made["files"]] if made else []
+
+
+def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
+    """Raise UsageError when files that no run of ours put there are in the way of those wanted.
+
+    A run that was killed while it moved them left whole ones.
+    """
+    ours = set(earlier(target))
+    places = {file: target.parent / file.path for file in wanted if file.path not in ours}
+    in_the_way = [file.path for file, place in places.items() if os.path.lexists(place)
+                  and (not place.is_file() or place.is_symlink() or file.differs(place))]
+    if in_the_way:
+        raise UsageError(f"{len(in_the_way)} files in {target.parent} are in the way",
+                         found=", ".join(in_the_way[:5]),
+                         expected="files that this stage put there, or none",
+                         run="move them away, or choose another --dst-root")
+
+
+def put_in_place(arrived: Path, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move whole files from where they arrived to their places; return the manifest's entries.
+
+    arrived: a directory beside the target. The entries' paths lead from the target to the files.
+    """
+    for entry in entries:
+        place = arrived.parent / entry["path"]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        there = arrived / entry["path"]
+        there.replace(place)
+        there.unlink(missing_ok=True)  # two links to one file are left alone by rename
+    for directory in sorted((path for path in arrived.rglob("*") if path.is_dir()), reverse=True):
+        directory.rmdir()
+    return [{**entry, "path": f"../{entry['path']}"} for entry in entries]
+
+
+def remove_outdated(target: Path, before: Iterable[str]) -> None:
+    """Delete the files of an earlier manifest that the present one does not name."""
+    for path in set(before) - set(earlier(target)):
+        place = target.parent / path
+        place.unlink(missing_ok=True)
+        for directory in place.parents:
+            if directory == target.parent or any(directory.iterdir()):
+                break
+            directory.rmdir()

@@ -1,0 +1,210 @@
+"""What a repository on the Hub holds, and which of its files are wanted. No connections here."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lib.core.errors import UsageError
+from lib.models import tokenizer
+from lib.models.identity import INDEX, WEIGHTS
+
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_SMALL = {"config.json", "generation_config.json", "README.md", *tokenizer.FILES}
+_LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?",
+                      re.IGNORECASE)
+_PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_PASSWORD = re.compile(r"(?<=//)[^/@\s]+@")
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository: bytes, and the digest that the Hub declares (either may be "")."""
+
+    path: str
+    size: int
+    sha256: str
+    blob_sha1: str
+
+    @property
+    def part(self) -> str:
+        """Name of the unfinished file; by digest, so that no other version is taken up."""
+        return f"{self.path}-{(self.sha256 or self.blob_sha1)[:12]}.part"
+
+    @property
+    def is_declared(self) -> bool:
+        """Tell whether the Hub says what the content is."""
+        return bool(self.sha256 or self.blob_sha1)
+
+    def digest(self) -> Digest:
+        """Return a fresh check of the content."""
+        return Digest(self)
+
+    def differs(self, path: Path) -> str:
+        """Tell in words how a file on disk differs from what the Hub declares; "" if it does not.
+
+        A file without a declared digest is only measured.
+        """
+        if (size := path.stat().st_size) != self.size:
+            return f"{size} bytes instead of {self.size}"
+        check = self.digest()
+        check.read(path, self.size)
+        return check.difference()
+
+
+class Digest:
+    """Sees a file's content from its beginning and compares it with what the Hub declares."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self.seen, self._wanted = 0, file.sha256 or file.blob_sha1
+        self._hasher = hashlib.sha256()
+        if not file.sha256:
+            # How git names content: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
+            self._hasher = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+
+    def read(self, path: Path, end: int) -> None:
+        """See what a file holds from where this stands up to byte `end`."""
+        if self.seen >= end:  # also once the file has gone to its place
+            return
+        with path.open("rb", buffering=0) as file:
+            file.seek(self.seen)
+            while self.seen < end and (chunk := file.read(min(1 << 20, end - self.seen))):
+                self._hasher.update(chunk)
+                self.seen += len(chunk)
+
+    def difference(self) -> str:
+        """Tell in words how what was seen differs from what was declared; "" if it does not."""
+        found = self._hasher.hexdigest()
+        return f"digest {found} instead of {self._wanted}" \
+            if self._wanted and found != self._wanted else ""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit. kind: `model` or `dataset`.
+
+    cached: known from a Hugging Face cache alone, which may hold only some of the files.
+    """
+
+    name: str
+    commit: str
+    files: dict[str, RemoteFile]
+    kind: str = "model"
+    cached: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, as far as the Hugging Face cache holds it," if self.cached \
+            else self.name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The files of a model to fetch. pickles: those of them that must be converted."""
+
+    files: list[RemoteFile]
+    pickles: list[RemoteFile]
+
+
+def shown(text: str) -> str:
+    """Return a text without user and password in the addresses it holds."""
+    return _PASSWORD.sub("[redacted]@", text)
+
+
+def check_name(name: str, option: str) -> None:
+    """Raise UsageError when a name cannot be that of a repository."""
+    if not _NAME.fullmatch(name) or "--" in name or ".." in name:
+        raise UsageError(f"{option} {name!r} is no name of a repository",
+                         expected="ORG/NAME, as the address of its page ends")
+
+
+def choose(repository: Repository, bring: Callable[[list[RemoteFile]], Path], *,
+           allow_pickle: bool) -> Choice:
+    """Return the files to fetch: one set of weights, config, tokenizer, licence, card.
+
+    bring: fetches some small files and returns the directory they are in then. Raises UsageError
+    when the repository has no config, no tokenizer or no safetensors weights.
+    """
+    files = repository.files
+    kinds = [WEIGHTS, INDEX] + ([PICKLE, PICKLE_INDEX] if allow_pickle else [])
+    weights = next((name for name in kinds if name in files), "")
+    if "config.json" not in files or not weights or not tokenizer.ONE_OF & files.keys():
+        raise _no_model(repository, allow_pickle)
+    is_index = weights in (INDEX, PICKLE_INDEX)
+    preview = bring([files[name] for name in ["config.json", *([weights] if is_index else [])]])
+    chosen = {name for name in files if name in _SMALL or _LICENCE.fullmatch(name)}
+    shards = _shards(repository, preview / weights) if is_index else {weights}
+    chosen |= shards | ({INDEX} if weights == INDEX else set())
+    is_pickled = weights in (PICKLE, PICKLE_INDEX)
+    return Choice([files[name] for name in sorted(chosen)],
+                  [files[name] for name in sorted(shards)] if is_pickled else [])
+
+
+def matching(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> list[RemoteFile]:
+    """Return the files that one of the globs matches, by path; UsageError when there are none.
+
+    `*` also crosses `/`. Hidden files are left out: stage 01 would skip them. Raises UsageError
+    as well when one of the paths leads out of the directory it would be written to.
+    """
+    patterns = [re.compile(fnmatch.translate(glob.removeprefix("./"))) for glob in globs]
+    files = sorted(files, key=lambda file: file.path)
+    matched = [file for file in files if any(p.fullmatch(file.path) for p in patterns)]
+    if bad := [file.path for file in matched if _leads_out(file.path)]:
+        raise UsageError(f"{name} holds paths that are not safe to write",
+                         found=", ".join(repr(path) for path in bad[:_SHOWN]),
+                         expected="a narrower --include")
+    found = [file for file in matched
+             if not any(part.startswith(".") for part in file.path.split("/"))]
+    if not found:
+        there = ", ".join(file.path for file in files[:_SHOWN]) or "no files"
+        raise UsageError(f"{name} has no file that matches {' or '.join(globs)}",
+                         expected="a glob of paths in the repository, such as 'en/*.json.gz'",
+                         found=there + (f" … ({len(files):,} files)" if files[_SHOWN:] else ""))
+    return found
+
+
+def _leads_out(path: str) -> bool:
+    return path.startswith("/") or ".." in path.split("/") or "\\" in path or "\0" in path
+
+
+def _shards(repository: Repository, index: Path) -> set[str]:
+    """Return the names of the weight files in an index; UsageError when it is no good."""
+    suffix = ".bin" if index.name == PICKLE_INDEX else ".safetensors"
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        names = set()
+    missing = sorted(str(name) for name in names if name not in repository.files
+                     or "/" in name or not name.endswith(suffix))
+    if missing or not names:
+        raise UsageError(f"{index.name} of {repository} does not fit the repository",
+                         expected=f"a `weight_map` to {suffix[1:]} files beside it",
+                         found=f"no such file: {', '.join(missing[:5])}" if missing else "")
+    return names
+
+
+def _no_model(repository: Repository, allow_pickle: bool) -> UsageError:
+    """Return the error for a repository without config, tokenizer or weights to take."""
+    listing = ", ".join(sorted(repository.files)[:_SHOWN]) or "no files"
+    if "config.json" not in repository.files:
+        return UsageError(f"{repository} has no config.json, so it is no transformers model",
+                          found=listing)
+    if not tokenizer.ONE_OF & repository.files.keys():
+        return UsageError(f"{repository} has no tokenizer", found=listing,
+                          expected="tokenizer.json, or the files of another kind of tokenizer")
+    pickles = sorted(name for name in repository.files if _PICKLES.fullmatch(name))
+    can_convert = {PICKLE, PICKLE_INDEX} & repository.files.keys()
+    only = "only pickles, which can run code when loaded:" if pickles else "none"
+    return UsageError(
+        f"{repository} has no safetensors weights",
+        expected=f"{WEIGHTS} or {INDEX}" + (f", {PICKLE} or {PICKLE_INDEX}" * allow_pickle),
+        found=f"{only} {', '.join(pickles[:5])}".strip(),
+        run=("--allow-pickle reads them without running code and converts them, or " * bool(
+            can_convert)) + "choose a repository or a --revision that has them "
+        "(conversions are often offered as refs/pr/N)")

@@ -1,0 +1,62 @@
+"""What training a model takes of a GPU's memory, estimated from its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lib.core import units
+from lib.models.architecture import decoder_layers
+
+GPUS = (1, 8, 64)
+_STATE = 16  # bytes per parameter: float32 weight, gradient, and AdamW's two moments
+_COMPUTE = 2  # bytes of a number in bf16
+_LONGEST = 1024  # stage 04's default for --seq-length
+# Bytes kept for the backward pass, per token and feature of a layer; counted in bf16 with sdpa,
+# which keeps no attention matrix (transformers 5.23): 46 to 53 for the shapes of Llama, 32 for
+# GPT-NeoX, 43 for Falcon, 114 for GPT-2 with its dropout. The 34 of Korthikanti et al. 2022
+# (arXiv:2205.05198) leave out what RMSNorm and RoPE do in float32, and the third matrix of SwiGLU.
+_PER_FEATURE = 50
+_PER_LOGIT = 14  # bf16 logits; in float32 the copy, its softmax and its gradient
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on each GPU, by the number of GPUs. tokens: of the one sequence it holds."""
+
+    tokens: int
+    per_gpu: dict[int, int]
+
+    def text(self) -> str:
+        """Return the figures in words."""
+        *shown, last = [f"{units.size(size)} on {gpus}" for gpus, size in self.per_gpu.items()]
+        return f"about {', '.join(shown)} or {last} GPUs, each with 1 × {self.tokens:,} tokens:"
+
+    def notes(self) -> list[str]:
+        """Return what the figures cover."""
+        return [f"float32 weights, gradients and AdamW moments ({_STATE} bytes per "
+                "parameter, sharded), two gathered blocks",
+                f"and the output layer in bf16, activations of {_PER_FEATURE} bytes per token, "
+                "feature and layer, logits; not CUDA itself"]
+
+
+def estimate(model: PreTrainedModel) -> Estimate:
+    """Return the estimate for full training in bf16 with float32 masters, without recomputation."""
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or _LONGEST
+    tokens = min(context, _LONGEST)
+    blocks = list(decoder_layers(model).values())
+    largest = max(map(_count, blocks), default=0)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    rows, features = embedding.weight.shape
+    # A block, the one fetched ahead, and the gradients of one; weights and gradients of the head.
+    gathered = _COMPUTE * (3 * largest + 2 * _count(head or embedding))
+    activations = tokens * (_PER_FEATURE * features * len(blocks) + _PER_LOGIT * rows)
+    states = _STATE * _count(model)
+    return Estimate(tokens, {n: -(-states // n) + gathered + activations for n in GPUS})
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

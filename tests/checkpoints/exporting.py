@@ -1,0 +1,56 @@
+"""Checkpoints made in this process, without training, and stage 05 run on them."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.save import save
+from lib.core.paths import Experiment
+from lib.models.architecture import build_on_meta
+from lib.models.weights import load_pretrained
+from tests.conftest import ROOT
+from tests.models.two_ranks import shard
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """Make this process a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,
+             facts: dict[str, Any] | None = None) -> Checkpoint:
+    """Leave under `root/exp` what a run of that model leaves that has not changed its weights."""
+    experiment = Experiment(root, "exp")
+    experiment.model.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        if (model_dir / name).exists():
+            shutil.copyfile(model_dir / name, experiment.model / name)
+    model = build_on_meta(model_dir)
+    shard(model, None, [world_size])
+    model.to_empty(device="cpu")
+    load_pretrained(model, model_dir)
+    adamw = torch.optim.AdamW(model.parameters())
+    state = {"step": step, "tokens": 640 * step, "loss": 1.5, **(facts or {})}
+    identity = {"options": {"seq_length": 32, "seed": 7}, "inputs": {"dataset": "d1e5"}}
+    return save(experiment.checkpoints, step, model, adamw, state, identity,
+                torch.device("cpu"), dist.group.WORLD)
+
+
+def run_stage_05(*arguments: object) -> None:
+    """Run stage 05's main in this process."""
+    spec = importlib.util.spec_from_file_location("stage_05", ROOT / "05_export_checkpoint.py")
+    stage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stage)
+    stage.main([str(argument) for argument in arguments])

@@ -1,0 +1,223 @@
+"""An export is what `save_pretrained` would have written, for every family."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lib.checkpoints import card, commit, export
+from lib.checkpoints.pieces import PieceReader
+from lib.checkpoints.stream import Entry, TensorFile
+from lib.core import hashing, manifest
+from lib.core.errors import ArtifactError
+from lib.models.architecture import build_on_meta
+from tests.checkpoints.exporting import alone, run_stage_05, save_run  # noqa: F401 (a fixture)
+from tests.models.families import FAMILIES, make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("alone")
+OWN = {"README.md", "manifest.json"}
+
+
+def content(directory: Path) -> dict[str, tuple[str, dict[str, str], torch.Tensor]]:
+    """Return file, metadata and tensor by name."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {key: (path.name, file.metadata(), file.get_tensor(key))
+                      for key in file.keys()}  # noqa: SIM118 (no mapping)
+    return found
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """Return a JSON file without the version that wrote it."""
+    found = json.loads(path.read_text())
+    found.pop("transformers_version", None)
+    return found
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    """Return the config as transformers reads it."""
+    config = AutoConfig.from_pretrained(directory)
+    config.name_or_path = ""
+    return config.to_dict()
+
+
+def assert_same_model(out: Path, reference: Path, same_files: bool) -> None:
+    """Compare files, names, dtypes, shapes, bits, index and configs."""
+    assert {p.name for p in out.iterdir()} - OWN == {p.name for p in reference.iterdir()}
+    ours, theirs = content(out), content(reference)
+    assert ours.keys() == theirs.keys()
+    for key, (file, metadata, tensor) in theirs.items():
+        assert ours[key][1] == metadata and (ours[key][0] == file or not same_files), key
+        assert ours[key][2].dtype == tensor.dtype and torch.equal(ours[key][2], tensor), key
+    index = "model.safetensors.index.json"
+    if (reference / index).exists():
+        ours, theirs = settings(out / index), settings(reference / index)
+        assert ours["metadata"] == theirs["metadata"]
+        assert ours["weight_map"] == {key: file for key, (file, _, _) in content(out).items()}
+    assert settings(out / "generation_config.json") == settings(
+        reference / "generation_config.json")
+    assert config_of(out) == config_of(reference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
+    make_checkpoint(tmp_path / "model", FAMILIES[family]())
+    save_run(tmp_path, tmp_path / "model")
+    size = 5 * 10**9 if dtype == "float32" else 40_000
+    run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", tmp_path / "out", "--dtype", dtype,
+                 "--max-shard-size", size)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=getattr(torch, dtype)) \
+        .save_pretrained(tmp_path / "reference", max_shard_size=size)
+    # The experts of one module tensor count as one there, so that files grow beyond the limit.
+    assert_same_model(tmp_path / "out", tmp_path / "reference", same_files=family != "mixtral")
+    assert all(p.stat().st_size < size + 4096 for p in (tmp_path / "out").glob("*.safetensors"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == dtype
+    whole = manifest.read(tmp_path / "out", "export/1", "the export")
+    assert {entry["path"] for entry in whole["files"]} | {"manifest.json"} == {
+        path.name for path in (tmp_path / "out").iterdir()}
+    assert manifest.damages(tmp_path / "out", whole, deep=True) == []
+    assert all(entry["digest"].startswith("sha256:") for entry in whole["files"])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a directory with the experiment `exp` of a tiny Llama."""
+    make_checkpoint(tmp_path / "model", FAMILIES["llama_tied"]())
+    save_run(tmp_path, tmp_path / "model")
+    return tmp_path
+
+
+def test_the_card_tells_how_it_was_trained(run: Path) -> None:
+    (run / "exp" / "config.yaml").write_text("options:\n  dataset_name: /secret/place/corpus\n")
+    (run / "exp" / "metrics.jsonl").write_text(
+        '{"step": 1, "train/loss": 9.0, "eval/loss": 1.25}\n{"step": 2, "eval/loss": 0.5}\n{"st')
+    run_stage_05("-e", "exp", "--save-dir", run)
+    text = (run / "exp" / "export" / "step_00000001" / "README.md").read_text()
+    for row in ("steps | 1", "tokens seen | 640", "final training loss | 1.5000", "data | corpus",
+                "validation loss | 1.2500 (at step 1)", "digest of dataset | d1e5",
+                "architecture | LlamaForCausalLM", "dtype | bfloat16", "seed | 7"):
+        assert f"| {row} |" in text
+    assert text.startswith("---\nlibrary_name: transformers\n") and "secret" not in text
+
+
+def test_best_is_what_the_run_recorded(run: Path) -> None:
+    for step, loss in ((2, 1.0), (3, float("nan")), (4, 2.0)):
+        save_run(run, run / "model", step=step, facts={"eval_loss": loss})
+    run_stage_05("-e", "exp", "--save-dir", run, "--step", "best")
+    assert [p.name for p in (run / "exp" / "export").iterdir()] == ["step_00000002"]
+    rows = [{"step": 1, "eval/loss": 0.5}, {"step": 9, "eval/loss": 0.1}]  # step 9 is not kept
+    (run / "exp" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run_stage_05("-e", "exp", "--save-dir", run, "--step", "best", "--out", run / "out")
+    assert json.loads((run / "out" / "manifest.json").read_text())["summary"]["step"] == 1
+
+
+def test_a_checkpoint_deleted_while_it_is_exported(run: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   ) -> None:
+    """Once its files are open the export goes on; before, it says so and leaves nothing."""
+    folder = run / "exp" / "checkpoints" / "step_00000001"
+    original = PieceReader.read
+
+    def prune_first(self: PieceReader, names: list[str]) -> list[torch.Tensor]:
+        shutil.rmtree(folder, ignore_errors=True)
+        return original(self, names)
+    with monkeypatch.context() as patch:
+        patch.setattr(PieceReader, "read", prune_first)
+        run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out", "--dtype", "float32")
+    assert content(run / "out").keys() == content(run / "model").keys()
+    save_run(run, run / "model")
+    problems = commit.Checkpoint.content_problems
+    monkeypatch.setattr(commit.Checkpoint, "content_problems", lambda self, *a: (
+        problems(self, *a), shutil.rmtree(folder, ignore_errors=True))[0])
+    with pytest.raises(ArtifactError, match="deleted meanwhile"):
+        run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "later")
+    assert not list(run.glob("later*"))
+
+
+def test_another_model_in_the_checkpoint_is_told(run: Path) -> None:
+    shutil.copyfile(run / "model" / "config.json", run / "exp" / "model" / "config.json")
+    path = run / "exp" / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 32}))
+    with pytest.raises(ArtifactError, match="another model"):
+        run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
+    assert not list(run.glob("out*"))
+
+
+def test_what_does_not_read_back_is_not_published(run: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  ) -> None:
+    monkeypatch.setattr(TensorFile, "reads_back", lambda self: False)
+    with pytest.raises(ArtifactError, match="does not read back"):
+        run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
+    assert not list(run.glob("out*"))
+
+
+def test_a_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("lib.checkpoints.stream.os.pwrite", full)
+    with pytest.raises(OSError, match="No space left"):  # exit 4, as any stage has it
+        run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
+    assert not list(run.glob("out*"))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 1 << 21, (1 << 21) + 3, 5 << 20])
+def test_a_file_of_any_length_reads_back(tmp_path: Path, count: int) -> None:
+    """Pieces of 8 MiB: none, a part of one, exactly one, several; odd sizes and empty tensors."""
+    torch.manual_seed(0)
+    tensors = {"first": torch.randn(3), "large": torch.randn(count), "scalar": torch.tensor(7.0)}
+    entries = [Entry(key, tuple(t.shape), torch.float32) for key, t in tensors.items()]
+    with TensorFile(tmp_path / "t.safetensors", entries) as file:
+        for key, entry in zip(tensors, entries, strict=True):
+            file.add(tensors[key], entry.dtype)
+    assert file.reads_back()
+    with safe_open(tmp_path / "t.safetensors", "pt") as read:
+        assert all(torch.equal(read.get_tensor(key), t) for key, t in tensors.items())
+    assert file.manifest_entry() == {
+        "path": "t.safetensors", "bytes": (tmp_path / "t.safetensors").stat().st_size,
+        "digest": hashing.file_digest(tmp_path / "t.safetensors", "sha256")}
+    damaged = bytearray((tmp_path / "t.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "t.safetensors").write_bytes(damaged)
+    assert not file.reads_back()
+
+
+def test_a_file_system_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                             ) -> None:
+    from lib.checkpoints import stream
+    monkeypatch.setattr(stream, "_DIRECT", 0)
+    test_a_file_of_any_length_reads_back(tmp_path, (1 << 21) + 3)
+
+
+@pytest.fixture
+def writes(run: Path) -> Callable[[int], list[dict[str, Any]]]:
+    """Return a function that writes the export with some largest size of a file."""
+    def write(size: int) -> list[dict[str, Any]]:
+        model = build_on_meta(run / "exp" / "model")
+        planned = export.plan(model, torch.float32, size)
+        checkpoint = commit.scan(run / "exp" / "checkpoints")[0]
+        (run / "files").mkdir()
+        return export.write(model, checkpoint, planned, run / "files", lambda count: None)
+    return write
+
+
+def test_a_tensor_larger_than_a_file_may_be(run: Path, writes: Callable[..., Any]) -> None:
+    entries = writes(100)
+    files = [entry for entry in entries if entry["path"].endswith(".safetensors")]
+    assert len(files) == len(content(run / "files")) == len(content(run / "model"))
+
+
+def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text('{"step": 1, "x": NaN}\n{"step": 2, "x": 3}\n{"x": 1}\n[]\n')
+    assert card.recorded(tmp_path / "m", "x") == {2: 3.0}
+    assert card.recorded(tmp_path / "none", "x") == {}

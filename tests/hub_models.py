@@ -1,0 +1,73 @@
+"""A small model and a dataset as their repositories on a local Hub, and ways to look at results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import HubServer, Repo
+
+SCRIPT, NAME, TOKEN = "03_download_model.py", "org/tiny-llama", "hf_SecretSecretSecret"
+TARGET = Path(".cache/models/org--tiny-llama")
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.fixture(scope="session")
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the files of a small random Llama in two shards, as its repository has them."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    where = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=320, hidden_size=128, intermediate_size=256,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         max_position_embeddings=128)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(where, max_shard_size="500KB")
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(where / "tokenizer.json"))
+    (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (where / "LICENSE").write_text("Do as you like.\n")
+    (where / "README.md").write_text("# Tiny\n")
+    return {path.name: path.read_bytes() for path in where.iterdir()}
+
+
+@pytest.fixture
+def hub(model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        ) -> Iterator[HubServer]:
+    """Serve the small model and point HF_ENDPOINT at it, away from any real login."""
+    with HubServer() as server:
+        server.repos[NAME] = Repo({
+            **model_files, "pytorch_model.bin": b"\x80\x04pickle", "model.py": b"print()",
+            "consolidated.safetensors": b"the same again", "original/params.json": b"{}"})
+        for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE",
+                         "HUGGINGFACE_HUB_CACHE", "SSL_CERT_FILE"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
+        yield server
+
+
+def leftovers(where: Path) -> list[str]:
+    """Return what lies under .cache/models."""
+    models = where / ".cache/models"
+    return sorted(path.name for path in models.iterdir()) if models.exists() else []
+
+
+def holds(where: Path, secret: str) -> list[Path]:
+    """Return the files under a directory that contain a secret."""
+    return [path for path in where.rglob("*") if path.is_file()
+            and secret.encode() in path.read_bytes()]
+
+
+def change_config(repo: Repo, **fields: object) -> None:
+    repo.files["config.json"] = json.dumps(
+        {**json.loads(repo.files["config.json"]), **fields}).encode()

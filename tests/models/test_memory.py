@@ -1,0 +1,48 @@
+"""What loading and exporting cost in memory and bytes, measured on processes of their own."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from benchmarks import models as benchmark
+
+pytestmark = pytest.mark.slow
+EMBEDDING = benchmark.VOCABULARY * benchmark.WIDTH * 4  # bytes of the largest tensor, float32
+MARGIN = 60 << 20
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Return the figures of models with 2 and 8 layers, by layers."""
+    found = {}
+    for layers in (2, 8):
+        root = tmp_path_factory.mktemp(f"layers{layers}")
+        model = root / "model"
+        benchmark._call("make", model, layers=layers)
+        load = benchmark._call("ours", model, benchmark.RANKS)
+        benchmark._call("checkpoint", model, benchmark.RANKS)
+        export = benchmark._call("export", model, out=root / "out", dtype="bfloat16")
+        found[layers] = {"bytes": benchmark._bytes(model), "load": load, "export": export,
+                         "exported": benchmark._bytes(root / "out")}
+        shutil.rmtree(root)
+    return found
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_each_rank_reads_and_holds_its_shard_alone(measured: dict[int, dict[str, Any]],
+                                                   layers: int) -> None:
+    found = measured[layers]
+    assert found["load"]["read"] == pytest.approx(found["bytes"], rel=0.01)
+    shard = found["bytes"] * 2 / benchmark.RANKS  # float32 out of bfloat16
+    assert max(found["load"]["memory"]) < shard + EMBEDDING / 2 / benchmark.RANKS + MARGIN
+
+
+def test_an_export_holds_no_more_than_three_tensors(measured: dict[int, dict[str, Any]]) -> None:
+    memory = {layers: found["export"]["memory"] for layers, found in measured.items()}
+    assert max(memory.values()) < 3 * EMBEDDING
+    assert abs(memory[8] - memory[2]) < 32 << 20  # whatever the size of the model
+    assert all(found["exported"] == pytest.approx(found["bytes"], rel=0.001)
+               for found in measured.values())

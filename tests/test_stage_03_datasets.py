@@ -1,0 +1,123 @@
+"""Raw files of a dataset, from a Hub on this machine to the corpus of stage 01 and 02."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StageRunner
+from tests.hub_models import SCRIPT, TOKEN, holds
+from tests.hub_server import HubServer, Repo
+
+NAME = "org/text"
+WHERE = Path("raw_text/org--text")
+FILES = [f"en/train.0000{i}-of-00003.json.gz" for i in range(3)]
+
+
+@pytest.fixture
+def repo(hub: HubServer) -> Repo:
+    """Serve a dataset as C4 is: compressed JSON Lines in directories, and files beside them."""
+    draw = random.Random(0)
+    files = {path: gzip.compress(b"".join(
+        json.dumps({"text": f"{path} {i} {draw.random()}", "url": "x"}).encode() + b"\n"
+        for i in range(2000)), mtime=0) for path in FILES}
+    hub.repos[NAME] = Repo({**files, "README.md": b"# Text\n", ".gitattributes": b"* text\n",
+                            "de/train.json.gz": b"not wanted"}, kind="dataset")
+    return hub.repos[NAME]
+
+
+def fetch(stage: StageRunner, *more: object, **how: object):
+    return stage(SCRIPT, "--dataset-name", NAME, "--include", "en/*.json.gz", *more, **how)
+
+
+def files_of(where: Path) -> dict[str, bytes]:
+    return {path.relative_to(where).as_posix(): path.read_bytes() for path in where.rglob("*")
+            if path.is_file() and "/.hub" not in path.as_posix()}
+
+
+def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
+    repo.cut[FILES[1]] = 5000
+    done = fetch(stage)
+    assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
+    assert "bytes=5000-" in [r.range for r in hub.requests]
+    assert "next: python 01_organize_data.py --src-dir raw_text" in done.stdout
+    made = json.loads((tmp_path / WHERE / ".hub/manifest.json").read_text())
+    assert made["summary"]["commit"] == repo.commit and made["kind"] == "raw/1"
+    assert [(tmp_path / WHERE / ".hub" / entry["path"]).resolve().is_file()
+            for entry in made["files"]] == [True] * 3
+    hub.requests.clear()
+    assert "already done" in fetch(stage).stdout and not hub.requests
+    stage("01_organize_data.py", "--num-dirs", 2)
+    listed = [json.loads(line) for line in (tmp_path / "splits/files.jsonl").open()]
+    assert {entry["path"]: entry.get("skipped") for entry in listed} == {
+        **{f"org--text/{path}": None for path in FILES}, "org--text/.hub/": "hidden"}
+    built = stage("02_build_hf_dataset.py", "--save-dir", "hf_datasets/text", "--fields", "text")
+    assert "6,000" in built.stdout
+
+
+def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tmp_path):
+    stage(SCRIPT, "--dataset-name", NAME, "--include", FILES[0], "--include", "README.md")
+    refused = fetch(stage, expect=2).stderr
+    assert "--include: ['README.md'" in refused and "--overwrite" in refused
+    hub.requests.clear()
+    fetch(stage, "--overwrite")
+    assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
+    assert not hub.paths(FILES[0]) and hub.paths(FILES[1])
+    assert {path.name for path in (tmp_path / "raw_text").iterdir()} == {"org--text"}
+    whole = stage(SCRIPT, "--verify", "--dst-root", "raw_text").stdout
+    assert "1 artifacts" in whole and "raw_text/org--text/.hub" in whole
+    (tmp_path / WHERE / FILES[2]).unlink()
+    told = stage(SCRIPT, "--verify", "--dst-root", "raw_text", expect=3).stderr
+    assert f"raw_text/org--text/{FILES[2]} is missing" in told
+    assert f"--dataset-name {NAME} --include 'en/*.json.gz' --overwrite" in told
+    assert f"raw_text/org--text/{FILES[2]} is missing" in fetch(stage, expect=3).stderr
+
+
+def test_a_same_size_corruption_is_never_put_in_place(repo, stage: StageRunner, tmp_path):
+    content = bytearray(repo.files[FILES[1]])
+    content[-9] ^= 1
+    repo.served[FILES[1]] = bytes(content)
+    assert f"{FILES[1]} arrives damaged" in fetch(stage, expect=3).stderr
+    assert files_of(tmp_path / WHERE) == {} and not (tmp_path / WHERE / ".hub").exists()
+
+
+@pytest.mark.parametrize("path", ["../evil.json.gz", "en/../../evil.json.gz", "/tmp/evil.json.gz"])
+def test_a_path_that_leads_out_is_refused(repo, stage: StageRunner, tmp_path, path):
+    repo.files[path] = b"evil"
+    done = stage(SCRIPT, "--dataset-name", NAME, "--include", "*", expect=2)
+    assert "not safe to write" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("evil*"))
+
+
+def test_what_is_in_the_way_is_kept(repo, stage: StageRunner, tmp_path):
+    mine = tmp_path / WHERE / FILES[0]
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert "in the way" in fetch(stage, expect=2).stderr
+    assert mine.read_text() == "mine"
+    mine.write_bytes(repo.files[FILES[0]])  # as a run that was killed at its end leaves it
+    fetch(stage)
+    assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
+
+
+def test_what_cannot_be_had_is_told(repo, stage: StageRunner, tmp_path):
+    nothing = stage(SCRIPT, "--dataset-name", NAME, "--include", "fr/*", expect=2).stderr
+    assert "no file that matches fr/*" in nothing and "README.md" in nothing
+    assert "there is no dataset org/none" in stage(
+        SCRIPT, "--dataset-name", "org/none", "--include", "*", expect=2).stderr
+    assert "needs --include" in stage(SCRIPT, "--dataset-name", NAME, expect=2).stderr
+    told = stage(SCRIPT, "--dataset-name", "../x", "--model-size", "1B", "--allow-pickle",
+                 expect=2).stderr
+    assert "4 problems" in told and "--allow-pickle belongs to --model-name" in told
+    repo.sizes[FILES[0]] = 10**15
+    assert "not enough room" in fetch(stage, expect=4).stderr
+    repo.gated, repo.token = True, TOKEN
+    del repo.sizes[FILES[0]]
+    gated = fetch(stage, expect=2).stderr
+    assert "is gated" in gated and "/datasets/org/text" in gated
+    fetch(stage, env={"HF_TOKEN": TOKEN})
+    assert not holds(tmp_path, TOKEN)

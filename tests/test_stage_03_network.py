@@ -1,0 +1,124 @@
+"""Stage 03 and a network that is slow, busy, in the way or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StageRunner
+from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, TOKEN, holds, leftovers
+from tests.hub_server import HubServer
+
+
+def fetched_all(where: Path, hub: HubServer) -> bool:
+    there = {path.name: path.read_bytes() for path in (where / TARGET).iterdir()}
+    return all(content == hub.repos[NAME].files[name] for name, content in there.items()
+               if name != "manifest.json")
+
+
+def test_busy_answers_and_broken_streams_are_waited_out(hub, stage: StageRunner, tmp_path):
+    repo = hub.repos[NAME]
+    repo.busy = {"": [(503, {})], SHARDS[0]: [(429, {"Retry-After": "3"}), (500, {})],
+                 SHARDS[1]: [(503, {}), (502, {})],
+                 "config.json": [(429, {"RateLimit": '"resolvers";r=0;t=2'})]}
+    repo.cut = {SHARDS[0]: 70_000, SHARDS[1]: 100_000}
+    began = time.monotonic()
+    stage(SCRIPT, "--model-name", NAME)
+    assert time.monotonic() - began > 5  # as long as the Hub asked for
+    assert fetched_all(tmp_path, hub) and not any(repo.busy.values())
+    assert {"bytes=70000-", "bytes=100000-"} <= {r.range for r in hub.requests}
+
+
+def test_a_hub_that_stays_busy_is_told(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].busy[""] = [(503, {"Retry-After": "0"})] * 2 + [(403, {})]
+    error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
+    assert "refused to serve" in error and "HTTP status 403" in error and not leftovers(tmp_path)
+
+
+def test_a_storage_without_ranges(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].no_ranges = True
+    hub.repos[NAME].cut = {SHARDS[0]: 70_000}
+    stage(SCRIPT, "--model-name", NAME)
+    assert fetched_all(tmp_path, hub)
+
+
+def test_a_proxy_in_the_way(hub, stage: StageRunner, tmp_path):
+    no_proxy = {"NO_PROXY": "", "no_proxy": ""}
+    dead = {**no_proxy, "http_proxy": "http://user:pa55word@127.0.0.1:9"}
+    error = stage(SCRIPT, "--model-name", NAME, env=dead, expect=2).stderr
+    assert "out of reach through the proxy in http_proxy" in error
+    assert "pa55word" not in error and "Traceback" not in error
+    with HubServer() as proxy:  # answers CONNECT with 501
+        through = {**no_proxy, "https_proxy": proxy.url, "HF_ENDPOINT": "https://127.0.0.1:9"}
+        error = stage(SCRIPT, "--model-name", NAME, env=through, expect=2).stderr
+    assert "the proxy does not let us through to https://127.0.0.1:9" in error
+    bad = {**no_proxy, "http_proxy": "ftp://127.0.0.1:9"}
+    error = stage(SCRIPT, "--model-name", NAME, env=bad, expect=2).stderr
+    assert "the proxy that the environment names cannot be used" in error
+    stage(SCRIPT, "--model-name", NAME, env={**dead, "no_proxy": "127.0.0.1"})
+    assert fetched_all(tmp_path, hub)
+
+
+def test_a_certificate_that_is_not_trusted(hub, stage: StageRunner, tmp_path):
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl to make a certificate")
+    pem = tmp_path / "both.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+                    "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=hub",
+                    "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", pem,
+                    "-out", tmp_path / "cert.pem"], check=True, capture_output=True)
+    with pem.open("a") as file:
+        file.write((tmp_path / "cert.pem").read_text())
+    with HubServer(pem) as server:
+        server.repos = hub.repos
+        at = {"HF_ENDPOINT": server.url}
+        error = stage(SCRIPT, "--model-name", NAME, env=at, expect=2).stderr
+        assert f"the certificate of {server.url} is not trusted here" in error
+        assert "SSL_CERT_FILE" in error and "Traceback" not in error
+        missing = {**at, "SSL_CERT_FILE": "nowhere.pem"}
+        told = stage(SCRIPT, "--model-name", NAME, env=missing, expect=2).stderr
+        assert "Traceback" not in told and "certificate" in told
+        stage(SCRIPT, "--model-name", NAME,
+              env={**at, "SSL_CERT_FILE": str(tmp_path / "cert.pem")})
+    assert fetched_all(tmp_path, hub)
+
+
+def test_the_stored_login_is_used_and_a_bad_token_told(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].token = TOKEN
+    home = Path(os.environ["HF_HOME"])
+    home.mkdir()
+    (home / "token").write_text(TOKEN + "\n")
+    done = stage(SCRIPT, "--model-name", NAME)
+    assert fetched_all(tmp_path, hub) and TOKEN not in done.stdout + done.stderr
+    assert holds(tmp_path, TOKEN) == [home / "token"]
+    hub.repos[NAME].busy[""] = [(401, {})]
+    told = stage(SCRIPT, "--model-name", NAME, "--overwrite", "--token", "hf_Other", expect=2)
+    assert "hf_Other" not in told.stdout + told.stderr
+
+
+def test_a_password_in_the_address_is_not_shown(hub, stage: StageRunner, tmp_path):
+    secret = hub.url.replace("//", "//user:pa55word@")
+    for arguments, code in ((("--dry-run",), 0), ((), None)):
+        done = stage(SCRIPT, "--model-name", NAME, *arguments, env={"HF_ENDPOINT": secret},
+                     expect=code)
+        assert "pa55word" not in done.stdout + done.stderr
+    down = stage(SCRIPT, "--model-name", "org/x", expect=2,
+                 env={"HF_ENDPOINT": "http://user:pa55word@127.0.0.1:9"})
+    assert "out of reach" in down.stderr and "pa55word" not in down.stdout + down.stderr
+    assert not holds(tmp_path, "pa55word")
+
+
+def test_options_from_a_file_hold_no_token_in_the_manifest(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].gated, hub.repos[NAME].token = True, TOKEN
+    (tmp_path / "run.yaml").write_text(f"model_name: {NAME}\ntoken: {TOKEN}\n")
+    done = stage(SCRIPT, "--config", "run.yaml")
+    (tmp_path / "run.yaml").unlink()
+    assert TOKEN not in done.stdout + done.stderr and not holds(tmp_path, TOKEN)
+    made = json.loads((tmp_path / TARGET / "manifest.json").read_text())
+    assert made["options"]["token"] == "[redacted]"

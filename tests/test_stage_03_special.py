@@ -1,0 +1,294 @@
+"""What stage 03 does only when asked to: pickles, code, caches, other architectures, --verify."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from tests.conftest import StageRunner
+from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, change_config, leftovers
+from tests.hub_server import HubServer, Repo
+
+CODE = Path(__file__).parent / "models/novel"
+
+
+# ------------------------------------------------------------------ pickles
+
+def pickled(content: object, **how: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file, **how)
+    return file.getvalue()
+
+
+@pytest.fixture
+def weights(hub: HubServer) -> dict[str, torch.Tensor]:
+    """Take the safetensors away from the small model, and return what they held."""
+    files = hub.repos[NAME].files
+    held = {key: tensor for name in SHARDS for key, tensor in load(files[name]).items()}
+    for name in [name for name in files if "safetensors" in name or name.endswith(".bin")]:
+        del files[name]
+    return held
+
+
+def published(where: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for path in sorted((where / TARGET).glob("*.safetensors"))
+            for key, tensor in load(path.read_bytes()).items()}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_is_converted_when_allowed(hub, weights, stage: StageRunner, tmp_path, legacy):
+    change_config(hub.repos[NAME], tie_word_embeddings=True)
+    whole = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    hub.repos[NAME].files["pytorch_model.bin"] = pickled(
+        whole, _use_new_zipfile_serialization=not legacy)
+    refused = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
+    assert "only pickles" in refused and "--allow-pickle" in refused
+    stage(SCRIPT, "--model-name", NAME, "--allow-pickle")
+    made = published(tmp_path)
+    assert made.keys() == whole.keys() - {"lm_head.weight"}  # the same memory: once
+    assert all(torch.equal(made[key], whole[key]) for key in made)
+    names = {path.name for path in (tmp_path / TARGET).iterdir()}
+    assert "model.safetensors" in names and not [name for name in names if name.endswith(".bin")]
+    content = json.loads((tmp_path / TARGET / "manifest.json").read_text())
+    assert content["summary"]["converted"] == ["pytorch_model.bin"]
+    assert {entry["path"] for entry in content["files"]} == names - {"manifest.json"}
+    stage(SCRIPT, "--verify")
+
+
+def test_shards_of_pickles_become_shards(hub, weights, stage: StageRunner, tmp_path):
+    files, keys = hub.repos[NAME].files, sorted(weights)
+    parts = {f"pytorch_model-0000{i}-of-00002.bin": {key: weights[key] for key in keys[i - 1::2]}
+             for i in (1, 2)}
+    files |= {name: pickled(part) for name, part in parts.items()}
+    files["pytorch_model.bin.index.json"] = json.dumps(
+        {"weight_map": {key: name for name, part in parts.items() for key in part}}).encode()
+    stage(SCRIPT, "--model-name", NAME, "--allow-pickle")
+    index = json.loads((tmp_path / TARGET / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(SHARDS)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
+    made = published(tmp_path)
+    assert all(torch.equal(made[key], weights[key]) for key in weights)
+    load_all = "import sys, transformers as t; " \
+               "m, i = t.AutoModelForCausalLM.from_pretrained(sys.argv[1], " \
+               "output_loading_info=True); print(not any(i.values()))"
+    done = subprocess.run([sys.executable, "-c", load_all, tmp_path / TARGET], text=True,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True,
+                          check=True)
+    assert done.stdout.strip() == "True"
+
+
+class Evil:
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path("evil"),)
+
+
+@pytest.mark.parametrize("content", [pickled({"a": Evil()}), pickle.dumps(Evil()), b"garbage",
+                                     pickled({"a": 1}), pickled([torch.zeros(1)])])
+def test_a_pickle_of_anything_else_is_not_run(hub, weights, stage: StageRunner, tmp_path, content):
+    hub.repos[NAME].files["pytorch_model.bin"] = content
+    done = stage(SCRIPT, "--model-name", NAME, "--allow-pickle", expect=2)
+    assert "pytorch_model.bin" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "evil").exists() and not (tmp_path / TARGET).exists()
+
+
+# ------------------------------------------------------------------ code
+
+@pytest.fixture
+def novel(hub: HubServer) -> Repo:
+    """Serve a model of a type that transformers does not know, with its code."""
+    import runpy
+
+    tensors = runpy.run_path(str(CODE / "weights.py"))["tensors"]()
+    from safetensors.torch import save
+
+    tiny = hub.repos[NAME].files
+    files = {path.name: path.read_bytes() for path in CODE.glob("*_novel.py")}
+    files |= {name: tiny[name] for name in ("tokenizer.json", "tokenizer_config.json")}
+    files["config.json"] = json.dumps({
+        "model_type": "novel", "vocab_size": 320, "architectures": ["NovelForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_novel.NovelConfig",
+                     "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM"}}).encode()
+    files["model.safetensors"] = save(tensors, metadata={"format": "pt"})
+    files["setup.py"] = b"raise SystemExit('not part of the model')"
+    hub.repos["org/novel"] = Repo(files)
+    return hub.repos["org/novel"]
+
+
+def run_novel(stage: StageRunner, *more: object, **how: object):
+    return stage(SCRIPT, "--model-name", "org/novel", *more, **how)
+
+
+def test_code_is_fetched_only_when_trusted(hub, novel, stage: StageRunner, tmp_path):
+    refused = run_novel(stage, expect=2).stderr
+    assert "--trust-remote-code" in refused and not hub.paths(".py")
+    run_novel(stage, "--trust-remote-code")
+    target = tmp_path / ".cache/models/org--novel"
+    code = {path.name for path in target.glob("*.py")}
+    assert code == {"configuration_novel.py", "layers_novel.py", "modeling_novel.py"}
+    made = json.loads((target / "manifest.json").read_text())
+    assert set(made["summary"]["remote_code"]["org/novel"]) == code
+    offline = "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained(" \
+              "sys.argv[1], trust_remote_code=True); print(type(m).__name__)"
+    done = subprocess.run([sys.executable, "-c", offline, target], text=True, capture_output=True,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
+    assert done.stdout.strip() == "NovelForCausalLM"
+    with (target / "layers_novel.py").open("a") as file:
+        file.write("#")
+    assert "layers_novel.py holds" in stage(SCRIPT, "--verify", expect=3).stderr
+    from lib.core.errors import ArtifactError
+    from lib.models.architecture import build_on_meta
+    with pytest.raises(ArtifactError, match="not the code that was trusted"):
+        build_on_meta(target)
+
+
+def test_code_of_another_repository_is_brought_along(hub, novel, stage: StageRunner, tmp_path):
+    change_config(novel, auto_map={
+        "AutoConfig": "org/code--configuration_novel.NovelConfig",
+        "AutoModelForCausalLM": "org/code--modeling_novel.NovelForCausalLM"})
+    hub.repos["org/code"] = Repo({name: novel.files.pop(name) for name in list(novel.files)
+                                  if name.endswith("_novel.py")})
+    run_novel(stage, "--trust-remote-code")
+    config = json.loads((tmp_path / ".cache/models/org--novel/config.json").read_text())
+    assert config["auto_map"]["AutoConfig"] == "configuration_novel.NovelConfig"
+
+
+def test_code_on_a_known_type_is_not_fetched(hub, stage: StageRunner, tmp_path):
+    change_config(hub.repos[NAME], auto_map={"AutoModelForCausalLM": "model.Model"})
+    stage(SCRIPT, "--model-name", NAME, "--trust-remote-code")
+    assert not hub.paths(".py") and not list((tmp_path / TARGET).glob("*.py"))
+
+
+# ------------------------------------------------------------------ a Hugging Face cache
+
+def fill_cache(where: Path, repo: Repo, leave_out: str = "none") -> Path:
+    """Lay out a repository as huggingface_hub does."""
+    home = where / "hub/models--org--tiny-llama"
+    snapshot = home / "snapshots" / repo.commit
+    snapshot.mkdir(parents=True)
+    (home / "blobs").mkdir()
+    (home / "refs").mkdir()
+    (home / "refs/main").write_text(repo.commit)
+    for name, content in repo.files.items():
+        if name == leave_out or "/" in name:
+            continue
+        is_large = name.endswith((".safetensors", ".bin"))
+        digest = hashlib.sha256(content).hexdigest() if is_large else \
+            hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        (home / "blobs" / digest).write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{digest}")
+    return snapshot
+
+
+def test_what_the_cache_holds_is_not_fetched(hub, stage: StageRunner, tmp_path, model_files):
+    snapshot = fill_cache(tmp_path / "hf_home", hub.repos[NAME], leave_out=SHARDS[1])
+    blob = (snapshot / SHARDS[0]).resolve()
+    blob.write_bytes(b"x" * blob.stat().st_size)  # the right size, other content
+    done = stage(SCRIPT, "--model-name", NAME)
+    assert "is damaged and not used" in done.stdout and "from this machine" in done.stdout
+    assert {name for name in model_files if hub.paths(f"/{name}")} == set(SHARDS)
+    for path in (tmp_path / TARGET).iterdir():
+        assert path.name == "manifest.json" or path.read_bytes() == hub.repos[NAME].files[path.name]
+        assert not path.is_symlink() and path.stat().st_nlink == 1
+
+
+def test_a_whole_cache_stands_in_for_a_hub_out_of_reach(hub, stage: StageRunner, tmp_path):
+    snapshot = fill_cache(tmp_path / "hf_home", hub.repos[NAME])
+    away = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = stage(SCRIPT, "--model-name", NAME, env=away)
+    assert "out of reach: taking org/tiny-llama at main from the Hugging Face cache" in done.stdout
+    made = json.loads((tmp_path / TARGET / "manifest.json").read_text())
+    assert made["summary"]["commit"] == hub.repos[NAME].commit
+    again = ("--cache-dir", "again")
+    stage(SCRIPT, "--model-name", NAME, *again, env={"HF_HUB_OFFLINE": "1"})
+    (snapshot / SHARDS[1]).unlink()
+    part = stage(SCRIPT, "--model-name", NAME, *again, "--overwrite", env=away, expect=2).stderr
+    assert "as far as the Hugging Face cache holds it" in part and SHARDS[1] in part
+    assert "out of reach" in stage(SCRIPT, "--model-name", NAME, "--revision", "v2", "--overwrite",
+                                   env=away, expect=2).stderr
+
+
+# ------------------------------------------------------------------ from scratch, any architecture
+
+QWEN = {"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "vocab_size": 151936, "torch_dtype": "bfloat16", "bos_token_id": 151643,
+        "eos_token_id": 151643, "pad_token_id": 151000, "auto_map": {"AutoConfig": "x.Y"}}
+
+
+def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model_files):
+    (tmp_path / "tokens").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "tokens" / name).write_bytes(model_files[name])
+    (tmp_path / "qwen.json").write_text(json.dumps(QWEN))
+    make = (SCRIPT, "--from-scratch", "--config-json", "qwen.json", "--tokenizer", "tokens")
+    planned = stage(*make, "--dry-run").stdout
+    assert "Qwen2ForCausalLM" in planned and "256 rows for 256 tokens" in planned
+    assert not leftovers(tmp_path)
+    done = stage(*make)
+    target = tmp_path / ".cache/models/scratch-qwen2"
+    config = json.loads((target / "config.json").read_text())
+    # transformers has a tokenizer class of its own for qwen2, with one token more.
+    assert "as Qwen2Tokenizer, with 257 tokens instead of 256" in done.stdout
+    assert config["vocab_size"] == 320 and config["model_type"] == "qwen2"
+    assert config["pad_token_id"] == config["eos_token_id"] == 256 and "auto_map" not in config
+    assert "parameters" in done.stdout and not hub.requests
+    assert json.loads((target / "tokenizer_config.json").read_text())["model_max_length"] == 256
+    assert "already done" in stage(*make).stdout
+    (tmp_path / "qwen.json").write_text(json.dumps({**QWEN, "hidden_size": 64}))
+    assert "config.json content" in stage(*make, expect=2).stderr
+    (target / "config.json").unlink()
+    told = stage("04_train_fsdp.py", "-e", "x", "-d", "x", "-m", "scratch-qwen2", expect=3).stderr
+    assert "--from-scratch --config-json qwen.json --tokenizer tokens --overwrite" in told
+
+
+@pytest.mark.parametrize("content, said", [
+    ("{", "is no JSON"), ("[]", "no config of a model"), ('{"model_type": "novel"}', "'novel'"),
+    ('{"model_type": "bert"}', "no causal language model")])
+def test_a_config_that_is_none(stage: StageRunner, tmp_path, model_files, content, said):
+    (tmp_path / "tokenizer.json").write_bytes(model_files["tokenizer.json"])
+    (tmp_path / "c.json").write_text(content)
+    error = stage(SCRIPT, "--from-scratch", "--config-json", "c.json", "--tokenizer", ".",
+                  expect=2).stderr
+    assert said in error and "Traceback" not in error and not leftovers(tmp_path)
+
+
+# ------------------------------------------------------------------ --verify
+
+def test_verify_names_what_is_damaged_and_what_mends_it(hub, stage: StageRunner, tmp_path):
+    assert "0 artifacts" in stage(SCRIPT, "--verify").stdout
+    stage(SCRIPT, "--model-name", NAME)
+    cache = tmp_path / ".cache"
+    tokens = cache / "tokens/corpus-0123"
+    shutil.copytree(cache / "models/org--tiny-llama", tokens)
+    made = json.loads((tokens / "manifest.json").read_text())
+    (tokens / "manifest.json").write_text(json.dumps({**made, "kind": "tokens/1",
+                                                      "stage": "04_train_fsdp.py"}))
+    (cache / "models/half").mkdir()
+    hub.requests.clear()
+    done = stage(SCRIPT, "--verify", env={"HF_HUB_OFFLINE": "1"}).stdout
+    assert "2 artifacts" in done and "every byte as it was written" in done
+    assert "not verified: .cache/models/half" in done
+    path = cache / "models/org--tiny-llama" / SHARDS[0]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    (tokens / "config.json").unlink()
+    error = stage(SCRIPT, "--verify", expect=3).stderr
+    assert f"{SHARDS[0]} has other content" in error and "config.json is missing" in error
+    assert f"03_download_model.py --model-name {NAME} --overwrite" in error
+    assert "rm -r .cache/tokens/corpus-0123" in error and "--prepare-only" in error
+    assert not hub.requests
+    stage(SCRIPT, "--model-name", NAME, "--overwrite")
+    (tokens / "manifest.json").write_text("{")
+    assert "manifest.json is damaged" in stage(SCRIPT, "--verify", expect=3).stderr
