@@ -126,7 +126,12 @@ def parse(argv: list[str]) -> Options:
     watch.add_argument("--ckpt-freq", "--checkpoint-interval", type=options.positive_int,
                        default=500, metavar="N", help="steps between checkpoints")
     watch.add_argument("--ckpt-keep", type=options.count, default=3, metavar="N",
-                       help="newest checkpoints to keep, 0 for all")
+                       help="newest checkpoints to keep (2 at least, and always the one with the "
+                            "lowest validation loss), 0 for all")
+    watch.add_argument("--ckpt-keep-every", type=options.positive_int, metavar="N",
+                       help="also keep the checkpoints of steps that are multiples of N")
+    watch.add_argument("--ckpt-async", type=options.on_off, default=True, metavar="on|off",
+                       help="write checkpoints while training goes on, from copies in host memory")
     watch.add_argument("--eval-freq", type=options.count, default=500, metavar="N",
                        help="steps between evaluations, 0 for only at the end")
     watch.add_argument("--eval-batches", type=options.positive_int, default=100, metavar="N",

@@ -211,10 +211,9 @@ def role_merge(arguments: argparse.Namespace) -> None:
 
 def role_checkpoint(arguments: argparse.Namespace) -> None:
     """Write the checkpoint that a run of the model leaves, and accelerate's of the same weights."""
-    import torch
     import torch.distributed.checkpoint as dcp
 
-    from lib.checkpoints.save import save
+    from lib.checkpoints.save import capture, write
     from lib.core.paths import Experiment
     from lib.models import architecture, weights
     from lib.train import distributed, optimizer, sharding
@@ -229,8 +228,8 @@ def role_checkpoint(arguments: argparse.Namespace) -> None:
     shutil.copyfile(arguments.model / "config.json", run.model / "config.json")
     dcp.save({"model": model.state_dict()}, checkpoint_id=run.root / "merge")
     adamw = optimizer.adamw(model, 1e-3, (0.9, 0.95), 0.0)
-    save(run.checkpoints, 1, model, adamw, {"step": 1, "tokens": 1, "loss": 1.0},
-         {"options": {}, "inputs": {}}, torch.device("cpu"), world.control)
+    write(run.checkpoints, capture(1, model, adamw, {"step": 1, "tokens": 1, "loss": 1.0},
+                                   {"options": {}, "inputs": {}}, world.device), world.saving)
     sys.stdout.flush()
     os._exit(0)
 

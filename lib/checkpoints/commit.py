@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest, paths, publish
-from lib.core.errors import ArtifactError
+from lib.core import hashing, log, manifest, paths, publish, units
+from lib.core.errors import ArtifactError, DiskFullError
 
 COMMIT = "COMMIT.json"
 MANIFEST = paths.MANIFEST
@@ -27,6 +27,8 @@ TENSORS = "dcp"
 TRAIN_STATE = "train_state.json"
 RNG = "rng.safetensors"
 KIND = "checkpoint/1"
+_FEWEST = 2  # checkpoints that no retention goes below
+_MARGIN = 1.15  # times the last checkpoint's size
 
 
 @dataclass(frozen=True)
@@ -137,23 +139,53 @@ def quarantined(checkpoints: Path) -> list[Path]:
     return sorted(aside.iterdir()) if aside.is_dir() else []
 
 
-def clean(checkpoints: Path) -> None:
-    """Remove what killed saves and interrupted deletions left."""
-    if checkpoints.is_dir():
-        for path in checkpoints.iterdir():
-            if ".tmp-" in path.name or path.name.startswith(".trash-"):
-                shutil.rmtree(path, ignore_errors=True)
+def clean(checkpoints: Path) -> bool:
+    """Remove what killed saves and interrupted deletions left; tell whether there was any."""
+    found = [path for path in checkpoints.iterdir()
+             if ".tmp-" in path.name or path.name.startswith(".trash-")] \
+        if checkpoints.is_dir() else []
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return bool(found)
 
 
-def prune(checkpoints: Path, keep: int) -> list[int]:
-    """Delete all but the newest `keep` intact checkpoints; return the steps that went.
+def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
+    """Delete intact checkpoints but those worth keeping; return the steps that went.
 
-    keep: 0 keeps all. Damaged ones neither count nor are deleted.
+    Kept are the newest `keep` (two at least: the newest may turn out damaged), the one with the
+    lowest validation loss, and the steps that are multiples of keep_every. keep: 0 keeps all.
+    Damaged ones neither count nor are deleted.
     """
     intact = [c for c in scan(checkpoints) if not c.problems()]
-    gone = intact[keep:] if keep else []
+    if not keep:
+        return []
+    newest = max(keep, _FEWEST)
+    kept = {c.step for c in intact[:newest]}
+    kept |= {c.step for c in intact if keep_every and c.step % keep_every == 0}
+    if len(intact) > newest:
+        losses = {c.step: c.commit().get("eval_loss") for c in intact}
+        measured = {step: loss for step, loss in losses.items() if loss is not None}
+        kept |= {min(measured, key=measured.__getitem__)} if measured else set()
+    gone = [c for c in intact if c.step not in kept]
     for checkpoint in gone:
         trash = checkpoint.path.with_name(f".trash-{checkpoint.path.name}-{time.time_ns():x}")
         checkpoint.path.rename(trash)  # from here on it does not count, however the deletion ends
         shutil.rmtree(trash, ignore_errors=True)
     return [c.step for c in gone]
+
+
+def make_room(checkpoints: Path) -> bool:
+    """Delete leftovers and all but the newest intact checkpoints; tell whether any went."""
+    leftovers = clean(checkpoints)
+    return bool(prune(checkpoints, _FEWEST)) or leftovers
+
+
+def require_room(checkpoints: Path) -> None:
+    """Raise DiskFullError when another checkpoint like the last one will not fit."""
+    newest = next((c for c in scan(checkpoints) if not c.problems()), None)
+    if newest is None:
+        return
+    needed = int(_MARGIN * sum(entry["bytes"] for entry in newest.manifest()["files"]))
+    if (free := shutil.disk_usage(checkpoints).free) < needed:
+        raise DiskFullError(f"no room for a checkpoint in {checkpoints}",
+                            expected=f"{units.size(needed)} free", found=units.size(free))

@@ -53,14 +53,20 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
         state["step"].fill_(steps)
 
 
-def gather_rng(device: torch.device, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return this rank's random states by kind, uint8 [bytes] each."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def gather_rng(states: dict[str, torch.Tensor], group: dist.ProcessGroup,
+               ) -> dict[str, torch.Tensor]:
     """Return the random states of all ranks, uint8 [ranks, bytes] per kind; empty but on rank 0.
 
     All ranks must call this.
     """
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
     if dist.get_rank(group) != 0:
         dist.gather_object(states, None, group=group)
         return {}

@@ -18,7 +18,7 @@ from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.core.publish import differences, lock
-from lib.models import identity
+from lib.models import identity, remote_code
 from lib.models.initialise import initialise, restore_buffers
 from lib.models.shards import tie_again
 from lib.models.weights import load_pretrained
@@ -36,20 +36,23 @@ from lib.train import (
     startup,
 )
 from lib.train.distributed import World
+from lib.train.forecast import Forecast
 from lib.train.journal import Journal, read_config
 from lib.train.metrics import Metrics
 from lib.train.optimizer import LossScale
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
 from lib.train.run import Run
+from lib.train.saving import Saves
 from lib.train.signals import StopRequest
 from lib.train.startup import Data, Inputs, Setting
 from lib.train.timers import Timers
 from lib.train.watchdog import Watchdog
 
 _SHARED_WITHIN_S = 60.0
-_ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "eval_freq", "eval_batches", "resume", "overwrite",
-          "shard_size", "cpu_offload", "activation_checkpointing", "compile", "attention")
+_ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "ckpt_async", "eval_freq", "eval_batches",
+          "resume", "overwrite", "shard_size", "cpu_offload", "activation_checkpointing", "compile",
+          "attention")
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
@@ -60,6 +63,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     All ranks must call this. Raises UsageError when the experiment's directory holds another run or
     the ranks were not started alike, ArtifactError when it has checkpoints and none is valid.
     """
+    forecast = Forecast(opts, setting) if log.rank() == 0 else None
     world = distributed.start(opts.shard_size)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  len(data.train), world.rank)
@@ -76,6 +80,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     blocks.prepare(model, opts.activation_checkpointing, opts.compile)
     small = not offload and sharding.may_stay_gathered(model, memory.total(world.device))
     log.info("sharded: " + sharding.shard(model, world.mesh, setting.precision, offload, small))
+    before = memory.usage(world.device)["memory/current_gib"]
     sharding.materialise(model, world.device, offload)
     adamw = optimizer.adamw(model, opts.lr, (opts.beta1, opts.beta2), opts.weight_decay)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
@@ -84,7 +89,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
               data, Timers(world.device),
               StopRequest(world, experiment.stop_file, opts.max_minutes),
               Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
-              flops_per_token, peak)
+              flops_per_token, peak, forecast, before)
     if not _resume(run, inputs):
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
@@ -93,11 +98,13 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         isolation.require(model, world)
     log.info(f"loss: {loss.chunk(model, world)}")
     run.metrics = Metrics(experiment, world.rank, run.step, opts.wandb)
+    run.saves = Saves(opts, experiment, journal, world.saving, world.device)
     run.watchdog = Watchdog(opts.watchdog_minutes,
                             experiment.rank_log(world.rank).with_suffix(".stacks.txt"))
     run.progress = Progress("training", run_plan.total_steps, "step", done=run.step,
                             enabled=not opts.no_progress and sys.stderr.isatty())
     run.write_state("running")
+    run.tell_forecast()
     return run
 
 
@@ -173,6 +180,7 @@ def _copy_model_files(model_dir: Path, target: Path) -> None:
         temporary = target / f"{name}.tmp"
         shutil.copyfile(model_dir / name, temporary)
         temporary.replace(target / name)
+    remote_code.carry(model_dir, target)
 
 
 def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data) -> None:

@@ -20,9 +20,9 @@ _START_TIMEOUT = timedelta(minutes=30)
 class World:
     """This process's place in the launch.
 
-    mesh: 1-D over all ranks, or (replicas, ranks per replica). control: a gloo group of its own,
-    for small agreements between hosts and for checkpoints, so that neither meets the collectives
-    of training.
+    mesh: 1-D over all ranks, or (replicas, ranks per replica). control, saving: gloo groups of
+    their own, for small agreements between hosts and for checkpoints, so that none meets the
+    collectives of another thread.
     """
 
     rank: int
@@ -30,6 +30,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     control: dist.ProcessGroup
+    saving: dist.ProcessGroup
 
 
 def start(shard_size: int | None = None) -> World:
@@ -48,8 +49,8 @@ def start(shard_size: int | None = None) -> World:
     if shard_size and shard_size < size[0]:
         size, names = (size[0] // shard_size, shard_size), ("replicate", "shard")
     mesh = init_device_mesh(device.type, size, mesh_dim_names=names)
-    control = dist.new_group(backend="gloo", timeout=_START_TIMEOUT)
-    return World(dist.get_rank(), dist.get_world_size(), device, mesh, control)
+    control, saving = (dist.new_group(backend="gloo", timeout=_START_TIMEOUT) for _ in range(2))
+    return World(dist.get_rank(), dist.get_world_size(), device, mesh, control, saving)
 
 
 def stop(world: World) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import commit
 from lib.checkpoints.collective import gather
-from lib.checkpoints.save import save
+from lib.checkpoints.save import capture
 from lib.core import log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.options import Options
@@ -24,12 +24,14 @@ from lib.core.progress import Progress
 from lib.tokens.loader import evaluation_batches
 from lib.train import distributed, memory, metrics, plot, symptoms
 from lib.train.distributed import World
+from lib.train.forecast import Forecast
 from lib.train.journal import Journal
 from lib.train.loss import evaluate
 from lib.train.metrics import Metrics
 from lib.train.optimizer import LossScale
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
+from lib.train.saving import Saves
 from lib.train.signals import StopRequest
 from lib.train.startup import Data
 from lib.train.timers import Timers
@@ -44,7 +46,8 @@ class Run:
 
     flops: per token, forward and backward. peak: FLOP/s per rank.
     resumed_from: digest of the checkpoint that a person named with --resume, here or in an earlier
-    launch that this one goes on from.
+    launch that this one goes on from. forecast: rank 0 has it. memory_before: GiB in use before the
+    model had memory. memory_peak: the most of any window.
     """
 
     options: Options
@@ -61,12 +64,16 @@ class Run:
     journal: Journal
     flops: float
     peak: float
+    forecast: Forecast | None
+    memory_before: float
+    memory_peak: float = 0.0
     step: int = 0
     tokens: int = 0
     resumed_from: str | None = None
     metrics: Metrics = field(init=False)
     progress: Progress = field(init=False)
     watchdog: Watchdog = field(init=False)
+    saves: Saves = field(init=False)
     began: float = field(default_factory=time.monotonic)
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -92,6 +99,7 @@ class Run:
         self.profiler.after(self.step)
         self.progress.advance()
         self.watchdog.enter("step")
+        self._finish_save(wait=False)
         if self.step % _COLLECT_EVERY == 0:
             # At the same steps on all ranks: left alone, each would stop the others in turn.
             gc.disable()
@@ -104,6 +112,8 @@ class Run:
         times = self.timers.read()
         per_second = self.plan.tokens_per_step / (times["time/total"] / 1000)
         per_device = per_second / self.world.size
+        in_use = memory.usage(self.world.device)
+        self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
         return {"step": self.step, "epoch": samples / self.plan.samples,
                 "train/loss": loss, "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": learning_rate,
@@ -111,7 +121,7 @@ class Run:
                 "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
                 "perf/tflops": per_device * self.flops / 1e12,
                 "perf/mfu": per_device * self.flops / self.peak,
-                **times, **self._slowest(times), **memory.usage(self.world.device)}
+                **times, **self._slowest(times), **in_use}
 
     def _slowest(self, times: dict[str, float]) -> dict[str, float]:
         """Return which rank is slowest in what no rank waits for others in, and by how much.
@@ -145,15 +155,22 @@ class Run:
     def report(self, figures: dict[str, Any], running_loss: float) -> None:
         """Write a step's figures everywhere. running_loss: mean since the last log line."""
         self.last = figures
+        self.tell_forecast()
         self.metrics.write(figures)
         left = (self.plan.total_steps - self.step) * figures["time/total"] / 1000
         self.metrics.console(figures, running_loss, units.duration(left))
         symptoms.require_finite(figures["train/loss"], self.step, self.options)
 
+    def tell_forecast(self) -> None:
+        """Say what memory the run will need at most, as soon as that is known."""
+        if self.forecast is not None:
+            self.forecast.tell()
+
     def save(self, stopping: str = "") -> None:
-        """Commit a checkpoint, then delete old ones; all ranks must call this."""
+        """Begin to save this step, and wait for it if it is the last; all ranks must call this."""
         self.watchdog.enter("save")
-        began = time.monotonic()
+        began, last = time.monotonic(), bool(stopping) or self.step == self.plan.total_steps
+        self._finish_save(wait=True)
         logged = self.last if self.last.get("step") == self.step else {}
         samples = self.step * self.plan.division.global_batch
         state = {"step": self.step, "samples": samples, "tokens": self.tokens,
@@ -162,19 +179,24 @@ class Run:
                  "world_size": self.world.size,
                  "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
                  "loss_scale": self.loss_scale.state()}
-        checkpoint = save(self.experiment.checkpoints, self.step, self.model, self.optimizer,
-                          state, self.plan.identity(), self.world.device, self.world.control)
-        self.journal.event("save", self.step, path=checkpoint.path.name)
-        if self.world.rank == 0:
-            self._prune()
-            self._draw()
-            log.info(f"[rank=0] step {self.step}: saved {checkpoint.path} "
-                     f"({units.duration(time.monotonic() - began)})")
+        copies = None if last else self.saves.copies
+        self.saves.begin(capture(self.step, self.model, self.optimizer, state,
+                                 self.plan.identity(), self.world.device, copies))
+        if copies is None:
+            self._finish_save(wait=True, last=last)
+        else:
+            log.info(f"[rank=0] step {self.step}: saving in the background; the copy of "
+                     f"{units.size(copies.bytes)} took {units.duration(time.monotonic() - began)}")
         done = self.step == self.plan.total_steps
         self.write_state("complete" if done else "preempted" if stopping else "running")
         if stopping:
             self.journal.event("signal", self.step, signal=stopping)
         self.resume_timing()
+
+    def _finish_save(self, wait: bool, last: bool = False) -> None:
+        if self.saves.finish(wait, last) and self.world.rank == 0:
+            self._draw()
+            self.write_state("running")
 
     def resume_timing(self) -> None:
         """Go on with the steps after something else."""
@@ -204,6 +226,7 @@ class Run:
             log.table({"training loss": f"{rows[0]['train/loss']:.4f} at step {rows[0]['step']} → "
                                         f"{rows[-1]['train/loss']:.4f} at step {rows[-1]['step']}",
                        "validation loss": _validation(rows),
+                       "memory": self.forecast.compared(self.memory_peak - self.memory_before),
                        "plot": self.experiment.plot, "metrics": self.experiment.metrics})
 
     def failed(self, error: BaseException) -> None:
@@ -220,15 +243,6 @@ class Run:
         self.metrics.close()
         if in_order:
             distributed.stop(self.world)
-
-    def _prune(self) -> None:
-        try:
-            gone = commit.prune(self.experiment.checkpoints, self.options.ckpt_keep)
-        except OSError as error:
-            log.warn(f"old checkpoints could not be deleted: {error}")
-            return
-        if gone:
-            self.journal.event("prune", self.step, steps=gone)
 
     def _draw(self) -> None:
         name = f"{self.experiment.root.name}: {self.model.config.model_type}, " \

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.save import save
+from lib.checkpoints.save import capture, write
 from lib.core.paths import Experiment
 from lib.models.architecture import build_on_meta
 from lib.models.weights import load_pretrained
@@ -44,8 +44,8 @@ def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,
     adamw = torch.optim.AdamW(model.parameters())
     state = {"step": step, "tokens": 640 * step, "loss": 1.5, **(facts or {})}
     identity = {"options": {"seq_length": 32, "seed": 7}, "inputs": {"dataset": "d1e5"}}
-    return save(experiment.checkpoints, step, model, adamw, state, identity,
-                torch.device("cpu"), dist.group.WORLD)
+    return write(experiment.checkpoints, capture(step, model, adamw, state, identity,
+                                                 torch.device("cpu")), dist.group.WORLD)
 
 
 def run_stage_05(*arguments: object) -> None:

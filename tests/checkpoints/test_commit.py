@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lib.checkpoints import commit
 from lib.core import manifest
+from lib.core.errors import DiskFullError
 
 
-def make(checkpoints: Path, step: int) -> commit.Checkpoint:
+def make(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
     """Commit a checkpoint whose only tensor file is some bytes."""
     attempt = commit.attempt_directory(checkpoints, step)
     (attempt / commit.TENSORS).mkdir()
@@ -19,7 +21,8 @@ def make(checkpoints: Path, step: int) -> commit.Checkpoint:
     (attempt / commit.TRAIN_STATE).write_text(json.dumps({"step": step}))
     files = [manifest.file_entry(attempt, attempt / name)
              for name in (f"{commit.TENSORS}/data", commit.TRAIN_STATE)]
-    return commit.commit(attempt, step, files, {"options": {}}, 2, {"tokens": 5})
+    return commit.commit(attempt, step, files, {"options": {}}, 2,
+                         {"tokens": 5} | facts)
 
 
 def test_committed_is_valid_and_newest_first(tmp_path: Path):
@@ -64,6 +67,34 @@ def test_prune_keeps_the_newest_intact(tmp_path: Path):
     assert commit.prune(tmp_path, keep=2) == [2, 1]
     assert [c.step for c in commit.scan(tmp_path)] == [5, 4, 3]
     assert commit.prune(tmp_path, keep=0) == []
+    assert commit.prune(tmp_path, keep=1) == []  # never fewer than two
+
+
+def test_prune_keeps_multiples_and_the_best(tmp_path: Path):
+    losses = {1: 3.0, 2: None, 3: 1.5, 4: 2.0, 5: None, 6: 2.5, 7: None, 8: 1.6}
+    for step, loss in losses.items():
+        make(tmp_path, step, eval_loss=loss)
+    assert commit.prune(tmp_path, keep=2, keep_every=4) == [6, 5, 2, 1]
+    assert [c.step for c in commit.scan(tmp_path)] == [8, 7, 4, 3]
+
+
+def test_room_is_made_of_leftovers_and_old_ones(tmp_path: Path):
+    assert not commit.make_room(tmp_path)
+    for step in range(1, 4):
+        make(tmp_path, step)
+    commit.attempt_directory(tmp_path, 9)
+    assert commit.make_room(tmp_path)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000002", "step_00000003"]
+    assert not commit.make_room(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch):
+    commit.require_room(tmp_path)
+    make(tmp_path, 1)
+    commit.require_room(tmp_path)
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda _: SimpleNamespace(free=3))
+    with pytest.raises(DiskFullError, match="no room for a checkpoint"):
+        commit.require_room(tmp_path)
 
 
 def test_leftovers_are_no_checkpoints_and_are_cleaned(tmp_path: Path):
