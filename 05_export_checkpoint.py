@@ -149,11 +149,12 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
 
 
 def begin_hashing(checkpoint: commit.Checkpoint) -> Future[list[str]]:
-    """Start to hash the whole checkpoint beside the imports; the result is what is damaged."""
+    """Start to hash what will be read, beside the imports; the result is what is damaged."""
     def work() -> list[str]:
         parts = min(8, os.cpu_count() or 1)
         with ThreadPoolExecutor(parts) as pool:
-            found = pool.map(lambda i: checkpoint.content_problems(i, parts), range(parts))
+            found = pool.map(lambda i: checkpoint.content_problems(
+                i, parts, for_export=True), range(parts))
             return [problem for problems in found for problem in problems]
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work)

@@ -1,7 +1,7 @@
 """The commit protocol: a checkpoint is a directory that is whole, or it is no checkpoint.
 
     step_00001000.tmp-<attempt>/    written, hashed and fsynced here …
-        dcp/*.distcp, dcp/.metadata     sharded tensors
+        dcp/*.distcp, dcp/.metadata     sharded tensors, those of the optimizer apart
         train_state.json                step, sample cursor, … ; no pickle
         rng.safetensors                 random states, one row per rank
         manifest.json                   path, bytes and digest of every file above
@@ -24,6 +24,7 @@ from lib.core.errors import ArtifactError, DiskFullError
 COMMIT = "COMMIT.json"
 MANIFEST = paths.MANIFEST
 TENSORS = "dcp"
+OPTIMIZER = "optimizer_"  # in the names of files that hold nothing but its states
 TRAIN_STATE = "train_state.json"
 RNG = "rng.safetensors"
 KIND = "checkpoint/1"
@@ -55,11 +56,16 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError) as error:
             return [f"{COMMIT} or {MANIFEST} cannot be read ({error})"]
 
-    def content_problems(self, part: int, parts: int) -> list[str]:
-        """Return which files have other content than when written, of every `parts`-th file."""
+    def content_problems(self, part: int, parts: int, for_export: bool = False) -> list[str]:
+        """Return which files have other content than when written, of an equal share of them.
+
+        for_export: the optimizer's files are not read, so they are left out.
+        """
         try:
-            entries = self.manifest()["files"][part::parts]
-            return manifest.damages(self.path, {"files": entries}, deep=True)
+            entries = [entry for entry in self.manifest()["files"]
+                       if not (for_export and OPTIMIZER in entry["path"])]
+            share = sorted(entries, key=lambda entry: -entry["bytes"])[part::parts]
+            return manifest.damages(self.path, {"files": share}, deep=True)
         except OSError as error:  # a disk that fails to read is as good as damage
             return [str(error)]
 

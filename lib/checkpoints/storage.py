@@ -6,14 +6,19 @@ import io
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from lib.checkpoints import commit, state
 from lib.core import hashing
 from lib.core.errors import ArtifactError, StageError, from_os_error
 
@@ -114,7 +119,9 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes one fsynced file per rank; `entries()` are the manifest entries of this rank's files.
+    """Writes two fsynced files per rank; `entries()` are the manifest entries of this rank's files.
+
+    The optimizer has one of its own: an export need neither read nor verify it.
 
     One thread: with more, an exception in a writer thread is lost and the save "succeeds"
     (torch up to 2.13, pytorch 191391).
@@ -123,6 +130,19 @@ class HashingWriter(FileSystemWriter):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, sync_files=True, thread_count=1, overwrite=False)
         self.fs = _HashingFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for mark in ("", commit.OPTIMIZER):
+            items = [item for item in plan.items
+                     if item.index.fqn.startswith(state.OPTIMIZER) == bool(mark)]
+            if items:
+                prefix = _StoragePrefix(plan.storage_data.prefix + mark)
+                part = replace(plan, items=items, storage_data=prefix)
+                results += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     def entries(self, under: str) -> list[dict[str, Any]]:
         """Return path (below `under`), bytes and digest of each file."""
