@@ -81,7 +81,7 @@ def build_on_meta(model_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention,
                 trust_remote_code=runs_code)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, KeyError) as error:  # KeyError: Falcon's own table of names
         raise UsageError(f"cannot build the {config.model_type} model of {model_dir} "
                          f"with attention {attention!r}", found=_first_lines(error)) from error
     return model.train()
