@@ -9,11 +9,11 @@ import warnings
 from multiprocessing.connection import Connection
 
 import torch
-from transformers import PreTrainedModel
 
 from lib.core import log
 from lib.core.options import Options
-from lib.train import plan
+from lib.train import memory, plan
+from lib.train.startup import Setting
 
 _GIB = 1 << 30
 _PATIENCE_S = 30  # a trace takes a second or two, at low priority somewhat longer
@@ -22,21 +22,24 @@ _PATIENCE_S = 30  # a trace takes a second or two, at low priority somewhat long
 class Forecast:
     """A trace in a process of its own: nothing of it stays, and the run does not wait for it.
 
-    Must be made before the process group, before the model is sharded and before this process uses
-    a GPU: it forks, which spares importing everything again.
+    Must be made before the process group and before the model is sharded: it forks, which spares
+    importing everything again. The child uses no GPU.
     """
 
-    def __init__(self, opts: Options, model: PreTrainedModel, seq_length: int, precision: str,
-                 ) -> None:
+    def __init__(self, opts: Options, setting: Setting) -> None:
         self.gib: float | None = None
         self._on_gpu = torch.cuda.is_available()
+        has = memory.total(torch.device("cuda" if self._on_gpu else "cpu"))
         context = multiprocessing.get_context("fork")
         self._answer, question = context.Pipe(duplex=False)
-        child = context.Process(target=_trace, daemon=True, args=(
-            question, opts, model, seq_length, precision, self._on_gpu))
+        self._child = context.Process(target=_trace, daemon=True, args=(
+            question, opts, setting, self._on_gpu, has))
         with warnings.catch_warnings():  # of threads, which the child does not use
             warnings.simplefilter("ignore", DeprecationWarning)
-            child.start()
+            try:
+                self._child.start()
+            except OSError as error:  # no room for another process, but for a run there may be
+                question.send(str(error))
         question.close()
 
     def tell(self) -> None:
@@ -58,22 +61,30 @@ class Forecast:
     def compared(self, measured: float) -> str:
         """Return what was measured, GiB, beside what was foretold."""
         self.tell()
-        how = "most that the allocator gave out" if self._on_gpu else \
-            "most resident memory, less what there was before the model"
+        how = "the most that the allocator gave out" if self._on_gpu else \
+            "the most resident memory, less what there was before the model"
         foretold = "not foretold" if self.gib is None else f"foretold {self.gib:.3g} GiB"
         return f"peak {measured:.3g} GiB ({how}), {foretold}"
 
+    def close(self) -> None:
+        """Do not wait for the answer any longer."""
+        if self._child.pid is not None:
+            self._child.kill()
 
-def _trace(question: Connection, opts: Options, model: PreTrainedModel, seq_length: int,
-           precision: str, on_gpu: bool) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+def _trace(question: Connection, opts: Options, setting: Setting, on_gpu: bool, has: int) -> None:
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     signal.alarm(_PATIENCE_S)
     os.nice(10)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # whoever reads the run's output must not wait for this process
+        os.dup2(nowhere, stream)
     try:
         from lib.train import memory_plan
 
-        case = memory_plan.case_of(opts, seq_length, precision, plan.launched_size(), on_gpu)
-        question.send(memory_plan.Estimates(model).step(case).peak)
+        case = memory_plan.case_of(opts, setting, plan.launched_size(), on_gpu, has)
+        question.send(memory_plan.Estimates(setting.model).step(case).peak)
     except Exception as error:  # whatever it is, the run goes on
         first, *_ = str(error).splitlines() or [""]
         question.send(f"{type(error).__name__}: {first[:200]}")

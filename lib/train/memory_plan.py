@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
@@ -13,8 +14,9 @@ from transformers import PreTrainedModel
 from lib.core import log
 from lib.core.options import Options
 from lib.models.architecture import decoder_layers
-from lib.train import memory_trace
+from lib.train import memory_trace, sharding
 from lib.train.memory_trace import Case, Step
+from lib.train.startup import Setting
 
 _RECOMPUTE = ("none", "selective", "full")
 _BATCHES = (1, 2, 4)  # times --batch-size
@@ -23,14 +25,16 @@ _SHORT = 4  # blocks that stand for any number of them
 _GIB = 1 << 30
 
 
-def case_of(opts: Options, seq_length: int, precision: str, ranks: int, on_gpu: bool) -> Case:
-    """Return what decides the memory of a run on `ranks` processes."""
+def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: float) -> Case:
+    """Return what decides the memory of a run on `ranks` devices that have so many bytes each."""
+    offload = opts.cpu_offload and on_gpu
     shard_size = min(opts.shard_size or ranks, ranks)
     per_step = opts.global_batch_size or opts.batch_size * (opts.grad_accum_steps or 1) * ranks
-    by_mask = opts.attention == "sdpa" or not on_gpu and opts.attention == "auto"
-    return Case(ranks, shard_size, opts.batch_size, seq_length, precision,
-                opts.activation_checkpointing, per_step > opts.batch_size * ranks,
-                opts.cpu_offload and on_gpu, by_mask and opts.packing == "documents")
+    by_mask = opts.attention == "sdpa" or (not on_gpu and opts.attention == "auto")
+    return Case(ranks, shard_size, opts.batch_size, setting.seq_length, setting.precision,
+                opts.activation_checkpointing, per_step > opts.batch_size * ranks, offload,
+                not offload and sharding.may_stay_gathered(setting.model, has),
+                by_mask and opts.packing == "documents")
 
 
 class Estimates:
@@ -78,14 +82,19 @@ class Estimates:
         return sum(-(-shape[0] // case.shard_size) * math.prod(shape[1:]) for shape in self._sizes)
 
 
-def tell(opts: Options, model: PreTrainedModel, seq_length: int) -> None:
+def tell(opts: Options, setting: Setting) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
-    precision = opts.precision or "bf16"
-    estimates, usable = Estimates(model), opts.plan_gpu_memory * _USABLE
-    log.info(f"memory per GPU in GiB, traced: {seq_length} tokens per sample, {precision}; usable "
-             f"are {usable:.4g} of {opts.plan_gpu_memory:g}, the rest is for CUDA, NCCL, fragments")
+    # What is the default here is not what it is on those GPUs.
+    setting = replace(setting, precision=opts.precision or "bf16")
+    estimates, usable = Estimates(setting.model), opts.plan_gpu_memory * _USABLE
+    log.info(f"memory per GPU in GiB, traced: {setting.seq_length} tokens per sample, "
+             f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g}, the rest "
+             "is for CUDA, NCCL, fragments")
+    log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
+    if opts.compile:
+        log.info("  traced without --compile, which needs somewhat less")
     for ranks in opts.plan_gpus:
-        asked = case_of(opts, seq_length, precision, ranks, on_gpu=True)
+        asked = case_of(opts, setting, ranks, True, opts.plan_gpu_memory * _GIB)
         held = estimates.step(asked).largest
         replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
         log.info(f"  {ranks} GPUs{replicas}: {_gib(held['parameters'])} parameters, "
@@ -94,18 +103,23 @@ def tell(opts: Options, model: PreTrainedModel, seq_length: int) -> None:
         log.info("     batch  checkpointing  activations    loss  gathered    peak")
         for times, recompute in product(_BATCHES, _RECOMPUTE):
             case = replace(asked, batch=asked.batch * times, recompute=recompute)
-            _row(case, estimates.step(case), usable, case == asked)
+            _row(case, estimates, usable, case == asked)
         if _peak(estimates.step(asked)) > usable:
             log.info(f"    → {_nearest(estimates, asked, usable)}")
-    states = held["optimizer"] / held["parameters"]
+    states = held["optimizer"] / held["gradients"]
     log.info(f"  a checkpoint holds {4 * estimates.parameters * (1 + states) / _GIB:.4g} GiB: "
              "float32 masters and optimizer states")
 
 
-def _row(case: Case, step: Step, usable: float, asked: bool) -> None:
+def _row(case: Case, estimates: Estimates, usable: float, asked: bool) -> None:
+    begins = f"  {'→' if asked else ' '} {case.batch:>6}  {case.recompute:<13}"
+    try:
+        step = estimates.step(case)
+    except RuntimeError as error:  # some families cannot be checkpointed selectively
+        log.info(f"{begins}  cannot be traced: {str(error).strip().splitlines()[0]}")
+        return
     held = step.largest
-    log.info(f"  {'→' if asked else ' '} {case.batch:>6}  {case.recompute:<13}  "
-             f"{_gib(held['activations']):>11}  {_gib(held['loss']):>6}  "
+    log.info(f"{begins}  {_gib(held['activations']):>11}  {_gib(held['loss']):>6}  "
              f"{_gib(held['gathered']):>8}  {_gib(step.total):>6}  "
              f"{'fits' if _peak(step) <= usable else 'too much'}")
 
@@ -113,8 +127,9 @@ def _row(case: Case, step: Step, usable: float, asked: bool) -> None:
 def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
     """Say which knob to turn first, or which together, so that it fits."""
     for how, case in _turned(asked):
-        if (peak := _peak(estimates.step(case))) <= usable:
-            return f"fits with {how}: {peak:.3g}"
+        with suppress(RuntimeError):  # as in a row
+            if (peak := _peak(estimates.step(case))) <= usable:
+                return f"fits with {how}: {peak:.3g}"
     return "nothing makes it fit: take a smaller model or larger GPUs"
 
 
@@ -134,7 +149,7 @@ def _turned(asked: Case) -> Iterator[tuple[str, Case]]:
     for doublings in range(1, 7):
         ranks = case.ranks << doublings
         yield f"{how} on {ranks} GPUs", replace(case, ranks=ranks, shard_size=ranks)
-    case = replace(case, offload=True)
+    case = replace(case, offload=True, keep_gathered=False)
     yield f"{how} --cpu-offload on", case
     while case.seq_length >= 512:
         case = replace(case, seq_length=case.seq_length // 2)

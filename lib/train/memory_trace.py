@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,25 +20,19 @@ import torch.distributed._tools.fake_collectives  # how collectives treat fake t
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
-from lib.models.shards import local_tensor
 from lib.tokens.loader import MicroBatch
 from lib.train import blocks, loss, optimizer, sharding
+from lib.train.memory_tracker import KINDS, SHARDED, Bytes, Tracker
 
 # It prints a traceback of what fails here, which whoever asked for the trace hears of anyway.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-
-Bytes = dict[str, int]  # by kind
-
-KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "gathered", "workspace")
-_SHARDED = KINDS[:3]  # what lies in host memory with offload
 
 
 @dataclass(frozen=True)
@@ -48,8 +40,8 @@ class Case:
     """What decides the memory of a step, beside the model.
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
-    pass per step. masked: attention by a mask, as packed documents have without a varlen kernel.
-    chunked: the output layer makes the loss.
+    pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
+    have without a varlen kernel. chunked: the output layer makes the loss.
     """
 
     ranks: int
@@ -60,6 +52,7 @@ class Case:
     recompute: str
     accumulates: bool = False
     offload: bool = False
+    keep_gathered: bool = False
     masked: bool = False
     chunked: bool = True
 
@@ -98,110 +91,9 @@ class Step:
     def resharded(self, factor: float) -> Step:
         """Return the step with other shards: what is gathered from them does not change."""
         def other(sizes: Bytes) -> Bytes:
-            return {kind: round(size * factor) if kind in _SHARDED else size
+            return {kind: round(size * factor) if kind in SHARDED else size
                     for kind, size in sizes.items()}
         return Step(other(self.largest), tuple(map(other, self.moments)), self.offload)
-
-
-class Tracker(TorchDispatchMode):
-    """Counts the bytes of live storages by kind, and what there were in each phase at most.
-
-    making: the kind of what is created now. host: kinds that do not count for a phase's peak.
-    Works on real tensors as on fake ones.
-    """
-
-    def __init__(self, host: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        self.making = "parameters"
-        self.largest, self._now = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        self.phases, self._peak, self._counted = [dict(self._now)], 0, set(KINDS) - set(host)
-        self._known: dict[int, tuple[weakref.ref, str, int]] = {}
-        self._paused = False
-        self._patches = contextlib.ExitStack()
-
-    def __enter__(self) -> Tracker:
-        resize = torch.UntypedStorage.resize_
-        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def tracked(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            if id(storage) in self._known:
-                self._put(storage, "gathered")  # only FSDP does so
-
-        def unseen(*arguments: Any) -> Any:
-            self._paused = True
-            try:
-                return propagate(*arguments)
-            finally:
-                self._paused = False
-
-        # Dispatch does not see the first, and takes the second, which works out the shape of a
-        # whole DTensor, for real work. Private, the same in torch 2.11 to 2.13.
-        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", tracked))
-        self._patches.enter_context(mock.patch.object(
-            ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen))
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._patches.close()
-        super().__exit__(*error)
-
-    def restart(self, making: str) -> None:
-        """Forget the phases so far."""
-        self.phases = []
-        self.next_phase(making)
-
-    def next_phase(self, making: str = "") -> None:
-        """Begin to record another peak."""
-        self.making = making or self.making
-        self.phases.append(dict(self._now))
-        self._peak = 0
-        self._record()
-
-    def put(self, tensors: Any, kind: str) -> None:
-        """Say what tensors are, once that is known."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                self._put(local_tensor(tensor).untyped_storage(), kind)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # comes back as operations on shards
-        out = func(*args, **(kwargs or {}))
-        if self._paused:
-            return out
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._known:
-                self._put(tensor.untyped_storage(), self.making)
-        if func.namespace in ("fsdp", "c10d"):
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor) and self._kind(tensor) not in _SHARDED:
-                    self._put(tensor.untyped_storage(), "gathered")
-        return out
-
-    def _kind(self, tensor: Tensor) -> str | None:
-        known = self._known.get(id(tensor.untyped_storage()))
-        return known[1] if known else None
-
-    def _put(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key = id(storage)
-        reference, before, size = self._known.get(key) or (
-            weakref.ref(storage, partial(self._gone, key)), kind, 0)
-        self._now[before] -= size
-        self._known[key] = (reference, kind, storage.nbytes())
-        self._now[kind] += storage.nbytes()
-        self._record()
-
-    def _gone(self, key: int, _: weakref.ref) -> None:
-        _, kind, size = self._known.pop(key)
-        self._now[kind] -= size
-
-    def _record(self) -> None:
-        for kind, size in self._now.items():
-            self.largest[kind] = max(self.largest[kind], size)
-        live = sum(self._now[kind] for kind in self._counted)
-        if live > self._peak:
-            self._peak, self.phases[-1] = live, dict(self._now)
 
 
 @contextlib.contextmanager
@@ -220,12 +112,12 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
     """Return the memory of a step of a model on the meta device, which stays as it is."""
     model = copy.deepcopy(model)
     blocks.prepare(model, case.recompute, compiled=False)
-    sharding.shard(model, mesh, case.precision)
+    sharding.shard(model, mesh, case.precision, keep_gathered=case.keep_gathered)
     if case.chunked:
         head = model.get_output_embeddings()
         head.forward = loss.LossHead(head)
     with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case.masked):
-        tracker = Tracker(_SHARDED if case.offload else ())
+        tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
             sharding.materialise(model, torch.device("cpu"), offload=False)
             return record(model, case, tracker)
@@ -245,7 +137,8 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
         del total
     passes = tracker.phases
     tracker.restart("workspace")
-    optimizer.LossScale(case.precision).clip(model.parameters(), 1.0)
+    # Not fp16's guard, which looks at the norm: there is none to look at.
+    optimizer.StepGuard("fp32", torch.device("cpu")).clip(adamw, 1.0)
     tracker.making = "optimizer"
     adamw.step()
     for moment in passes:  # in the first step there are no states until now, in others there are
@@ -275,12 +168,12 @@ def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
 
 def makes_loss(model: PreTrainedModel) -> bool:
     """Tell whether the model hands on what its output layer returns, so that it can be the loss."""
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).to(torch.bfloat16)  # all that grouped products know
     head, returned = model.get_output_embeddings(), []
     head.forward = loss.LossHead(head)
     head.register_forward_hook(lambda _, __, out: returned.append(out))
     with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, masked=False):
-        model.to_empty(device="cpu").to(torch.bfloat16)  # all that grouped products know
+        model.to_empty(device="cpu")
         try:
             return loss.token_loss_sum(model, _batch(1, 16, masked=False)) is returned[0]
         except (RuntimeError, TypeError, IndexError):  # what follows the layer needs logits
@@ -308,12 +201,18 @@ def _batch(rows: int, length: int, masked: bool) -> MicroBatch:
 
 
 def _mark(model: nn.Module, tracker: Tracker) -> None:
-    """Tell the tracker where blocks begin and end, what the loss makes and what gradients are."""
+    """Tell the tracker where blocks end, what the loss makes, and what FSDP gathers and reduces."""
     def done(_: nn.Module, __: Any, out: Any) -> None:
         tracker.next_phase()
         hidden = next(tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
         hidden.register_hook(lambda _: tracker.next_phase())
 
+    def gathered(module: nn.Module, _: Any) -> None:
+        tracker.put([p for p in module.parameters() if not isinstance(p, DTensor)], "gathered")
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(gathered)
     for block in decoder_layers(model).values():
         block.register_forward_hook(done)
     model.get_output_embeddings().register_forward_pre_hook(
