@@ -8,7 +8,10 @@
   python 04_train_fsdp.py -e exp -d corpus --dry-run --plan-gpus 8,64    # and its memory there
   python 04_train_fsdp.py -e exp -d corpus --prepare-only    # tokenise ahead of time
 
-Reads a dataset of stage 02 and a model of stage 03, never the network. Writes outputs/<exp>/.
+  torchrun 04_train_fsdp.py -e exp -d raw_text --streaming --max-steps 100    # without stage 02
+
+Reads a dataset of stage 02 and a model of stage 03, and never the network (but with --online).
+Writes outputs/<exp>/.
 """
 
 from __future__ import annotations
@@ -48,6 +51,17 @@ def parse(argv: list[str]) -> Options:
                      help="draw the weights from the seed even if the model has some")
     run.add_argument("--prepare-only", action="store_true",
                      help="make the token store, or verify the one there, and stop")
+    run.add_argument("--streaming", action="store_true",
+                     help="for trying things out: -d is a directory of raw JSON Lines or Parquet "
+                          "shards, tokenised while training; needs --max-steps")
+    run.add_argument("--text-field", metavar="NAME",
+                     help="with --streaming: field or column that holds the text (default: text)")
+    run.add_argument("--online", action="store_true",
+                     help="with --streaming: -d is a dataset on the Hugging Face Hub, whose files "
+                          "are fetched when needed and kept in the cache directory")
+    run.add_argument("--include", action="append", default=[], metavar="GLOB",
+                     help="with --online: files of the dataset, by path; may be repeated (default: "
+                          "all)")
     run.add_argument("--token-reads", choices=("mmap", "pread"), default="mmap",
                      help="how tokens are read: mapped, or by pread for file systems that map "
                           "badly")
@@ -196,14 +210,12 @@ def train(run: Run) -> None:
     """The training loop: from the step the run stands at to its last one."""
     import torch
 
-    from lib.tokens.loader import Loader
     from lib.train import distributed
     from lib.train.loss import token_loss_sum
     from lib.train.optimizer import set_learning_rate
 
     plan, world, model, timers = run.plan, run.world, run.model, run.timers
-    steps = iter(Loader(run.data.train, run.options.seed, plan.division, run.step,
-                        plan.total_steps, world.device))
+    steps = iter(run.loader())
     window_loss, window_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0
     timers.restart()
     for step in range(run.step, plan.total_steps):
@@ -215,7 +227,7 @@ def train(run: Run) -> None:
         with timers("data"):
             batch = next(steps)
         # The loss is a sum over all label tokens of the step, and FSDP averages over the ranks.
-        scale = run.loss_scale.scale * world.size / batch.label_tokens
+        scale = run.step_guard.scale * world.size / batch.label_tokens
         for number, micro_batch in enumerate(batch.micro_batches, 1):
             # Replicas exchange gradients once per step (their shards are summed in each pass).
             model.set_requires_all_reduce(number == len(batch.micro_batches))
@@ -227,15 +239,12 @@ def train(run: Run) -> None:
                 (loss * scale).backward()
             step_loss += loss.detach()
         with timers("update"):
-            grad_norm, may_step = run.loss_scale.clip(model.parameters(), run.options.grad_clip)
-            if may_step:
-                with timers("optimizer"):
-                    run.optimizer.step()
+            grad_norm = run.step_guard.clip(run.optimizer, run.options.grad_clip)
+            with timers("optimizer"):
+                run.optimizer.step()  # nothing where the norm is no number
             run.optimizer.zero_grad(set_to_none=True)
-        run.step_done(batch.tokens)
+        run.step_done(batch)
         window_loss, window_tokens = window_loss + step_loss, window_tokens + batch.label_tokens
-        if not may_step:
-            run.journal.event("skip_step", run.step, reason="fp16 gradients overflowed")
 
         stopping = run.stop_request.agreed()
         evaluating = run.evaluation_is_due() and not stopping  # a launcher waits half a minute

@@ -195,6 +195,11 @@ percent = _number(float, lambda x: 0 <= x < 100, "a percentage from 0 to below 1
 seed = _number(int, lambda n: 0 <= n < 1 << 63, "a whole number from 0 to 2^63 - 1")
 
 
+def counts(text: str) -> list[int]:
+    """Parse `8,64,512`, whole numbers above 0."""
+    return [positive_int(part) for part in text.split(",")]
+
+
 def on_off(text: str) -> bool:
     """Parse `on` or `off`."""
     try:

@@ -22,6 +22,11 @@ def tokens_root(cache_dir: Path) -> Path:
     return cache_dir / "tokens"
 
 
+def streaming_root(cache_dir: Path, dataset_name: str) -> Path:
+    """Return the directory where stage 04 keeps what it fetched of a dataset with --online."""
+    return cache_dir / "streaming" / model_dir_name(dataset_name)
+
+
 def is_name(text: str) -> bool:
     """Tell whether a text can name an experiment's directory, and be typed in a command again."""
     return text.isprintable() and not text.startswith(("-", ".")) and "/" not in text \

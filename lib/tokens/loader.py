@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lib.tokens.order import Division
 from lib.tokens.samples import IGNORED, Rows, Samples
+
+if TYPE_CHECKING:
+    from lib.tokens.streaming import Cursor
 
 _ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out than many
 
@@ -45,12 +49,14 @@ class MicroBatch:
 class Step:
     """This rank's part of a step, and the step's counts over all ranks.
 
-    label_tokens: what the loss is divided by. tokens: without padding.
+    label_tokens: what the loss is divided by. tokens: without padding. cursor: where a stream
+    stands after the step; None where the position follows from the step.
     """
 
     micro_batches: list[MicroBatch]
     label_tokens: int
     tokens: int
+    cursor: Cursor | None = None
 
 
 class Loader:
@@ -77,7 +83,7 @@ class Loader:
         d = self.division
         numbers = self._numbers(step)
         parts = numbers.reshape(d.accumulation, d.world_size, d.micro_batch)[:, d.rank]
-        batches = [_micro_batch(self.samples.rows(part), self.pin) for part in parts]
+        batches = [micro_batch(self.samples.rows(part), self.pin) for part in parts]
         return Step(batches, *self.samples.counts(numbers))
 
     def _numbers(self, step: int) -> np.ndarray:
@@ -102,7 +108,7 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
     per_round = d.micro_batch * d.world_size
     for start in range(0, total, per_round):
         numbers = start + d.rank * d.micro_batch + np.arange(d.micro_batch)
-        batch = _micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), pin=False)
+        batch = micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), pin=False)
         # A copy: labels and inputs of a window are views of the same tokens.
         left_out = torch.from_numpy(numbers >= total)[:, None]
         yield replace(batch, labels=batch.labels.masked_fill(left_out, IGNORED))
@@ -113,7 +119,8 @@ def boundaries(positions: np.ndarray) -> np.ndarray:
     return np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
 
 
-def _micro_batch(rows: Rows, pin: bool) -> MicroBatch:
+def micro_batch(rows: Rows, pin: bool) -> MicroBatch:
+    """Return rows as tensors, in pinned memory if asked for."""
     ends = None if rows.positions is None else boundaries(rows.positions)
     tensors = (None if part is None else torch.from_numpy(part) for part in (*rows, ends))
     # Contiguous where it is pinned: a copy to the device of anything else would wait.

@@ -23,6 +23,7 @@ from lib.models.initialise import initialise, restore_buffers
 from lib.models.shards import tie_again
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
+from lib.tokens.streaming import Cursor
 from lib.train import (
     blocks,
     distributed,
@@ -39,7 +40,7 @@ from lib.train.distributed import World
 from lib.train.forecast import Forecast
 from lib.train.journal import Journal, read_config
 from lib.train.metrics import Metrics
-from lib.train.optimizer import LossScale
+from lib.train.optimizer import StepGuard
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
 from lib.train.run import Run
@@ -66,7 +67,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     forecast = Forecast(opts, setting) if log.rank() == 0 else None
     world = distributed.start(opts.shard_size)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
-                                 len(data.train), world.rank)
+                                 data.samples, world.rank)
     journal = Journal(experiment, world.rank)
     _require_agreement(opts, run_plan, world)
     _claim(opts, experiment, run_plan, inputs, journal, world)
@@ -85,7 +86,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     adamw = optimizer.adamw(model, opts.lr, (opts.beta1, opts.beta2), opts.weight_decay)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
-    run = Run(opts, experiment, run_plan, world, model, adamw, LossScale(setting.precision),
+    run = Run(opts, experiment, run_plan, world, model, adamw,
+              StepGuard(setting.precision, torch.device("cpu") if offload else world.device),
               data, Timers(world.device),
               StopRequest(world, experiment.stop_file, opts.max_minutes),
               Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
@@ -186,9 +188,10 @@ def _copy_model_files(model_dir: Path, target: Path) -> None:
 def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data) -> None:
     log.info(f"experiment {opts.save_dir / opts.experiment_name}")
     held_out = " + ".join(f"{len(part.samples):,}" for part in data.held_out)
+    no_split = "none with --streaming" if data.samples is None else \
+        "none that fills a sample (stage 02 makes a split with --validation-percent)"
     log.table({"model": inputs.model_dir, "dataset": startup.dataset_of(inputs),
-               "validation": f"{held_out} samples" if held_out else "none that fills a sample "
-               "(stage 02 makes a split with --validation-percent)",
+               "validation": f"{held_out} samples" if held_out else no_split,
                **startup.describe(run_plan, data)})
 
 
@@ -212,8 +215,10 @@ def _resume(run: Run, inputs: Inputs) -> bool:
     tie_again(run.model)
     restore_buffers(run.model)
     state = load.load(checkpoint, run.model, run.optimizer, run.world.device, control)
-    run.loss_scale.restore(state["loss_scale"])
+    run.step_guard.restore(state["loss_scale"])
     run.step, run.tokens = checkpoint.step, state["tokens"]
+    if "cursors" in state:
+        run.cursor = Cursor(**state["cursors"][run.world.rank])
     if checkpoint is named and run.world.rank == 0:
         is_own = named.path.parent == experiment.checkpoints.resolve()
         commit.supersede(experiment.checkpoints, named.step if is_own else -1)

@@ -12,7 +12,9 @@ from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 
 _CONSOLE = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "lr",
-            "perf/tokens_per_sec": "tok/s", "perf/mfu": "mfu", "memory/peak_gib": "peak_gib"}
+            "perf/tokens_per_sec": "tok/s", "perf/mfu": "mfu", "memory/peak_gib": "peak_gib",
+            "perf/loader_share": "loader_share",
+            "perf/loader_tokens_per_sec_per_device": "loader_tok/s"}
 _STRAGGLER = 1.5  # times the usual rank's time before the console names the slowest
 
 

@@ -1,8 +1,6 @@
-"""AdamW over sharded parameters, gradient clipping, and the loss scale that fp16 needs."""
+"""AdamW over sharded parameters, gradient clipping, skipped steps, and fp16's loss scale."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -28,41 +26,58 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-class LossScale:
-    """Dynamic loss scaling for fp16, and what all precisions share: unscale, clip, or skip.
+class StepGuard:
+    """Unscales and clips gradients, and has the optimizer skip a step whose norm is no number.
 
-    The gradient norm is global, so every rank takes the same decision without a message of its
-    own. Growth and back-off as in Micikevicius et al. 2018, "Mixed precision training".
+    The norm is global and the decision is made on the device (AdamW leaves weights and moments as
+    they are where `found_inf` is set), so neither a rank nor the host waits for it. Only fp16 looks
+    at it in every step, to adapt its loss scale; growth and back-off of that as in Micikevicius
+    et al. 2018, "Mixed precision training".
+
+    in_a_row: skipped steps since the last good one, int64 scalar on the device.
     """
 
-    def __init__(self, precision: str) -> None:
+    def __init__(self, precision: str, device: torch.device) -> None:
         self.dynamic = precision == "fp16"
         self.scale = 2.0**16 if self.dynamic else 1.0
         self.good_steps = 0
         self.grow_every = 2000
+        self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
-    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float,
-             ) -> tuple[torch.Tensor, bool]:
-        """Unscale and clip the gradients; all ranks must call this.
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        """Prepare the gradients for `optimizer.step()`; all ranks must call this.
 
-        max_norm: 0 leaves them as they are. Returns the norm before clipping (float32 scalar on
-        the device) and whether the optimizer may step. Only fp16 waits for the device here.
+        max_norm: 0 leaves them as they are. Returns the norm before clipping, float32 scalar on
+        the device.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]
+                     if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.dynamic:
-            if not torch.isfinite(norm):
-                self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
-                return norm / self.scale, False
-            self.good_steps += 1
-            norm = norm / self.scale
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) / self.scale
+        finite = torch.isfinite(norm)
+        self.in_a_row = torch.where(finite, 0, self.in_a_row + 1)
+        self._skipped += ~finite
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm else 1.0
         if max_norm or self.dynamic:
             torch._foreach_mul_([_local(g) for g in gradients], factor / self.scale)
-        if self.dynamic and self.good_steps % self.grow_every == 0:
+        optimizer.found_inf, optimizer.grad_scale = (~finite).float(), None
+        if self.dynamic:
+            self._adapt(bool(finite))
+        return norm
+
+    def read(self) -> tuple[int, int]:
+        """Return the steps skipped since the last call, and those in a row at the end."""
+        skipped = int(self._skipped)
+        self._skipped.zero_()
+        return skipped, int(self.in_a_row)
+
+    def _adapt(self, finite: bool) -> None:
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps % self.grow_every == 0:
             self.scale *= 2
-        return norm, True
 
     def state(self) -> dict[str, float]:
         """Return what a resumed run has to know."""

@@ -19,14 +19,16 @@ _DECISIVE = ("seed", "lr", "min_lr", "warmup_steps", "lr_scheduler", "weight_dec
 
 @dataclass(frozen=True)
 class Plan:
-    """samples: windows in one epoch. inputs: fingerprints of model, dataset and tokenizer."""
+    """samples: windows in one epoch, None: not known. inputs: fingerprints of model, dataset and
+    tokenizer, and what else a run that resumes must share.
+    """
 
     options: Options
     inputs: dict[str, str]
     seq_length: int
     precision: str
     division: Division
-    samples: int
+    samples: int | None
     total_steps: int
 
     @property
@@ -49,19 +51,19 @@ class Plan:
     def describe(self) -> dict[str, str]:
         """Return the derived numbers, each with how it comes about."""
         d, samples_needed = self.division, self.total_steps * self.division.global_batch
-        epochs = samples_needed / self.samples
-        asked = _epochs(self.options)
-        left_out = asked * self.samples - samples_needed if asked else 0
+        tokens = f"{self.total_steps * self.tokens_per_step:,} tokens"
         down = "" if self.schedule.kind == "constant" else f", then to {self.schedule.minimum:g}"
-        rows = {
-            "tokens/step": product(d, self.seq_length),
-            "epoch": f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps of "
-                     f"{d.global_batch}",
-            "steps": f"{self.total_steps:,} ({epochs:.2f} epochs, "
-                     f"{self.total_steps * self.tokens_per_step:,} tokens)",
-            "learning rate": f"{self.schedule.kind}, {self.schedule.warmup} steps up to "
-                             f"{self.schedule.peak:g}{down}",
-        }
+        rows = {"tokens/step": product(d, self.seq_length), "epoch": "of unknown length",
+                "steps": f"{self.total_steps:,} ({tokens})",
+                "learning rate": f"{self.schedule.kind}, {self.schedule.warmup} steps up to "
+                                 f"{self.schedule.peak:g}{down}"}
+        if self.samples is None:
+            return rows
+        asked, epochs = _epochs(self.options), samples_needed / self.samples
+        left_out = asked * self.samples - samples_needed if asked else 0
+        rows |= {"epoch": f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps "
+                          f"of {d.global_batch}",
+                 "steps": f"{self.total_steps:,} ({epochs:.2f} epochs, {tokens})"}
         if 0 < left_out < d.global_batch:
             rows["left out"] = f"{left_out} samples at the end that fill no batch"
         return rows
@@ -104,11 +106,13 @@ def _epochs(options: Options) -> int | None:
     return options.num_epochs or (None if options.max_steps else 1)
 
 
-def total_steps(options: Options, samples: int, global_batch: int) -> int:
+def total_steps(options: Options, samples: int | None, global_batch: int) -> int:
     """Return where training ends: at --max-steps or after --num-epochs, whichever comes first.
 
     Raises UsageError when the data is too small for a single step.
     """
+    if samples is None:
+        return options.max_steps
     limits = [options.max_steps] if options.max_steps else []
     if epochs := _epochs(options):
         limits.append(epochs * samples // global_batch)

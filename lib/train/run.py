@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,14 +21,16 @@ from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.tokens.loader import evaluation_batches
+from lib.tokens.loader import Loader, Step, evaluation_batches
+from lib.tokens.stream_loader import StreamLoader
+from lib.tokens.streaming import Cursor, Stream
 from lib.train import distributed, memory, metrics, plot, symptoms
 from lib.train.distributed import World
 from lib.train.forecast import Forecast
 from lib.train.journal import Journal
 from lib.train.loss import evaluate
 from lib.train.metrics import Metrics
-from lib.train.optimizer import LossScale
+from lib.train.optimizer import StepGuard
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
 from lib.train.saving import Saves
@@ -42,7 +44,8 @@ _COLLECT_EVERY = 100  # steps
 
 @dataclass
 class Run:
-    """step: optimizer steps done. tokens: seen in them, without padding.
+    """step: optimizer steps done. tokens: seen in them, without padding. cursor: where a stream
+    stands after them, None for its beginning.
 
     flops: per token, forward and backward. peak: FLOP/s per rank.
     resumed_from: digest of the checkpoint that a person named with --resume, here or in an earlier
@@ -56,7 +59,7 @@ class Run:
     world: World
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    loss_scale: LossScale
+    step_guard: StepGuard
     data: Data
     timers: Timers
     stop_request: StopRequest
@@ -69,6 +72,7 @@ class Run:
     memory_peak: float = 0.0
     step: int = 0
     tokens: int = 0
+    cursor: Cursor | None = None
     resumed_from: str | None = None
     metrics: Metrics = field(init=False)
     progress: Progress = field(init=False)
@@ -76,6 +80,14 @@ class Run:
     saves: Saves = field(init=False)
     began: float = field(default_factory=time.monotonic)
     last: dict[str, Any] = field(default_factory=dict)
+
+    def loader(self) -> Loader | StreamLoader:
+        """Return what feeds this rank from the step on at which the run stands."""
+        plan, train, device = self.plan, self.data.train, self.world.device
+        if isinstance(train, Stream):
+            return StreamLoader(train, self.cursor or Cursor(), plan.seq_length, plan.division,
+                                plan.total_steps - self.step, device)
+        return Loader(train, self.options.seed, plan.division, self.step, plan.total_steps, device)
 
     def log_is_due(self) -> bool:
         """Tell whether this step's figures are logged: the first, each --log-freq-th, the last."""
@@ -92,9 +104,9 @@ class Run:
         """Tell whether a checkpoint is written after this step."""
         return self.step % self.options.ckpt_freq == 0 or self.step == self.plan.total_steps
 
-    def step_done(self, tokens: int) -> None:
+    def step_done(self, step: Step) -> None:
         """Count a step and its tokens, and do what comes after every one."""
-        self.step, self.tokens = self.step + 1, self.tokens + tokens
+        self.step, self.tokens, self.cursor = self.step + 1, self.tokens + step.tokens, step.cursor
         self.timers.step_done()
         self.profiler.after(self.step)
         self.progress.advance()
@@ -108,20 +120,32 @@ class Run:
     def figures(self, loss: float, grad_norm: torch.Tensor, learning_rate: float,
                 ) -> dict[str, Any]:
         """Return the figures of this step, speeds as means since the last log line."""
-        samples = self.step * self.plan.division.global_batch
         times = self.timers.read()
         per_second = self.plan.tokens_per_step / (times["time/total"] / 1000)
         per_device = per_second / self.world.size
         in_use = memory.usage(self.world.device)
         self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
-        return {"step": self.step, "epoch": samples / self.plan.samples,
+        return {"step": self.step, "epoch": self._epoch(),
                 "train/loss": loss, "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": learning_rate,
                 "train/tokens_seen": self.tokens,
                 "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
                 "perf/tflops": per_device * self.flops / 1e12,
                 "perf/mfu": per_device * self.flops / self.peak,
-                **times, **self._slowest(times), **in_use}
+                **times, **self._slowest(times), **self._loader_cost(times), **in_use}
+
+    def _epoch(self) -> float:
+        if isinstance(self.data.train, Stream):
+            return self.data.train.epoch_at(self.cursor)
+        return self.step * self.plan.division.global_batch / self.plan.samples
+
+    def _loader_cost(self, times: dict[str, float]) -> dict[str, float]:
+        """Return what a stream costs, and have it tell what it left out."""
+        if not isinstance(self.data.train, Stream):
+            return {}
+        self.data.train.tell()
+        return {"perf/loader_share": times["time/data"] / times["time/total"],
+                "perf/loader_tokens_per_sec_per_device": self.data.train.speed()}
 
     def _slowest(self, times: dict[str, float]) -> dict[str, float]:
         """Return which rank is slowest in what no rank waits for others in, and by how much.
@@ -153,13 +177,22 @@ class Run:
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), **each}
 
     def report(self, figures: dict[str, Any], running_loss: float) -> None:
-        """Write a step's figures everywhere. running_loss: mean since the last log line."""
+        """Write a step's figures everywhere. running_loss: mean since the last log line.
+
+        Raises UsageError when the loss is no number at the first step, or for too many in a row.
+        """
         self.last = figures
         self.tell_forecast()
         self.metrics.write(figures)
         left = (self.plan.total_steps - self.step) * figures["time/total"] / 1000
         self.metrics.console(figures, running_loss, units.duration(left))
-        symptoms.require_finite(figures["train/loss"], self.step, self.options)
+        skipped, in_a_row = self.step_guard.read()
+        if skipped:
+            self.journal.event("skip_step", self.step, steps=skipped,
+                               reason="the gradient norm was no number")
+            log.warn(f"{skipped} of the last steps left the weights as they were: the gradient "
+                     "norm was no number")
+        symptoms.require_finite(figures["train/loss"], self.step, in_a_row, self.options)
 
     def tell_forecast(self) -> None:
         """Say what memory the run will need at most, as soon as that is known."""
@@ -172,13 +205,16 @@ class Run:
         began, last = time.monotonic(), bool(stopping) or self.step == self.plan.total_steps
         self._finish_save(wait=True)
         logged = self.last if self.last.get("step") == self.step else {}
+        logged = {key: value for key, value in logged.items() if math.isfinite(value)}
         samples = self.step * self.plan.division.global_batch
         state = {"step": self.step, "samples": samples, "tokens": self.tokens,
                  "seed": self.options.seed, "total_steps": self.plan.total_steps,
                  "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
                  "world_size": self.world.size,
                  "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
-                 "loss_scale": self.loss_scale.state()}
+                 "loss_scale": self.step_guard.state()}
+        if self.cursor is not None:
+            state["cursors"] = gather(asdict(self.cursor), self.world.control)
         copies = None if last else self.saves.copies
         self.saves.begin(capture(self.step, self.model, self.optimizer, state,
                                  self.plan.identity(), self.world.device, copies))
@@ -239,6 +275,10 @@ class Run:
     def close(self, in_order: bool) -> None:
         """Flush the logs and leave the process group; in_order: all ranks got here."""
         self.watchdog.close()
+        if isinstance(self.data.train, Stream):
+            self.data.train.close()
+        if self.forecast is not None:
+            self.forecast.close()
         self.progress.close()
         self.metrics.close()
         if in_order:

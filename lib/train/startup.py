@@ -17,9 +17,11 @@ from lib.models import identity, resolve
 from lib.tokens import build, encode, mixture, packing, store
 from lib.tokens.mixture import Corpus, HeldOut, Mixture
 from lib.tokens.samples import Samples
+from lib.tokens.shards import Shards
 from lib.tokens.store import TokenStore
+from lib.tokens.streaming import Stream
 from lib.tokens.windows import Windows
-from lib.train import earlier
+from lib.train import earlier, streaming
 from lib.train import plan as plans
 from lib.train.plan import Plan
 
@@ -31,7 +33,7 @@ _SEQ_LENGTH = 1024
 
 @dataclass(frozen=True)
 class Inputs:
-    """fingerprints: of model, dataset and tokenizer.
+    """fingerprints: of model, dataset and tokenizer. shards: of --streaming, instead of corpora.
 
     begun: what the run that has left checkpoints here was begun with; empty when there is none.
     named: the checkpoint that --resume names.
@@ -42,6 +44,7 @@ class Inputs:
     fingerprints: dict[str, str]
     begun: dict[str, Any]
     named: Checkpoint | None
+    shards: Shards | None = None
 
     def begun_with(self, option: str) -> Any:
         """Return the value of an option that the run was begun with, or None."""
@@ -52,8 +55,13 @@ class Inputs:
 class Data:
     """What a run learns from, and what its validation loss is measured on."""
 
-    train: Samples
+    train: Samples | Stream
     held_out: list[HeldOut]
+
+    @property
+    def samples(self) -> int | None:
+        """Return the samples of an epoch, None where it has no known length."""
+        return None if isinstance(self.train, Stream) else len(self.train)
 
 
 @dataclass(frozen=True)
@@ -78,23 +86,28 @@ def find_inputs(opts: Options, experiment: Experiment) -> Inputs:
     Without -m, a run that has begun keeps its model. Raises UsageError or ArtifactError, telling
     all that is wrong at once.
     """
+    streaming.check_options(opts)
     problems = Problems()
     begun = {} if opts.overwrite else earlier.read(experiment)
     name, began_with = opts.model_name, begun.get("model_dir")
     if name is None and began_with and Path(began_with).is_dir():
         name = began_with
     model_dir = problems.collect(lambda: resolve.resolve(name, opts.cache_dir))
-    corpora = problems.collect(lambda: mixture.open_corpora(opts.dataset_name))
+    corpora = [] if opts.streaming else \
+        problems.collect(lambda: mixture.open_corpora(opts.dataset_name))
+    shards = problems.collect(lambda: streaming.open_shards(opts, begun)) \
+        if opts.streaming else None
     named = problems.collect(lambda: earlier.named_checkpoint(opts, experiment))
     problems.raise_if_any()
     fingerprints = {"model": identity.fingerprint(model_dir),
-                    "dataset": mixture.fingerprint(corpora),
-                    "tokenizer": encode.tokenizer_fingerprint(model_dir)}
+                    "tokenizer": encode.tokenizer_fingerprint(model_dir),
+                    **(streaming.identity(opts, shards) if shards
+                       else {"dataset": mixture.fingerprint(corpora)})}
     scratch = opts.from_scratch or not identity.has_weights(model_dir)
     opts.lr = (3e-4 if scratch else 3e-5) if opts.lr is None else opts.lr
     opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
     plans.check_options(opts)
-    return Inputs(model_dir, corpora, fingerprints, begun, named)
+    return Inputs(model_dir, corpora, fingerprints, begun, named, shards)
 
 
 def is_complete(opts: Options, experiment: Experiment, inputs: Inputs) -> bool:
@@ -149,8 +162,8 @@ def _require_writable(directory: Path) -> None:
                          run="--save-dir DIR names another place")
 
 
-def make_plan(opts: Options, inputs: Inputs, seq_length: int, precision: str, samples: int,
-              rank: int = 0) -> Plan:
+def make_plan(opts: Options, inputs: Inputs, seq_length: int, precision: str,
+              samples: int | None, rank: int = 0) -> Plan:
     """Return the plan of the run; UsageError when the batch cannot be divided or data is short."""
     division = plans.divide(opts, rank, plans.launched_size())
     steps = plans.total_steps(opts, samples, division.global_batch)
@@ -162,6 +175,9 @@ def prepare_data(opts: Options, inputs: Inputs, setting: Setting) -> Data:
 
     Must run before the process group exists: it may take hours, and no collective may time out.
     """
+    if inputs.shards:
+        return Data(streaming.prepare(opts, inputs.shards, inputs.model_dir, setting.vocab_size),
+                    [])
     stores = []
     for corpus in inputs.corpora:
         path = build.prepare(corpus.source, inputs.model_dir, opts.cache_dir, setting.vocab_size,
@@ -183,6 +199,12 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
                "precision": f"float32 masters, {setting.precision} compute"})
     if opts.plan_gpus:
         _plan_memory(opts, setting)
+    if inputs.shards:
+        data = Data(streaming.part(opts, inputs.shards), [])
+        log.table(describe(make_plan(opts, inputs, setting.seq_length, setting.precision, None),
+                           data))
+        log.info("dry run: nothing was written")
+        return
     targets = [store.directory(opts.cache_dir, corpus.source,
                                store.identity(corpus.source, inputs.model_dir))
                for corpus in inputs.corpora]
@@ -208,16 +230,17 @@ def _plan_memory(opts: Options, setting: Setting) -> None:
     from lib.train import memory_plan
 
     try:
-        memory_plan.tell(opts, setting.model, setting.seq_length)
+        memory_plan.tell(opts, setting)
     except Exception as error:  # the rest of the plan is worth having
         log.warn(f"the memory could not be traced: {type(error).__name__}: {error}")
 
 
 def describe(plan: Plan, data: Data) -> dict[str, str]:
-    """Return the derived numbers of a run, and for a mixture those of each corpus."""
+    """Return the derived numbers of a run, for a mixture those of each corpus too."""
     numbers = plan.total_steps * plan.division.global_batch
-    mixed = data.train.describe(numbers) if isinstance(data.train, Mixture) else {}
-    return plan.describe() | mixed
+    more = data.train.describe(numbers) if isinstance(data.train, Mixture) else \
+        data.train.describe() if isinstance(data.train, Stream) else {}
+    return plan.describe() | more
 
 
 def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length: int) -> Data:
@@ -239,7 +262,7 @@ def weights_of(opts: Options, inputs: Inputs) -> str:
 
 def dataset_of(inputs: Inputs) -> str:
     """Name the datasets of a run with their weights."""
-    return ", ".join(map(str, inputs.corpora))
+    return str(inputs.shards or ", ".join(map(str, inputs.corpora)))
 
 
 def next_command(experiment: Experiment) -> str:

@@ -14,6 +14,7 @@ from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.train import profiling
 
+_MOST_SKIPPED = 20  # fp16 halves its scale up to 16 times before a step is sound
 _MORE = "docs/troubleshooting.md says more"
 
 
@@ -27,8 +28,11 @@ def explained(error: BaseException, opts: Options, experiment: Experiment) -> St
     return None
 
 
-def require_finite(loss: float, step: int, opts: Options) -> None:
-    """Raise UsageError when the first loss is no number: what follows could not be one either."""
+def require_finite(loss: float, step: int, in_a_row: int, opts: Options) -> None:
+    """Raise UsageError when the first loss is no number, or many steps in a row were skipped.
+
+    What follows could not be better: the weights stay as they are in such a step.
+    """
     if step == 1 and not math.isfinite(loss):
         how = "--precision bf16 or fp32: the values overflow float16" \
             if opts.precision == "fp16" else \
@@ -36,6 +40,11 @@ def require_finite(loss: float, step: int, opts: Options) -> None:
         raise UsageError(f"the loss of the first step is {loss}", expected=how,
                          found="no step was taken yet, so it comes from the weights or from the "
                                f"precision, not from the learning rate; {_MORE}")
+    if in_a_row >= _MOST_SKIPPED:
+        raise UsageError(f"training has diverged: the gradient norm was no number {in_a_row} times "
+                         "in a row", found=f"nothing was learned since step {step - in_a_row}",
+                         run="--resume PATH of an earlier checkpoint under another -e, with a "
+                             f"lower --lr; {_MORE}")
 
 
 def _out_of_memory(text: str, opts: Options, experiment: Experiment) -> UsageError:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lib.train.optimizer import LossScale, adamw, set_learning_rate
+from lib.train.optimizer import StepGuard, adamw, set_learning_rate
 
 
 @pytest.fixture
@@ -21,6 +21,11 @@ def fill_gradients(model: nn.Module, scale: float = 1.0) -> None:
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * scale
+
+
+def guarded(model: nn.Module, precision: str) -> tuple[StepGuard, torch.optim.Optimizer]:
+    """Return a guard and the optimizer it watches over."""
+    return StepGuard(precision, torch.device("cpu")), adamw(model, 1e-2, (0.9, 0.95), 0.1)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -62,10 +67,10 @@ def test_clipping_is_that_of_torch(model: nn.Module, max_norm: float, precision:
     reference = copy.deepcopy(model)
     fill_gradients(reference)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
-    scale = LossScale(precision)
-    fill_gradients(model, scale.scale)
-    norm, may_step = scale.clip(model.parameters(), max_norm)
-    assert may_step
+    guard, optimizer = guarded(model, precision)
+    fill_gradients(model, guard.scale)
+    norm = guard.clip(optimizer, max_norm)
+    assert guard.read() == (0, 0)
     torch.testing.assert_close(norm, expected)
     torch.testing.assert_close(gradients(model), gradients(reference))
 
@@ -75,10 +80,10 @@ def test_no_limit_leaves_the_gradients_and_still_tells_their_norm(model: nn.Modu
                                                                   ) -> None:
     fill_gradients(model)
     expected = gradients(model)
-    scale = LossScale(precision)
-    fill_gradients(model, scale.scale)
-    norm, may_step = scale.clip(model.parameters(), 0)
-    assert may_step and norm.item() == pytest.approx(
+    guard, optimizer = guarded(model, precision)
+    fill_gradients(model, guard.scale)
+    norm = guard.clip(optimizer, 0)
+    assert norm.item() == pytest.approx(
         torch.cat([g.ravel() for g in expected]).norm().item())
     torch.testing.assert_close(gradients(model), expected)
 
@@ -86,35 +91,59 @@ def test_no_limit_leaves_the_gradients_and_still_tells_their_norm(model: nn.Modu
 def test_parameters_without_a_gradient_are_left_out(model: nn.Module) -> None:
     fill_gradients(model)
     model[3].weight.grad = None
-    norm, _ = LossScale("fp32").clip(model.parameters(), 1.0)
+    guard, optimizer = guarded(model, "fp32")
+    norm = guard.clip(optimizer, 1.0)
     assert torch.isfinite(norm) and model[3].weight.grad is None
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_an_overflow_skips_the_step_and_halves_the_scale(model: nn.Module, value: float) -> None:
-    scale = LossScale("fp16")
-    assert scale.scale == 2**16
-    for expected in (2**15, 2**14):
+def test_a_step_that_is_no_number_leaves_all_as_it_was(model: nn.Module, precision: str,
+                                                       value: float) -> None:
+    guard, optimizer = guarded(model, precision)
+    fill_gradients(model, guard.scale)
+    guard.clip(optimizer, 1.0)
+    optimizer.step()
+    weights = copy.deepcopy(model.state_dict())
+    moments = copy.deepcopy(optimizer.state_dict()["state"])
+    for _ in range(2):
         fill_gradients(model)
         model[1].bias.grad[0] = value
-        norm, may_step = scale.clip(model.parameters(), 1.0)
-        assert not may_step and not torch.isfinite(norm)
-        assert (scale.scale, scale.good_steps) == (expected, 0)
-    scale.scale = 1.0
-    scale.clip(model.parameters(), 1.0)
-    assert scale.scale == 1.0
+        assert not torch.isfinite(guard.clip(optimizer, 1.0))
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
+    assert guard.read() == (2, 2)
+    fill_gradients(model, guard.scale)
+    guard.clip(optimizer, 1.0)
+    optimizer.step()
+    assert guard.read() == (0, 0) and torch.isfinite(model[1].bias).all()
+    assert not torch.equal(model[1].bias, weights["1.bias"])
+
+
+def test_an_overflow_halves_the_scale(model: nn.Module) -> None:
+    guard, optimizer = guarded(model, "fp16")
+    assert guard.scale == 2**16
+    for expected in (2**15, 2**14):
+        fill_gradients(model)
+        model[1].bias.grad[0] = float("inf")
+        guard.clip(optimizer, 1.0)
+        assert (guard.scale, guard.good_steps) == (expected, 0)
+    guard.scale = 1.0
+    guard.clip(optimizer, 1.0)
+    assert guard.scale == 1.0
 
 
 def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> None:
-    scale = LossScale("fp16")
-    scale.grow_every = 3
+    guard, optimizer = guarded(model, "fp16")
+    guard.grow_every = 3
     seen = []
     for step in range(9):
-        fill_gradients(model, scale.scale)
+        fill_gradients(model, guard.scale)
         if step == 1:
             model[1].bias.grad[0] = float("inf")
-        norm, _ = scale.clip(model.parameters(), 1.0)
-        seen.append(scale.scale / 2**16)
+        norm = guard.clip(optimizer, 1.0)
+        seen.append(guard.scale / 2**16)
     assert seen == [1, 0.5, 0.5, 0.5, 1, 1, 1, 2, 2]
     reference = copy.deepcopy(model)
     fill_gradients(reference)
@@ -122,12 +151,9 @@ def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> N
         nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item())
 
 
-def test_other_precisions_have_no_scale() -> None:
-    assert LossScale("bf16").scale == LossScale("fp32").scale == 1.0
-
-
 def test_a_resumed_run_takes_up_the_scale(model: nn.Module) -> None:
-    scale, resumed = LossScale("fp16"), LossScale("fp16")
-    scale.scale, scale.good_steps = 512.0, 7
-    resumed.restore(scale.state())
+    (guard, _), (resumed, _) = guarded(model, "fp16"), guarded(model, "fp16")
+    guard.scale, guard.good_steps = 512.0, 7
+    resumed.restore(guard.state())
     assert (resumed.scale, resumed.good_steps) == (512.0, 7)
+    assert guarded(model, "bf16")[0].scale == guarded(model, "fp32")[0].scale == 1.0

@@ -41,8 +41,16 @@ def test_a_lost_rank() -> None:
 
 
 def test_no_number_at_the_first_step() -> None:
-    symptoms.require_finite(float("nan"), 2, Namespace(**PLAIN))
+    symptoms.require_finite(float("nan"), 2, 1, Namespace(**PLAIN))
     for precision, says in (("bf16", "whole weights"), ("fp16", "overflow")):
         with pytest.raises(UsageError) as caught:
-            symptoms.require_finite(float("nan"), 1, Namespace(**PLAIN | {"precision": precision}))
+            symptoms.require_finite(float("nan"), 1, 1,
+                                    Namespace(**PLAIN | {"precision": precision}))
         assert says in caught.value.expected
+
+
+def test_many_skipped_steps_in_a_row() -> None:
+    symptoms.require_finite(float("nan"), 50, 19, Namespace(**PLAIN))
+    with pytest.raises(UsageError, match="diverged") as caught:
+        symptoms.require_finite(float("nan"), 50, 20, Namespace(**PLAIN))
+    assert "since step 30" in caught.value.found

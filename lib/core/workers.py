@@ -1,0 +1,96 @@
+"""Processes that answer tasks one after the other, and end with the process that started them."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lib.core.errors import StageError
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # schedulers send them to every process
+
+
+class Worker:
+    """A process of its own that answers tasks in the order in which they were sent.
+
+    prepare: called there with `arguments`; returns what answers a task. Send no second task before
+    the answer to the first is received: both sides could wait for the other to read.
+    """
+
+    def __init__(self, name: str, prepare: Callable[..., Callable[[Any], Any]], *arguments: Any,
+                 ) -> None:
+        # Not forked: threads and locks of this process are not copied half-way.
+        context = multiprocessing.get_context("spawn")
+        self._connection, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, prepare, arguments), name=name,
+                                        daemon=True)
+        self._process.start()
+        there.close()
+        # Before multiprocessing would wait for what its SIGTERM does not end.
+        atexit.register(self.close)
+
+    def send(self, task: Any) -> None:
+        """Hand over a task; StageError when the process has died."""
+        try:
+            self._connection.send(task)
+        except OSError:
+            raise self._died() from None
+
+    def receive(self) -> Any:
+        """Return the answer to a task or raise what it raised; StageError when the process died."""
+        try:
+            error, answer = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        if error is not None:
+            raise error
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it is at; nothing the second time."""
+        atexit.unregister(self.close)
+        self._process.kill()  # a thread that waits for an answer sees the end of it
+        self._process.join()
+        self._connection.close()
+
+    def _died(self) -> StageError:
+        self._process.join(5)
+        code = self._process.exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return StageError(f"the worker process `{self._process.name}` has died ({how})",
+                          expected="signal 9 mostly means that memory ran out: fewer --num-workers",
+                          run="the same command again")
+
+
+def _serve(tasks: Connection, prepare: Callable[..., Callable[[Any], Any]],
+           arguments: tuple[Any, ...]) -> None:
+    """Answer tasks until the other side closes, or is gone."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    handler: Callable[[Any], Any] | None = None
+    with suppress(EOFError, OSError):
+        while True:
+            task = tasks.recv()
+            try:
+                handler = handler or prepare(*arguments)
+                answer = None, handler(task)
+            except StageError as error:
+                answer = error, None
+            except Exception:  # what others raise may not survive the way back
+                answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}"), None
+            tasks.send(answer)
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)

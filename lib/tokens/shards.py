@@ -1,0 +1,153 @@
+"""Raw shards of text as they lie, JSON Lines and Parquet: which there are, and in what pieces.
+
+A piece is what one rank reads of a shard: about 16 MB of plain JSON Lines, as many row groups of
+Parquet, or a whole file where it is compressed or not here yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Protocol
+
+from lib.core import hashing, units
+from lib.core.errors import ArtifactError, UsageError
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_EXPECTED = "JSON Lines (.jsonl .ndjson .json, also with .gz .bz2 .xz .zst) or Parquet (.parquet)"
+_PREPARED = ("dataset_info.json", "dataset_dict.json")
+_PIECE_BYTES = 16 << 20
+_ENDS_BYTES = 64 << 10
+
+
+class Piece(NamedTuple):
+    """A part of a shard.
+
+    path: relative to the root. start, end: bytes of JSON Lines, where a line belongs to the piece
+    it begins in; row groups of Parquet. end None: up to the end.
+    """
+
+    path: str
+    start: int = 0
+    end: int | None = None
+
+
+class Fetcher(Protocol):
+    """Brings shards from elsewhere, in the order asked for, the next while one is read."""
+
+    def send(self, path: str) -> None: ...
+    def receive(self) -> Path: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Shards:
+    """root: where the shards lie. fetcher: what brings them, None where they are there.
+    fingerprint: identifies the content wherever it lies. commit: of a repository, else "".
+    """
+
+    name: str
+    root: Path
+    pieces: list[Piece]
+    fingerprint: str
+    bytes: int
+    commit: str = ""
+    fetcher: Fetcher | None = None
+
+    def __str__(self) -> str:
+        files = len({piece.path for piece in self.pieces})
+        return f"{self.name}, {files:,} files in {len(self.pieces):,} pieces, " \
+               f"{units.size(self.bytes)}, streamed"
+
+
+def is_json_lines(path: str) -> bool:
+    """Tell by its name whether a file holds JSON Lines, compressed or not."""
+    name = PurePosixPath(path.lower())
+    return (name.with_suffix("") if name.suffix in COMPRESSIONS else name).suffix in _JSON_LINES
+
+
+def is_shard(path: str) -> bool:
+    """Tell by its name whether a file can be read."""
+    return is_json_lines(path) or path.lower().endswith(".parquet")
+
+
+def open_directory(root: Path) -> Shards:
+    """Find the shards of a directory tree, or take one file.
+
+    Raises ArtifactError when there is nothing, UsageError when there is no shard, or a dataset
+    that needs no streaming.
+    """
+    if not root.exists():
+        raise ArtifactError(f"{root} does not exist", expected=f"a directory with {_EXPECTED}")
+    if any((root / mark).exists() for mark in _PREPARED):
+        raise UsageError(f"{root} is a prepared dataset",
+                         run="the same command without --streaming")
+    base, found = (root.parent, [root.name]) if root.is_file() else (root, sorted(_files(root)))
+    paths = [path for path in found if is_shard(path)]
+    if not paths:
+        raise UsageError(f"no shard in {root}", expected=_EXPECTED,
+                         found=", ".join(found[:8]) or "no files",
+                         run="stages 01 and 02 read any kind of text")
+    pieces = [piece for path in paths for piece in _cut(base, path)]
+    seen = [[path, *_size_and_ends(base / path)] for path in paths]
+    return Shards(str(root), base, pieces, hashing.fingerprint(seen), sum(s[1] for s in seen))
+
+
+def elsewhere(name: str, commit: str, sizes: dict[str, tuple[int, str]], root: Path,
+              fetcher: Fetcher) -> Shards:
+    """Return the shards of a repository, a piece each.
+
+    sizes: bytes and digest by path. Raises UsageError when no file can be read.
+    """
+    paths = sorted(filter(is_shard, sizes))
+    if not paths:
+        raise UsageError(f"no shard in {name}", expected=_EXPECTED, found=", ".join(sizes)[:200],
+                         run="--include GLOB chooses other files")
+    fingerprint = hashing.fingerprint([[path, *sizes[path]] for path in paths])
+    return Shards(name, root, [Piece(path) for path in paths], fingerprint,
+                  sum(sizes[path][0] for path in paths), commit, fetcher)
+
+
+def _files(root: Path) -> Iterator[str]:
+    """Yield the relative paths of all files but hidden ones."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name).relative_to(root).as_posix() for name in names
+                    if not name.startswith("."))
+
+
+def _cut(root: Path, path: str) -> list[Piece]:
+    if path.lower().endswith(".parquet"):
+        return _cut_parquet(root, path)
+    if not path.lower().endswith(_JSON_LINES):
+        return [Piece(path)]
+    size = (root / path).stat().st_size
+    return [Piece(path, start, min(start + _PIECE_BYTES, size))
+            for start in range(0, size, _PIECE_BYTES)]
+
+
+def _cut_parquet(root: Path, path: str) -> list[Piece]:
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(root / path)
+    except (OSError, ValueError):
+        return [Piece(path)]  # who reads it will say what is wrong
+    pieces, start, size = [], 0, 0
+    for group in range(metadata.num_row_groups):
+        size += metadata.row_group(group).total_byte_size
+        if size >= _PIECE_BYTES or group == metadata.num_row_groups - 1:
+            pieces.append(Piece(path, start, group + 1))
+            start, size = group + 1, 0
+    return pieces
+
+
+def _size_and_ends(path: Path) -> tuple[int, str]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_ENDS_BYTES)
+        file.seek(max(0, size - _ENDS_BYTES))
+        return size, hashing.bytes_digest(head + file.read(), "sha256")

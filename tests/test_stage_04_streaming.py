@@ -1,0 +1,214 @@
+"""`--streaming` as its user runs it: raw shards and a Hub on this machine, kill and resume."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conftest import kill_all, run_stage, stage_command
+from tests.hub_server import HubServer, Repo
+from tests.training import SEQ_LENGTH, losses, metrics
+
+STEPS = 30
+COMMON = ("-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2", "--streaming",
+          "--log-freq", 1, "--ckpt-freq", 6, "--num-workers", 2, "-b", 2, "--grad-accum-steps", 3)
+TRAIN = ("-d", "shards", *COMMON, "--max-steps", STEPS)
+EXACT = ("step", "epoch", "train/loss", "train/grad_norm", "train/tokens_seen")
+
+
+def documents(count: int, seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(("kan", "lo", "mita", "ru", "sevi"), k=draw.randint(3, 40)))
+            for _ in range(count)]
+
+
+def lines(texts: list[str], field: str = "text") -> bytes:
+    return b"".join(json.dumps({"url": "x", field: text}).encode() + b"\n" for text in texts)
+
+
+def write_shards(root: Path) -> None:
+    """Write shards of three kinds; the test's run is through with them before it ends."""
+    (root / "more").mkdir(parents=True)
+    (root / "a.jsonl").write_bytes(lines(documents(20, 0)) + b"{broken\n{broken too\n")
+    (root / "b.jsonl.gz").write_bytes(gzip.compress(lines(documents(20, 1))))
+    pq.write_table(pa.table({"text": documents(20, 2)}), root / "more/c.parquet", row_group_size=6)
+    (root / "more/d.json").write_bytes(lines(documents(20, 3)))
+
+
+def same(root: Path, one: str, other: str) -> bool:
+    rows = [[{key: row[key] for key in EXACT} for row in metrics(root, name)]
+            for name in (one, other)]
+    return rows[0] == rows[1]
+
+
+def refused(root: Path, *arguments: object, code: int, says: str, **how: object) -> None:
+    done = run_stage("04_train_fsdp.py", "-e", "x", *arguments, cwd=root, expect=code, **how)
+    assert says in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def until_saved(process: subprocess.Popen, experiment: Path) -> None:
+    """Wait for the first checkpoint of a run."""
+    deadline = time.monotonic() + 200
+    while not list(experiment.glob("checkpoints/step_*/COMMIT.json")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children(directory: Path) -> list[str]:
+    """Return the worker processes that run in a directory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").readlink() == directory and \
+                    b"spawn_main" in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except OSError:
+            pass  # it has just ended
+    return found
+
+
+@pytest.fixture(scope="module")
+def streamed(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project with shards and the experiment `whole`: 30 steps on two ranks."""
+    root = tmp_path_factory.mktemp("streamed")
+    shutil.copytree(prepared_once / "model", root / "model")
+    write_shards(root / "shards")
+    done = run_stage("04_train_fsdp.py", "-e", "whole", *TRAIN, cwd=root, ranks=2)
+    (root / "whole.log").write_text(done.stdout)
+    return root
+
+
+@pytest.fixture
+def project(streamed: Path, tmp_path: Path) -> Path:
+    shutil.copytree(streamed, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_two_ranks_learn_and_the_log_tells(streamed: Path):
+    found = losses(streamed, "whole")
+    assert len(found) == STEPS and found[STEPS] < found[1] - 0.5
+    log = (streamed / "whole.log").read_text()
+    assert "1 worker process per rank" in log and "none with --streaming" in log
+    other = (streamed / "outputs/whole/logs/rank_00001.log").read_text()
+    assert re.search(r"left out so far: 2 × a line that is no JSON \(the first in a.jsonl at \d",
+                     log + other)
+    row = metrics(streamed, "whole")[-1]
+    assert 0 < row["perf/loader_share"] < 1 and row["perf/loader_tokens_per_sec_per_device"] > 0
+    assert row["train/tokens_seen"] == STEPS * 2 * 2 * 3 * SEQ_LENGTH
+    state = json.loads((streamed / "outputs/whole/checkpoints/step_00000030/train_state.json"
+                        ).read_text())
+    cursors = state["cursors"]
+    assert [set(cursor) for cursor in cursors] == [{"epoch", "piece", "place", "token"}] * 2
+    assert min(cursor["epoch"] for cursor in cursors) > 0
+    assert not children(streamed)
+
+
+def test_killed_run_goes_on_bit_for_bit(project: Path):
+    command = stage_command("04_train_fsdp.py", "-e", "cut", *TRAIN, ranks=2)
+    process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    until_saved(process, project / "outputs/cut")
+    kill_all(process, project.resolve())
+    deadline = time.monotonic() + 20
+    while children(project.resolve()):
+        assert time.monotonic() < deadline, "worker processes outlive their rank"
+        time.sleep(0.1)
+    assert not list(project.glob(f"outputs/cut/checkpoints/*{STEPS}/COMMIT.json"))
+    done = run_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, ranks=2)
+    assert "resumed from" in done.stdout and same(project, "cut", "whole")
+    again = run_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, expect=2)
+    assert "ranks: 2 there, 1 now" in again.stderr
+    (project / "shards/more/d.json").write_bytes(lines(documents(20, 4)))
+    again = run_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, expect=2,
+                      env={"WORLD_SIZE": "2"})
+    assert "dataset: " in again.stderr and "ranks" not in again.stderr
+
+
+def test_what_does_not_go_with_streaming_is_refused(project: Path):
+    run = ("-m", "model", "-s", SEQ_LENGTH)
+    streaming = (*run, "-d", "shards", "--streaming")
+    refused(project, *streaming, code=2, says="needs --max-steps")
+    refused(project, *streaming, "--max-steps", 2, "--packing", "documents", "-d", "b=0.5",
+            "--prepare-only", "--num-epochs", 1, "--include", "*", code=2, says="5 problems")
+    refused(project, *run, "-d", "shards", "--online", "--text-field", "x", code=2,
+            says="2 problems")
+    once = (*streaming, "--max-steps", 2)
+    refused(project, *once, "--text-field", "body", code=2, says="it has url, text")
+    (project / "empty").mkdir()
+    refused(project, *run, "-d", "empty", "--streaming", "--max-steps", 2, code=2, says="no shard")
+    refused(project, *run, "-d", "none", "--streaming", "--max-steps", 2, code=3,
+            says="none does not exist")
+    (project / "empty/a.jsonl.gz").write_bytes(b"not compressed at all")
+    refused(project, *run, "-d", "empty", "--streaming", "--max-steps", 2, code=3,
+            says="no readable document")
+    assert [path.name for path in (project / "outputs").iterdir()] == ["whole"]
+
+
+def test_dry_run_leaves_nothing(project: Path):
+    before = sorted(project.rglob("*"))
+    done = run_stage("04_train_fsdp.py", "-e", "x", *TRAIN, "--dry-run", cwd=project)
+    assert "4 files" in done.stdout and "pieces" in done.stdout
+    assert sorted(project.rglob("*")) == before
+
+
+@pytest.fixture
+def repo(hub: HubServer) -> Repo:
+    """Serve a dataset as C4 is."""
+    hub.repos["org/text"] = Repo({
+        **{f"en/train.{i}.json.gz": gzip.compress(lines(documents(40, i)), mtime=0)
+           for i in range(5)}, "README.md": b"# Text\n"}, kind="dataset")
+    return hub.repos["org/text"]
+
+
+def test_a_dataset_on_the_hub(repo: Repo, hub: HubServer, project: Path):
+    arguments = ("-d", "org/text", "--online", "--include", "en/*.json.gz", *COMMON,
+                 "--max-steps", 9)
+    run_stage("04_train_fsdp.py", "-e", "whole", *arguments, "--overwrite", cwd=project, ranks=2)
+    assert not hub.paths("README.md")
+    assert all("/datasets/org/text" in request.path for request in hub.requests)
+    kept = project / ".cache/streaming/org--text/en"
+    assert all(path.read_bytes() == repo.files[f"en/{path.name}"]
+               for path in kept.glob("train.*.gz"))
+    shutil.copytree(project / "outputs/whole", project / "outputs/cut")
+    shutil.rmtree(project / "outputs/cut/checkpoints/step_00000009")
+    began_with, repo.commit = repo.commit, "89abcdef0123456789abcdef0123456789abcdef"
+    refused(project, *arguments, "-e", "cut", code=2, says=f"has no revision '{began_with}'")
+    repo.commit = began_with
+    hub.requests.clear()
+    run_stage("04_train_fsdp.py", "-e", "cut", *arguments, cwd=project, ranks=2,
+              env={"HF_HUB_OFFLINE": "1"})
+    assert same(project, "cut", "whole")
+    assert all("/resolve/" not in request.path for request in hub.requests)  # all is there
+
+
+def test_without_online_the_hub_is_not_asked(repo: Repo, hub: HubServer, project: Path):
+    refused(project, "-d", "org/text", *COMMON, "--max-steps", 2, code=3, says="does not exist")
+    assert not hub.requests
+    refused(project, "-d", "org/none", "--online", *COMMON, "--max-steps", 2, code=2,
+            says="there is no dataset org/none")
+    refused(project, "-d", "org/text", "--online", "--include", "*.md", *COMMON, "--max-steps", 2,
+            code=2, says="no shard in org/text")
+
+
+def test_a_dead_worker_ends_the_run_in_words(project: Path):
+    process = subprocess.Popen(
+        stage_command("04_train_fsdp.py", "-e", "x", "-d", "shards", *COMMON, "--max-steps", 5000),
+        cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    until_saved(process, project / "outputs/x")
+    workers = children(project.resolve())
+    assert len(workers) == 2
+    os.kill(int(workers[0]), 9)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "has died (signal 9)" in error and "Traceback" not in error

@@ -1,0 +1,286 @@
+"""Raw shards as a stream: every document once an epoch, and a cursor that goes on to the token."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.core.workers import Worker
+from lib.tokens import shard_reader, shards, streaming
+from lib.tokens.order import Division
+from lib.tokens.shards import Piece
+from lib.tokens.stream_loader import StreamLoader, Windows
+from lib.tokens.stream_worker import Encoded, Left, encode
+from lib.tokens.streaming import Cursor, Stream
+
+
+class Letters:
+    """Encodes a text as its bytes, and a 0 after it."""
+
+    def encode(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.frombuffer(b"".join(text + b"\0" for text in texts), np.uint8)
+        return ids.astype(np.uint32), np.array([len(text) + 1 for text in texts])
+
+
+class Inline:
+    """Stands for a worker process."""
+
+    def __init__(self, field: str = "text") -> None:
+        self.field = field
+
+    def send(self, block: shard_reader.Block) -> None:
+        self.answer = encode(Letters(), self.field, block)
+
+    def receive(self) -> Encoded:
+        return self.answer
+
+    def close(self) -> None:
+        pass
+
+
+def texts(name: str, count: int = 60) -> list[str]:
+    draw = random.Random(name)
+    return [f"{name} {i} " + "x" * draw.randrange(40) for i in range(count)]
+
+
+def lines(some: list[str]) -> bytes:
+    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in some)
+
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    """Write shards of every kind; return their directory and all texts. Pieces are small."""
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 1500)
+    monkeypatch.setattr(shard_reader, "_BLOCK_BYTES", 700)
+    root, there = tmp_path / "raw", []
+    (root / "sub").mkdir(parents=True)
+    pack = {"a.jsonl": bytes, "b.ndjson": bytes, "sub/c.json": bytes, "d.jsonl.gz": gzip.compress,
+            "e.json.bz2": bz2.compress, "sub/f.jsonl.xz": lzma.compress}
+    for name, packed in pack.items():
+        there += texts(name)
+        (root / name).write_bytes(packed(lines(texts(name))))
+    there += texts("g")
+    with pa.OSFile(str(root / "g.jsonl.zst"), "wb") as sink, \
+            pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(lines(texts("g")))
+    there += texts("h", 100)
+    pq.write_table(pa.table({"n": list(range(100)), "text": texts("h", 100)}), root / "h.parquet",
+                   row_group_size=7)
+    (root / "notes.txt").write_text("not read")
+    (root / ".hidden.jsonl").write_bytes(lines(["hidden"]))
+    return root, there
+
+
+def stream_of(root: Path, rank: int = 0, ranks: int = 1, workers: int = 2, **how: object) -> Stream:
+    stream = Stream(shards.open_directory(root), how.get("field", "text"), 3, rank, ranks)
+    stream._workers = [Inline(stream.text_field) for _ in range(workers)]
+    return stream
+
+
+def documents(stream: Stream, epoch: int = 0) -> list[str]:
+    """Return the texts of an epoch."""
+    found = []
+    for origin in stream.encoded(Cursor(epoch)):
+        if origin.epoch > epoch:
+            return found
+        found += bytes(origin.block.ids.astype(np.uint8)).decode().split("\0")[:-1]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_epoch_of_all_ranks_holds_every_document_once(mixed, ranks: int):
+    root, there = mixed
+    parts = [documents(stream_of(root, rank, ranks)) for rank in range(ranks)]
+    assert sorted(itertools.chain(*parts)) == sorted(there)
+    assert all(len(part) > len(there) // (2 * ranks) for part in parts)
+    again = stream_of(root, 0, ranks)
+    assert documents(again, 1) != parts[0]
+
+
+def test_the_order_does_not_depend_on_the_number_of_workers(mixed):
+    one, many = (documents(stream_of(mixed[0], workers=n)) for n in (1, 5))
+    assert one == many
+
+
+def test_a_cursor_goes_on_to_the_token(mixed):
+    root, _ = mixed
+    windows, taken = Windows(stream_of(root), Cursor()), []
+    for _ in range(300):  # several epochs of some 25,000 tokens
+        taken.append(windows.take(257))
+    assert taken[-1][1].epoch >= 2
+    for at in (0, 1, 50, 99, 180, 250):
+        cursor = taken[at][1]
+        restored = Windows(stream_of(root), Cursor(**json.loads(json.dumps(vars(cursor)))))
+        for tokens, then in taken[at + 1:at + 40]:
+            mine, here = restored.take(257)
+            assert np.array_equal(mine, tokens) and here == then
+    flat = np.concatenate([tokens[:-1] for tokens, _ in taken])
+    assert all(taken[i][0][-1] == taken[i + 1][0][0] for i in range(299))
+    assert bytes(flat.astype(np.uint8)).decode().split("\0")[:50] == \
+        documents(stream_of(root))[:50]
+
+
+def test_resume_opens_only_the_piece_at_hand(mixed, monkeypatch: pytest.MonkeyPatch):
+    root, _ = mixed
+    windows = Windows(stream_of(root), Cursor())
+    for _ in range(40):
+        _, cursor = windows.take(257)
+    opened, read = [], shard_reader.read
+    def noted(path, piece, place, *more):
+        opened.append((piece, place))
+        return read(path, piece, place, *more)
+    monkeypatch.setattr(shard_reader, "read", noted)
+    restored = stream_of(root, workers=1)
+    Windows(restored, cursor).take(1)
+    assert opened == [(restored.pieces(0)[cursor.piece], cursor.place)]
+
+
+def test_steps_are_windows_labelled_with_the_next_token(mixed):
+    division = Division(micro_batch=2, accumulation=3, rank=1, world_size=2)
+    loader = StreamLoader(stream_of(mixed[0], 1, 2), Cursor(), 16, division, 5,
+                          torch.device("cpu"))
+    steps = list(loader)
+    rows = [row for step in steps for batch in step.micro_batches for row in batch.input_ids]
+    labels = [row for step in steps for batch in step.micro_batches for row in batch.labels]
+    expected = Windows(stream_of(mixed[0], 1, 2), Cursor()).take(5 * 6 * 16)[0]
+    assert len(steps) == 5 and np.array_equal(torch.cat(rows).numpy(), expected[:-1])
+    assert np.array_equal(torch.cat(labels).numpy(), expected[1:])
+    assert {(step.label_tokens, step.tokens) for step in steps} == {(2 * 6 * 16,) * 2}
+
+
+def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatch):
+    monkeypatch.setattr(shard_reader, "LONGEST_LINE_BYTES", 3000)
+    monkeypatch.setattr(shard_reader, "_BLOCK_BYTES", 1000)
+    root = tmp_path / "raw"
+    root.mkdir()
+    bad = [b"{no json}\n", b"[1]\n", b'{"content": "x"}\n', b'{"text": 7}\n', b'{"text": ""}\n',
+           b"\n", json.dumps({"text": "y" * 9000}).encode() + b"\n",
+           b'{"text": "half \\ud800 of a pair"}\n']
+    (root / "a.jsonl").write_bytes(lines(["first"]) + b"".join(bad) + lines(["last"])[:-1])
+    cut = gzip.compress(lines(texts("b", 500)))
+    (root / "b.jsonl.gz").write_bytes(cut[:len(cut) // 2])
+    (root / "c.parquet").write_bytes(b"PAR1 and nothing else")
+    pq.write_table(pa.table({"text": ["row", None, ""]}), root / "d.parquet")
+    pq.write_table(pa.table({"words": ["row"]}), root / "e.parquet")
+    stream = stream_of(root)
+    found = documents(stream)
+    assert {"first", "last", "row", "half ��� of a pair"} <= set(found)
+    whole = [text for text in texts("b", 500) if text in set(found)]
+    assert 100 < len(whole) < 400 and whole == texts("b", 500)[:len(whole)]
+    counts = stream.left.counts
+    assert counts["a line that is no JSON object"] == counts["no field `text`"] == 1
+    assert counts["`text` that is no string"] == counts["a line longer than 16 MB"] == 1
+    assert counts["an empty text"] == 3
+    assert counts["a line that is no JSON"] == 2  # the line that the damage of b cuts, too
+    unreadable = "a file, or the rest of it, that cannot be read"
+    assert counts[unreadable] >= 3
+    monkeypatch.setattr(streaming.log, "warn", lambda text: caplog.records.append(text))
+    stream.tell()
+    stream.tell()
+    assert len(caplog.records) == 1 and "a.jsonl at" in caplog.records[0]
+
+
+@pytest.mark.parametrize("ending", [b"\n", b""])
+def test_a_line_belongs_to_the_piece_it_begins_in(tmp_path: Path, ending: bytes):
+    content = lines(texts("a", 30))[:-1] + ending
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    for size in (1, 7, 50, 64, 1000):
+        pieces = [Piece("a.jsonl", at, min(at + size, len(content)))
+                  for at in range(0, len(content), size)]
+        read = [b"".join(block.content for block in
+                         shard_reader.read(path, piece, None, "text", print)) for piece in pieces]
+        assert b"".join(read) == content
+
+
+def test_nothing_to_read_is_refused(tmp_path: Path):
+    with pytest.raises(ArtifactError, match="does not exist"):
+        shards.open_directory(tmp_path / "nowhere")
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UsageError, match="no shard"):
+        shards.open_directory(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}\n')
+    with pytest.raises(UsageError, match="no readable document") as told:
+        stream_of(tmp_path).sample()
+    assert "it has content, url" in told.value.found
+    assert stream_of(tmp_path, field="content").sample() == [b"x"]
+    with pytest.raises(UsageError, match="1 pieces for 2 ranks"):
+        stream_of(tmp_path, ranks=2)
+    with pytest.raises(ArtifactError, match="gave no document"):
+        documents(stream_of(tmp_path))
+    (tmp_path / "a.jsonl").unlink()
+    pq.write_table(pa.table({"words": ["row"]}), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match="no readable document") as told:
+        stream_of(tmp_path).sample()
+    assert "it has words (a.parquet)" in told.value.found
+    (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
+    with pytest.raises(ArtifactError, match="no readable document"):
+        stream_of(tmp_path).sample()
+    with pytest.raises(ArtifactError, match="gave no document"):
+        documents(stream_of(tmp_path))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(UsageError, match="prepared"):
+        shards.open_directory(tmp_path)
+
+
+def test_the_fingerprint_is_of_the_content(mixed, tmp_path: Path):
+    root, _ = mixed
+    before = shards.open_directory(root).fingerprint
+    root.rename(tmp_path / "moved")
+    assert shards.open_directory(tmp_path / "moved").fingerprint == before
+    content = (tmp_path / "moved/a.jsonl").read_bytes()
+    (tmp_path / "moved/a.jsonl").write_bytes(content.replace(b"x", b"y", 1))
+    assert shards.open_directory(tmp_path / "moved").fingerprint != before
+
+
+def answer(task: object) -> object:
+    if task == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if task == "fail":
+        raise UsageError("not so", found="this")
+    return os.getpid() if task == "pid" else 1 / task
+
+
+def make() -> object:
+    return answer
+
+
+def test_a_worker_answers_tells_errors_and_its_death():
+    worker = Worker("test", make)
+    worker.send(4)
+    assert worker.receive() == 0.25
+    worker.send("fail")
+    with pytest.raises(UsageError, match="not so") as told:
+        worker.receive()
+    assert told.value.found == "this"
+    worker.send(0)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        worker.receive()
+    worker.send("die")
+    with pytest.raises(StageError, match="has died \\(signal 9\\)"):
+        worker.receive()
+    with pytest.raises(StageError, match="has died"):
+        worker.send(1)
+    worker.close()
+
+
+def test_left_adds_up():
+    left = Left()
+    left.add("a", "one")
+    left.add("a", "two", 3)
+    assert (left.counts, left.first) == ({"a": 4}, {"a": "one"})
