@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints import card, commit
-from lib.core import log, manifest, options, paths, publish, stage, units
+from lib.core import hashing, log, manifest, options, paths, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -70,6 +70,7 @@ def main(argv: list[str]) -> None:
     if publish.is_done(out, KIND, identity, opts.overwrite):
         log.info(f"already done: {out} holds step {checkpoint.step:,}\n{next_command(out)}")
         return
+    require_model_files(experiment, checkpoint)
     damage = None if opts.dry_run else begin_hashing(checkpoint)
 
     import torch
@@ -124,7 +125,7 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
         raise ArtifactError(f"no experiment {experiment.root}",
                             found=f"under {opts.save_dir}: {', '.join(there) or 'none'}",
                             run=f"torchrun 04_train_fsdp.py -e {opts.experiment_name} -d <dataset>")
-    if opts.step not in ("latest", "best") and not opts.step.isdigit():
+    if opts.step not in ("latest", "best") and not opts.step.isdecimal():
         raise UsageError(f"--step takes a number, latest or best, got {opts.step!r}")
     found = {c.step: c for c in commit.scan(experiment.checkpoints)}  # newest first
     whole = ", ".join(str(step) for step, c in found.items() if not c.problems()) or "none"
@@ -168,6 +169,22 @@ def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
     if problems:
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems),
                             run="choose an older one with --step")
+
+
+def require_model_files(experiment: Experiment, checkpoint: commit.Checkpoint) -> None:
+    """Raise ArtifactError when config or tokenizer are not those that the run was begun with."""
+    try:
+        digests = checkpoint.train_state().get("model_files", {})
+    except (OSError, ValueError):
+        return  # hashing the checkpoint will tell
+    wrong = [name for name, digest in digests.items()
+             if not (experiment.model / name).is_file()
+             or not hashing.matches(experiment.model / name, digest)]
+    if wrong:
+        raise ArtifactError(f"{experiment.model} is damaged",
+                            found=f"missing or changed: {', '.join(wrong)}",
+                            run="copy them again from the model that the run was begun with "
+                                f"(model_dir in {experiment.config})")
 
 
 def require_there(checkpoint: commit.Checkpoint) -> None:

@@ -176,6 +176,13 @@ def test_the_destination_may_lie_in_the_source(stage, raw):
     assert len(files_of(raw / "splits")) == 23
 
 
+def test_earlier_splits_in_the_source_are_not_taken_again(stage, raw, tmp_path):
+    stage(SCRIPT, "--dst-root", raw / "earlier")
+    stage(SCRIPT, "--dst-root", tmp_path / "again")
+    assert listed(tmp_path / "again")["earlier/"]["skipped"] == "output of this stage"
+    assert len(files_of(tmp_path / "again")) == 23
+
+
 def test_fewer_files_than_splits(stage, raw, tmp_path):
     done = stage(SCRIPT, "--num-dirs", 100)
     assert "23 files make 23 splits" in done.stdout

@@ -126,7 +126,8 @@ def test_what_a_run_leaves(trained: Path):
     row = metrics(trained, "two")[-1]
     keys = {"step", "epoch", "train/loss", "train/grad_norm", "train/learning_rate",
             "train/tokens_seen", "perf/tokens_per_sec", "perf/tokens_per_sec_per_device",
-            "perf/tflops", "perf/mfu", "eval/loss", "eval/perplexity",
+            "perf/tflops", "perf/mfu", "perf/slowest_rank", "perf/slowest_ratio",
+            "time/optimizer", "eval/loss", "eval/perplexity",
             *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),
             *(f"memory/{name}_gib" for name in ("current", "peak", "reserved", "total"))}
     assert keys == set(row) and all(isinstance(row[key], (int, float)) for key in keys)

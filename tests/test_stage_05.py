@@ -128,13 +128,16 @@ def test_bad_input_is_refused_in_words(project: Path):
     refused("-e", "nowhere", code=3, says="moved, still")
     refused("-e", "moved", "--step", 3, code=3, says="steps 6, 4, 2")
     refused("-e", "moved", "--step", "first", code=2, says="a number, latest or best")
+    refused("-e", "moved", "--step", "²", code=2, says="a number, latest or best")
     refused("-e", "moved", "--max-shard-size", "big", code=2, says="5GB")
-    payload = next((project / "outputs" / "moved" / "checkpoints" / "step_00000006" / "dcp")
-                   .glob("*.distcp"))
+    tensors = project / "outputs" / "moved" / "checkpoints" / "step_00000006" / "dcp"
+    payload = next(path for path in tensors.glob("*.distcp") if "optimizer" not in path.name)
     content = bytearray(payload.read_bytes())
     content[len(content) // 2] ^= 1
     payload.write_bytes(content)
     refused("-e", "moved", code=3, says="other content than when it was written")
+    (project / "outputs" / "moved" / "model" / "tokenizer.json").write_text("{}")
+    refused("-e", "moved", code=3, says="missing or changed: tokenizer.json")
     payload.write_bytes(content[:-1])
     refused("-e", "moved", code=3, says="(whole: 4, 2)")
     payload.unlink()

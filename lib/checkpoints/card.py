@@ -65,8 +65,9 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
         elif logged:
             found[label] = f"{logged[max(logged)]:.4f} (at step {max(logged):,})"
     for label, key in (("trained from", "model_name"), ("data", "dataset_name")):
-        if names.get(key):
-            found[label] = Path(str(names[key])).name
+        if value := names.get(key):
+            values = value if isinstance(value, list) else [value]
+            found[label] = ", ".join(Path(str(one)).name for one in values)
     found |= {f"digest of {name}": digest for name, digest in identity.get("inputs", {}).items()}
     options = identity.get("options", {})
     return found | {label: options[key] for key, label in _OPTIONS.items() if key in options}
@@ -75,8 +76,8 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
 def text(title: str, architecture: str, dtype: str, parameters: int, found: dict[str, Any]) -> str:
     """Return the card as Markdown, with the front matter that the Hub reads."""
     rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **found}
-    table = "\n".join(f"| {label} | {f'{value:,}' if type(value) is int else value} |"
-                      for label, value in rows.items() if value is not None)
+    table = "\n".join(f"| {label} | {_shown(value)} |" for label, value in rows.items()
+                      if value is not None)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -99,3 +100,9 @@ tokenizer = AutoTokenizer.from_pretrained("<this directory>")
 
 Nothing was measured here but the losses above. `manifest.json` holds the SHA-256 of every file.
 """
+
+
+def _shown(value: Any) -> str:
+    if type(value) is int:
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)

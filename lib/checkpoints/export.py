@@ -154,6 +154,12 @@ def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
                 raise ArtifactError(f"checkpoint {path} is of another model",
                                     expected=f"{name} {list(shape)}",
                                     found="nothing" if there is None else str(list(there)))
+    used = {key for names in saved for key in names}
+    if left := sorted(key for key in reader.described
+                      if key.startswith((state.MODEL, state.BUFFER)) and key not in used):
+        raise ArtifactError(f"checkpoint {path} holds more than {path.parents[1]}/model",
+                            found=", ".join(left[:5]),
+                            expected="the config.json that the run was begun with")
     return saved
 
 

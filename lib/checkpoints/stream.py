@@ -171,7 +171,15 @@ def _read(path: Path) -> Iterator[memoryview]:
     piece, offset = memoryview(mmap.mmap(-1, _PIECE)), 0
     descriptor = _open(path, os.O_RDONLY)
     try:
-        while count := os.preadv(descriptor, [piece], offset):
+        while True:
+            try:
+                count = os.preadv(descriptor, [piece], offset)
+            except OSError as error:  # a file system that takes the flag and no such read
+                if error.errno != errno.EINVAL or not _through_the_cache(descriptor):
+                    raise
+                continue
+            if not count:
+                return
             yield piece[:count]
             offset += count
             if offset % mmap.PAGESIZE:  # the end; anything that is left would be misaligned

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import platform
+import shlex
 import time
 from collections.abc import Iterable
 from importlib import metadata
@@ -14,6 +15,7 @@ from typing import Any
 
 from lib.core import hashing
 from lib.core.errors import ArtifactError
+from lib.core.options import REDACTED, VOLATILE
 from lib.core.paths import MANIFEST
 
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow")
@@ -106,6 +108,18 @@ def kind_of(directory: Path) -> str:
         return str(json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["kind"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+
+
+def again(content: dict[str, Any], *more: str) -> str:
+    """Return the command that made an artifact, from the options in its manifest."""
+    words = ["python", content.get("stage", "")]
+    for key, value in content.get("options", {}).items():
+        if key in VOLATILE or not value or value == REDACTED:
+            continue
+        flag = f"--{key.replace('_', '-')}"
+        values = value if isinstance(value, list) else [value]
+        words += [flag] if value is True else [word for v in values for word in (flag, str(v))]
+    return shlex.join([*words, *more])
 
 
 def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:

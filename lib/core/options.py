@@ -22,7 +22,7 @@ Options = argparse.Namespace
 # Options that say how to work, not what comes out: no part of an artifact's identity.
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 _SECRET = re.compile(r"token$|password|secret|api_key")
-_REDACTED = "[redacted]"
+REDACTED = "[redacted]"
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -106,16 +106,17 @@ class Parser(argparse.ArgumentParser):
 
     def _as_arguments(self, flag: str, value: Any, config: Path) -> list[str]:
         action = self._option_string_actions[flag]
+        shown = REDACTED if _SECRET.search(action.dest) else repr(value)
         if flag == "--config" or isinstance(value, dict):
-            raise UsageError(f"{config}: {flag[2:]!r} takes a plain value, got {value!r}")
+            raise UsageError(f"{config}: {flag[2:]!r} takes a plain value, got {shown}")
         if value is None:
             return []
         if action.nargs == 0:  # a flag such as --dry-run
             if not isinstance(value, bool):
-                raise UsageError(f"{config}: {flag[2:]!r} takes true or false, got {value!r}")
+                raise UsageError(f"{config}: {flag[2:]!r} takes true or false, got {shown}")
             return [flag] if value else []
         if isinstance(value, list) and not isinstance(action.default, list):
-            raise UsageError(f"{config}: {flag[2:]!r} takes one value, got {value!r}")
+            raise UsageError(f"{config}: {flag[2:]!r} takes one value, got {shown}")
         values = value if isinstance(value, list) else [value]
         return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
 
@@ -146,7 +147,7 @@ def resolved(options: Options) -> dict[str, Any]:
     """Return the options as plain values to store: paths as strings, secrets redacted."""
     def plain(key: str, value: Any) -> Any:
         if value is not None and _SECRET.search(key):
-            return _REDACTED
+            return REDACTED
         return str(value) if isinstance(value, Path) else value
     return {key: plain(key, value) for key, value in vars(options).items()}
 
@@ -158,7 +159,7 @@ def redacted_argv(argv: Sequence[str]) -> list[str]:
     for argument in argv:
         name, equals, _ = argument.partition("=")
         is_secret = name.startswith("--") and bool(_SECRET.search(name.replace("-", "_")))
-        shown.append(_REDACTED if hide_next else name + "=" + _REDACTED
+        shown.append(REDACTED if hide_next else name + "=" + REDACTED
                      if is_secret and equals else argument)
         hide_next = is_secret and not equals
     return shown

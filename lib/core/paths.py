@@ -64,4 +64,4 @@ def step_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """Return the step that a directory name stands for, or None when it is no such name."""
     digits = name.removeprefix("step_")
-    return int(digits) if name.startswith("step_") and digits.isdigit() else None
+    return int(digits) if name.startswith("step_") and digits.isdecimal() else None

@@ -13,7 +13,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.scan import Entry, Rules, count_files, inputs_of, reasons, scan, shown, taken
 
 SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
-_ORGANIZE = "python 01_organize_data.py --src-dir raw_text --dst-root"
+_ORGANIZE = "python 01_organize_data.py --src-dir DIR --dst-root"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def _is_splits(folder: Path) -> bool:
 
 
 def _of_splits(folder: Path) -> list[InputFile]:
-    run = f"{_ORGANIZE} {folder} --overwrite"
-    content = manifest.read(folder, SPLITS_KIND, "the splits", run)
+    content = manifest.read(folder, SPLITS_KIND, "the splits", f"{_ORGANIZE} {folder} --overwrite")
+    run = manifest.again(content, "--overwrite")
     manifest.check(folder, content, "the splits", run, deep=True)
     files, missing, changed = [], [], 0
     with (folder / FILE_LIST).open(encoding="ascii") as lines:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.core import manifest
 from lib.core.progress import Progress
 
 HIDDEN, EMPTY, SPECIAL, UNREADABLE = "hidden", "empty", "special", "unreadable"
@@ -123,6 +124,8 @@ class Scan:
                 item.path == self._output + suffix if not suffix
                 else item.path.startswith(self._output + suffix) for suffix in _OUTPUT_SUFFIXES):
             return OWN_OUTPUT
+        if manifest.kind_of(Path(item.path)).startswith("splits/"):
+            return OWN_OUTPUT  # of an earlier run: the same files once more
         if self._exclude and _matches(self._exclude, path):
             return PATTERN
         return LOOPS if _identity(info) in above else ""

@@ -56,9 +56,11 @@ def open_source(path: Path) -> Source:
     if (kind := manifest.kind_of(path)) and not kind.startswith("dataset/"):
         raise UsageError(f"{path} is no dataset", found=f"kind {kind}", run=build)
     if dataset_manifest is not None:
-        manifest.check(path, dataset_manifest, "dataset", run=f"{build} --overwrite")
+        manifest.check(path, dataset_manifest, "dataset",
+                       run=manifest.again(dataset_manifest, "--overwrite"))
     elif (path / MANIFEST).exists():
-        raise ArtifactError(f"{path / MANIFEST} is damaged", run=f"{build} --overwrite")
+        raise ArtifactError(f"{path / MANIFEST} is damaged",
+                            run="the command that built it, with --overwrite")
     elif ".partial-" in path.resolve().name or (path / _MARK_OF_OURS).exists():
         raise ArtifactError(f"dataset {path} is not finished (no {MANIFEST})",
                             found="what an interrupted stage 02, or a copy of a part, leaves",

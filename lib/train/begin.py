@@ -12,7 +12,7 @@ from torch import nn
 
 from lib.checkpoints import commit, load
 from lib.checkpoints.collective import gather, on_rank_0
-from lib.core import log, units
+from lib.core import hashing, log, units
 from lib.core.errors import UsageError
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
@@ -92,6 +92,9 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
               StopRequest(world, experiment.stop_file, opts.max_minutes),
               Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
               flops_per_token, peak, forecast, before)
+    if world.rank == 0:
+        run.model_files = {path.name: hashing.file_digest(path, "sha256")
+                           for path in sorted(experiment.model.iterdir()) if path.is_file()}
     if not _resume(run, inputs):
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks

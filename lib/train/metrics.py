@@ -79,6 +79,14 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def last_validation(rows: list[dict[str, Any]]) -> str:
+    """Return the last validation loss in words."""
+    losses = [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
+    if not losses:
+        return "not measured (no validation split, or one shorter than a sample)"
+    return f"{losses[-1][1]:.4f} at step {losses[-1][0]}"
+
+
 def _cut(path: Path, step: int) -> None:
     """Drop the lines after `step`: the steps they tell of are about to be run again."""
     rows = read(path)

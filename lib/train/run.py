@@ -74,6 +74,7 @@ class Run:
     tokens: int = 0
     cursor: Cursor | None = None
     resumed_from: str | None = None
+    model_files: dict[str, str] = field(default_factory=dict)
     metrics: Metrics = field(init=False)
     progress: Progress = field(init=False)
     watchdog: Watchdog = field(init=False)
@@ -212,7 +213,7 @@ class Run:
                  "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
                  "world_size": self.world.size,
                  "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
-                 "loss_scale": self.step_guard.state()}
+                 "loss_scale": self.step_guard.state(), "model_files": self.model_files}
         if self.cursor is not None:
             state["cursors"] = gather(asdict(self.cursor), self.world.control)
         copies = None if last else self.saves.copies
@@ -261,7 +262,7 @@ class Run:
                      f"{units.duration(time.monotonic() - self.began)}")
             log.table({"training loss": f"{rows[0]['train/loss']:.4f} at step {rows[0]['step']} → "
                                         f"{rows[-1]['train/loss']:.4f} at step {rows[-1]['step']}",
-                       "validation loss": _validation(rows),
+                       "validation loss": metrics.last_validation(rows),
                        "memory": self.forecast.compared(self.memory_peak - self.memory_before),
                        "plot": self.experiment.plot, "metrics": self.experiment.metrics})
 
@@ -291,10 +292,3 @@ class Run:
             plot.loss(metrics.read(self.experiment.metrics), self.experiment.plot, name)
         except Exception as error:  # a picture is no reason to end a run that has just been saved
             log.warn(f"no {self.experiment.plot.name} this time: {error}")
-
-
-def _validation(rows: list[dict[str, Any]]) -> str:
-    losses = [(row["step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
-    if not losses:
-        return "not measured (no validation split, or one shorter than a sample)"
-    return f"{losses[-1][1]:.4f} at step {losses[-1][0]}"

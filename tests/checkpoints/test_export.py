@@ -100,13 +100,15 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_card_tells_how_it_was_trained(run: Path) -> None:
-    (run / "exp" / "config.yaml").write_text("options:\n  dataset_name: /secret/place/corpus\n")
+    (run / "exp" / "config.yaml").write_text(
+        "options:\n  dataset_name: [/secret/place/corpus=0.7, other=0.3]\n")
     (run / "exp" / "metrics.jsonl").write_text(
         '{"step": 1, "train/loss": 9.0, "eval/loss": 1.25}\n{"step": 2, "eval/loss": 0.5}\n{"st')
     run_stage_05("-e", "exp", "--save-dir", run)
     text = (run / "exp" / "export" / "step_00000001" / "README.md").read_text()
-    for row in ("steps | 1", "tokens seen | 640", "final training loss | 1.5000", "data | corpus",
-                "validation loss | 1.2500 (at step 1)", "digest of dataset | d1e5",
+    for row in ("steps | 1", "tokens seen | 640", "final training loss | 1.5000",
+                "data | corpus=0.7, other=0.3", "validation loss | 1.2500 (at step 1)",
+                "digest of dataset | d1e5",
                 "architecture | LlamaForCausalLM", "dtype | bfloat16", "seed | 7"):
         assert f"| {row} |" in text
     assert text.startswith("---\nlibrary_name: transformers\n") and "secret" not in text
@@ -143,6 +145,18 @@ def test_a_checkpoint_deleted_while_it_is_exported(run: Path, monkeypatch: pytes
     with pytest.raises(ArtifactError, match="deleted meanwhile"):
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "later")
     assert not list(run.glob("later*"))
+
+
+def test_a_checkpoint_that_holds_more_than_the_model_is_refused(run: Path) -> None:
+    path = run / "exp" / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["num_hidden_layers"] -= 1
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match="holds more than") as caught:
+        run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
+    assert f"model.model.layers.{config['num_hidden_layers']}." in caught.value.found
+    assert not (run / "out").exists()
 
 
 def test_another_model_in_the_checkpoint_is_told(run: Path) -> None:

@@ -163,6 +163,13 @@ def test_a_mistyped_secret_is_not_repeated(parser: Parser) -> None:
     assert "hf_secret" not in caught.value.render()
 
 
+@pytest.mark.parametrize("text", ["token: [hf_secret]", "token: {a: hf_secret}"])
+def test_a_secret_in_a_bad_config_is_not_repeated(with_yaml, text: str) -> None:
+    with pytest.raises(UsageError, match="'token' takes") as caught:
+        with_yaml(text)
+    assert "hf_secret" not in caught.value.render()
+
+
 def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
     given = parser.parse(["--token", "hf_secret", "--src-dir", "a"])
     assert given.token == "hf_secret"

@@ -117,6 +117,7 @@ def test_a_truncated_shard_is_found_at_once_and_a_changed_one_by_its_digest(of_s
     with pytest.raises(ArtifactError, match="is damaged") as caught:
         source.open_source(of_stage_02)
     assert shard.name in caught.value.found
+    assert "--data-folder raw " in caught.value.run and "--overwrite" in caught.value.run
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     found = source.open_source(of_stage_02)
