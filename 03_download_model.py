@@ -19,7 +19,6 @@ repositories, HF_ENDPOINT names a mirror. --verify and --from-scratch never go o
 
 from __future__ import annotations
 
-import os
 import shlex
 import tempfile
 import time
@@ -64,7 +63,8 @@ def parse(argv: Sequence[str]) -> options.Options:
              "the model, and let it run here and in stages 04 and 05")
     add("--dataset-name", metavar="ORG/NAME", help="dataset to fetch raw files of")
     add("--include", action="append", default=[], metavar="GLOB",
-        help="files of the dataset, by path; `*` also matches `/`; may be repeated")
+        help="files of the dataset, by path; `*` also matches `/`; may be repeated; adds to what "
+             "is there, unless --overwrite")
     add("--dst-root", type=Path, metavar="DIR",
         help="the files go to DIR/ORG--NAME/ (default: raw_text)")
     add = parser.add_argument_group("from scratch").add_argument
@@ -139,7 +139,7 @@ def fetch_model(opts: options.Options) -> None:
 
     # Plan.
     print_plan(opts, {
-        "fetch": f"model {name} at {revision} from {where()}",
+        "fetch": f"model {name} at {revision} from {repository.where()}",
         "files": "config, tokenizer, safetensors weights, licence and model card",
         "into": target})
     if opts.dry_run:
@@ -154,16 +154,16 @@ def fetch_model(opts: options.Options) -> None:
                               trust_code=opts.trust_remote_code)
         with publish.Build(target, KIND, identity, opts.overwrite, resumable=True) as build:
             # Work.
-            entries = model.fetch(build.dir, earlier=[Path(preview), target],
-                                  workers=opts.num_workers, show_progress=not opts.no_progress)
+            entries = model.fetch(build.dir, earlier=[target], workers=opts.num_workers,
+                                  show_progress=not opts.no_progress)
 
             # Verify and publish.
             facts = prepare.examine(build, weights=True, name=name)
             build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
-                          summary={**facts.summary(), "source": "hub", **model.summary()})
+                          summary={**facts.summary(), **model.summary()})
 
-    log.info(f"done in {units.duration(time.monotonic() - began)}: {model.received()}, each file "
-             "as the Hub declares it")
+    log.info(f"done in {units.duration(time.monotonic() - began)}: {model.received()}; "
+             f"{model.checked()}")
     prepare.print_facts(target, facts)
     log.info(f"next: {next_command(opts, name)}")
 
@@ -172,26 +172,29 @@ def fetch_dataset(opts: options.Options) -> None:
     """Fetch raw files of a dataset for stage 01."""
     # Check the inputs.
     name, revision, began = opts.dataset_name, opts.revision or "main", time.monotonic()
-    root, include = opts.dst_root or Path("raw_text"), sorted(set(opts.include))
-    target = raw_files.target_of(root, name)
-    identity = {"options": {"dataset_name": name, "revision": revision, "include": include},
-                "inputs": {}}
+    target = raw_files.target_of(root := opts.dst_root or Path("raw_text"), name)
+    opts.include, is_more = raw_files.together(target, revision, opts.include, opts.overwrite)
+    identity = {"options": {"dataset_name": name, "revision": revision,
+                            "include": opts.include}, "inputs": {}}
     then = shlex.join(["python", "01_organize_data.py", "--src-dir", str(root)])
-    with prepare.called(str(target.parent), target / ".."):
-        if already_done(target, raw_files.KIND, identity, opts, then):
+    with raw_files.named(target):
+        if not is_more and already_done(target, raw_files.KIND, identity, opts, then):
             return
 
     # Plan.
-    print_plan(opts, {"fetch": f"dataset {name} at {revision} from {where()}",
-                      "files": " or ".join(include), "into": target.parent})
+    print_plan(opts, {"fetch": f"dataset {name} at {revision} from {repository.where()}",
+                      "files": " or ".join(opts.include) + ", with those there" * is_more,
+                      "into": target.parent})
     if opts.dry_run:
         return
 
     from lib.models.fetching import RawFiles
 
-    dataset = RawFiles.look_up(name, revision, include, token=opts.token or "")
+    dataset = RawFiles.look_up(name, revision, opts.include, token=opts.token or "")
     raw_files.require_free(target, dataset.files)
-    with publish.Build(target, raw_files.KIND, identity, opts.overwrite, resumable=True) as build:
+    raw_files.tell_outdated(target, dataset.files)
+    with raw_files.named(target), publish.Build(
+            target, raw_files.KIND, identity, opts.overwrite or is_more, resumable=True) as build:
         # Work.
         entries = dataset.fetch(build.dir, earlier=[target.parent], workers=opts.num_workers,
                                 show_progress=not opts.no_progress)
@@ -199,12 +202,11 @@ def fetch_dataset(opts: options.Options) -> None:
         # Publish: what is whole moves to its place, then the manifest says so.
         before = raw_files.earlier(target)
         build.publish(stage=STAGE, options=options.resolved(opts),
-                      files=raw_files.put_in_place(build.dir, entries),
-                      summary={"source": "hub", **dataset.summary()})
+                      files=raw_files.put_in_place(build.dir, entries), summary=dataset.summary())
         raw_files.remove_outdated(target, before)
 
-    log.info(f"done in {units.duration(time.monotonic() - began)}: {dataset.received()}, each file "
-             f"as the Hub declares it, in {target.parent}")
+    log.info(f"done in {units.duration(time.monotonic() - began)}: {dataset.received()} in "
+             f"{target.parent}; {dataset.checked()}")
     log.info(f"next: {then}")
 
 
@@ -256,17 +258,15 @@ def verify_all(opts: options.Options) -> None:
     """Hash everything prepared under the cache directory; ArtifactError naming what is damaged."""
     began, found = time.monotonic(), verify.artifacts(opts.cache_dir, opts.dst_root)
     total = sum(artifact.bytes for artifact in found)
-    print_plan(opts, {"verify": f"{len(found)} artifacts under {opts.cache_dir}, "
-                                f"{units.size(total)}"})
+    print_plan(opts, {"verify": f"{len(found)} artifacts, {units.size(total)}"})
     if opts.dry_run:
         return
     verify.check_all(found, opts.num_workers, not opts.no_progress)
     for directory in verify.unfinished(opts.cache_dir):
         log.warn(f"not verified: {directory} has no manifest (unfinished, or made elsewhere)")
-    verify.require_whole(found, opts.cache_dir)
-    seconds = time.monotonic() - began
-    log.info(f"done in {units.duration(seconds)}: {len(found)} artifacts, {units.size(total)}, "
-             f"every byte as it was written ({units.size(total / max(seconds, 1e-9))}/s)")
+    verify.require_whole(found)
+    log.info(f"done in {units.duration(time.monotonic() - began)}: {len(found)} artifacts, "
+             f"{units.size(total)}, every byte as it was written")
 
 
 def already_done(target: Path, kind: str, identity: dict, opts: options.Options, then: str,
@@ -274,13 +274,9 @@ def already_done(target: Path, kind: str, identity: dict, opts: options.Options,
     """Tell whether the artifact is there; if so, print the next command."""
     if not publish.is_done(target, kind, identity, opts.overwrite):
         return False
-    log.info(f"already done: {target} (--overwrite makes it again)\nnext: {then}")
+    place = target.parent if kind == raw_files.KIND else target
+    log.info(f"already done: {place} (--overwrite makes it again)\nnext: {then}")
     return True
-
-
-def where() -> str:
-    """Return what the Hub is called, without a password that its address may hold."""
-    return repository.shown(os.environ.get("HF_ENDPOINT") or "the Hugging Face Hub")
 
 
 def print_plan(opts: options.Options, rows: dict[str, object]) -> None:

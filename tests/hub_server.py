@@ -28,6 +28,7 @@ class Repo:
     cut: path → bytes after which the connection breaks, once. sizes: declared bytes that are not
     true. slow: seconds before each 64 KiB of a large file. busy: answers to give first, once each,
     as (status, headers), by path of a file, or "" for the API. no_ranges: Range is ignored.
+    undeclared: paths of which no digest is told.
     """
 
     files: dict[str, bytes]
@@ -41,6 +42,7 @@ class Repo:
     slow: float = 0.0
     busy: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
     no_ranges: bool = False
+    undeclared: set[str] = field(default_factory=set)
 
     def info(self, name: str) -> dict:
         return {"_id": "1", "id": name, "modelId": name, "sha": self.commit, "private": False,
@@ -66,6 +68,8 @@ class Repo:
         if path.endswith(LFS_SUFFIXES):
             digest = hashlib.sha256(content).hexdigest()
             sibling["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
+        if path in self.undeclared:
+            return {"rfilename": path, "size": sibling["size"]}
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         return {**sibling, "blobId": blob}
 

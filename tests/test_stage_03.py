@@ -182,15 +182,69 @@ def test_what_cannot_be_trained_is_refused_before_the_weights_come(hub, stage: S
 
 
 def test_weights_that_do_not_fit_the_config_are_not_published(hub, stage: StageRunner, tmp_path):
-    change_config(hub.repos[NAME], num_hidden_layers=3, vocab_size=200)
-    error = stage(SCRIPT, "--model-name", NAME, expect=3).stderr
-    assert "model.layers.2.self_attn.q_proj.weight" in error
-    assert "the tokenizer has 256 tokens, the model only 200 rows" in error
-    assert f"the files of {NAME} do not make" in error and not leftovers(tmp_path)
+    change_config(hub.repos[NAME], num_hidden_layers=3)
+    done = stage(SCRIPT, "--model-name", NAME, expect=3)
+    assert "model.layers.2.self_attn.q_proj.weight" in done.stderr
+    assert f"the files of {NAME} do not make" in done.stderr and not (tmp_path / TARGET).exists()
+    assert "kept in " in done.stdout and hub.paths("-of-")
+    hub.requests.clear()
+    stage(SCRIPT, "--model-name", NAME, expect=3)
+    assert not hub.paths("-of-")  # what came is not asked for again
+    change_config(hub.repos[NAME], num_hidden_layers=2)
+    stage(SCRIPT, "--model-name", NAME)
+    assert not hub.paths("-of-") and leftovers(tmp_path) == ["org--tiny-llama"]
+
+
+@pytest.mark.parametrize("fields, code, said", [
+    ({"vocab_size": 200}, 3, "the tokenizer has 256 tokens, the model only 200 rows"),
+    ({"hidden_act": "nope"}, 2, "KeyError: 'nope'"), ({"intermediate_size": -4}, 2, "negative"),
+    ({"rope_parameters": {"rope_type": "zzz"}}, 2, "zzz"), ({"pad_token_id": 9999}, 2, "Padding")])
+def test_a_config_that_cannot_be_is_told_before_the_weights_come(hub, stage: StageRunner, tmp_path,
+                                                                 fields, code, said):
+    change_config(hub.repos[NAME], **fields)
+    error = stage(SCRIPT, "--model-name", NAME, expect=code).stderr
+    assert said in error and "Traceback" not in error and "/tmp" not in error
+    assert not hub.paths("-of-") and not leftovers(tmp_path)
+
+
+def test_large_weights_are_looked_at_before_they_come(hub, tmp_path):
+    run = "import runpy, sys; from lib.models import fetching; fetching._LARGE = 0; " \
+          "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    here = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
+
+    def fetch() -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-c", run, ROOT / SCRIPT, "--model-name", NAME],
+                              cwd=tmp_path, env=here, text=True, capture_output=True)
+    change_config(hub.repos[NAME], num_hidden_layers=3, vocab_size=300)
+    done = fetch()
+    assert done.returncode == 3 and "model.layers.2.self_attn.q_proj.weight" in done.stderr
+    asked = [request for request in hub.requests if "-of-" in request.path]
+    assert {request.range for request in asked} == {"bytes=0-65535"} and not leftovers(tmp_path)
+    change_config(hub.repos[NAME], num_hidden_layers=2, vocab_size=320)
+    assert fetch().returncode == 0
+    assert all((tmp_path / TARGET / name).read_bytes() == hub.repos[NAME].files[name]
+               for name in SHARDS)
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"\xff"])
+def test_a_bad_tokenizer_is_told_before_the_weights_come(hub, stage: StageRunner, tmp_path,
+                                                         content):
+    hub.repos[NAME].files["tokenizer.json"] = content
+    error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
+    assert f"the tokenizer in {NAME} does not load" in error and "Traceback" not in error
+    assert not hub.paths("-of-") and not leftovers(tmp_path)
+
+
+def test_files_without_a_declared_digest_are_named(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].undeclared = {SHARDS[1]}
+    done = stage(SCRIPT, "--model-name", NAME)
+    assert f"only their size was checked: {SHARDS[1]}\n" in done.stdout
+    made = json.loads((tmp_path / TARGET / "manifest.json").read_text())
+    assert made["summary"]["size_only"] == [SHARDS[1]]
 
 
 def test_no_room_is_noticed_before_fetching(hub, stage: StageRunner, tmp_path):
-    hub.repos[NAME].sizes[SHARDS[0]] = 10**15
+    hub.repos[NAME].sizes["README.md"] = 10**15
     assert "1000.0 TB free" in stage(SCRIPT, "--model-name", NAME, expect=4).stderr
     assert not leftovers(tmp_path) and not hub.paths("-of-")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.models import raw_files
 from tests.conftest import StageRunner
 from tests.hub_models import SCRIPT, TOKEN, holds
 from tests.hub_server import HubServer, Repo
@@ -61,18 +62,24 @@ def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
 
 def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tmp_path):
     stage(SCRIPT, "--dataset-name", NAME, "--include", FILES[0], "--include", "README.md")
-    refused = fetch(stage, expect=2).stderr
-    assert "--include: ['README.md'" in refused and "--overwrite" in refused
     hub.requests.clear()
-    fetch(stage, "--overwrite")
-    assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
+    more = fetch(stage).stdout  # adds to what is there
+    assert "with those there" in more and ".hub" not in more
+    assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in [*FILES, "README.md"]}
     assert not hub.paths(FILES[0]) and hub.paths(FILES[1])
+    hub.requests.clear()
+    assert "already done: raw_text/org--text (" in fetch(stage).stdout and not hub.requests
+    assert "--revision: main there, v2 now" in fetch(stage, "--revision", "v2", expect=2).stderr
+    told = fetch(stage, "--overwrite").stdout  # these alone
+    assert "1 files of the earlier run are not asked for now and will be deleted: README.md" in told
+    assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert {path.name for path in (tmp_path / "raw_text").iterdir()} == {"org--text"}
     whole = stage(SCRIPT, "--verify", "--dst-root", "raw_text").stdout
-    assert "1 artifacts" in whole and "raw_text/org--text/.hub" in whole
+    assert "1 artifacts" in whole and "whole    raw_text/org--text\n" in whole
     (tmp_path / WHERE / FILES[2]).unlink()
     told = stage(SCRIPT, "--verify", "--dst-root", "raw_text", expect=3).stderr
     assert f"raw_text/org--text/{FILES[2]} is missing" in told
+    assert "1 of 1 artifacts are damaged: raw_text/org--text\n" in told
     assert f"--dataset-name {NAME} --include 'en/*.json.gz' --overwrite" in told
     assert f"raw_text/org--text/{FILES[2]} is missing" in fetch(stage, expect=3).stderr
 
@@ -99,6 +106,14 @@ def test_what_is_in_the_way_is_kept(repo, stage: StageRunner, tmp_path):
     mine.write_text("mine")
     assert "in the way" in fetch(stage, expect=2).stderr
     assert mine.read_text() == "mine"
+    mine.unlink()
+    mine.parent.rmdir()
+    mine.parent.write_text("mine")  # a file where a directory has to be
+    told = fetch(stage, "--include", "README.md", expect=2).stderr
+    assert "1 files in raw_text/org--text are in the way" in told and "en\n" in told
+    assert files_of(tmp_path / WHERE) == {"en": b"mine"}
+    mine.parent.unlink()
+    mine.parent.mkdir()
     mine.write_bytes(repo.files[FILES[0]])  # as a run that was killed at its end leaves it
     fetch(stage)
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
@@ -121,3 +136,13 @@ def test_what_cannot_be_had_is_told(repo, stage: StageRunner, tmp_path):
     assert "is gated" in gated and "/datasets/org/text" in gated
     fetch(stage, env={"HF_TOKEN": TOKEN})
     assert not holds(tmp_path, TOKEN)
+
+
+def test_files_that_cannot_all_be_moved_stay_together(tmp_path):
+    (tmp_path / "new/en").mkdir(parents=True)
+    for path in ("a", "en/b"):
+        (tmp_path / "new" / path).write_text(path)
+    (tmp_path / "en").write_text("mine")
+    with pytest.raises(OSError):
+        raw_files.put_in_place(tmp_path / "new", [{"path": "a"}, {"path": "en/b"}])
+    assert (tmp_path / "new/a").read_text() == "a" and not (tmp_path / "a").exists()

@@ -99,6 +99,9 @@ def test_a_pickle_of_anything_else_is_not_run(hub, weights, stage: StageRunner, 
     hub.repos[NAME].files["pytorch_model.bin"] = content
     done = stage(SCRIPT, "--model-name", NAME, "--allow-pickle", expect=2)
     assert "pytorch_model.bin" in done.stderr and "Traceback" not in done.stderr
+    assert "weights_only" not in done.stderr and "Warning" not in done.stderr
+    if content == pickled({"a": Evil()}):
+        assert "it calls getattr" in done.stderr
     assert not (tmp_path / "evil").exists() and not (tmp_path / TARGET).exists()
 
 
@@ -136,6 +139,7 @@ def test_code_is_fetched_only_when_trusted(hub, novel, stage: StageRunner, tmp_p
     target = tmp_path / ".cache/models/org--novel"
     code = {path.name for path in target.glob("*.py")}
     assert code == {"configuration_novel.py", "layers_novel.py", "modeling_novel.py"}
+    assert not list((tmp_path / "hf_home").rglob("*.py"))
     made = json.loads((target / "manifest.json").read_text())
     assert set(made["summary"]["remote_code"]["org/novel"]) == code
     offline = "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained(" \
@@ -161,6 +165,37 @@ def test_code_of_another_repository_is_brought_along(hub, novel, stage: StageRun
     run_novel(stage, "--trust-remote-code")
     config = json.loads((tmp_path / ".cache/models/org--novel/config.json").read_text())
     assert config["auto_map"]["AutoConfig"] == "configuration_novel.NovelConfig"
+
+
+@pytest.mark.parametrize("reference", ["/tmp/x.NovelConfig", "../x.NovelConfig", "sub/x.C",
+                                       "org/../code--x.C", ".C", "x"])
+def test_code_that_does_not_lie_beside_the_config_is_refused(hub, novel, stage: StageRunner,
+                                                             tmp_path, reference):
+    novel.files |= {path: b"class NovelConfig: pass" for path in ("/tmp/x.py", "../x.py", ".py")}
+    change_config(novel, auto_map={"AutoConfig": reference,
+                                   "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM"})
+    error = run_novel(stage, "--trust-remote-code", expect=2).stderr
+    assert "Traceback" not in error and not hub.paths("x.py") and not leftovers(tmp_path)
+    assert "does not lie beside its config.json" in error or "no name of a repository" in error
+
+
+@pytest.mark.parametrize("code, said", [
+    (b"import nopackage_x\n", "run:      pip install nopackage_x"),
+    (b"raise RuntimeError('boo')\n", "RuntimeError: boo"),
+    (b"class Other: pass\n", "NovelForCausalLM"), (b"def (", "is no Python")])
+def test_code_that_fails_is_told(hub, novel, stage: StageRunner, tmp_path, code, said):
+    novel.files["modeling_novel.py"] = code
+    error = run_novel(stage, "--trust-remote-code", expect=2).stderr
+    assert said in error and "Traceback" not in error and not leftovers(tmp_path)
+    assert not list((tmp_path / "hf_home").rglob("*.py"))
+
+
+def test_a_tokenizer_with_code_is_told_before_the_weights_come(hub, stage: StageRunner, tmp_path):
+    hub.repos[NAME].files["tokenizer_config.json"] = json.dumps({
+        "tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["tokens.T", None]}}).encode()
+    error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
+    assert "it needs code of its own" in error and not hub.paths("-of-")
+    assert not leftovers(tmp_path)
 
 
 def test_code_on_a_known_type_is_not_fetched(hub, stage: StageRunner, tmp_path):
@@ -209,6 +244,7 @@ def test_a_whole_cache_stands_in_for_a_hub_out_of_reach(hub, stage: StageRunner,
     assert "out of reach: taking org/tiny-llama at main from the Hugging Face cache" in done.stdout
     made = json.loads((tmp_path / TARGET / "manifest.json").read_text())
     assert made["summary"]["commit"] == hub.repos[NAME].commit
+    assert made["summary"]["source"] == "Hugging Face cache"
     again = ("--cache-dir", "again")
     stage(SCRIPT, "--model-name", NAME, *again, env={"HF_HUB_OFFLINE": "1"})
     (snapshot / SHARDS[1]).unlink()
@@ -234,6 +270,7 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
     make = (SCRIPT, "--from-scratch", "--config-json", "qwen.json", "--tokenizer", "tokens")
     planned = stage(*make, "--dry-run").stdout
     assert "Qwen2ForCausalLM" in planned and "256 rows for 256 tokens" in planned
+    assert "(qwen.json says 151936)" in planned
     assert not leftovers(tmp_path)
     done = stage(*make)
     target = tmp_path / ".cache/models/scratch-qwen2"
@@ -254,19 +291,27 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
 
 @pytest.mark.parametrize("content, said", [
     ("{", "is no JSON"), ("[]", "no config of a model"), ('{"model_type": "novel"}', "'novel'"),
-    ('{"model_type": "bert"}', "no causal language model")])
+    ('{"model_type": "bert"}', "no causal language model"),
+    ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers: 0"),
+    ('{"model_type": "mixtral", "num_local_experts": 0}', "num_local_experts: 0"),
+    ('{"model_type": "llama", "hidden_act": "nope"}', "'nope'"),
+    ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "quantization_config")])
 def test_a_config_that_is_none(stage: StageRunner, tmp_path, model_files, content, said):
     (tmp_path / "tokenizer.json").write_bytes(model_files["tokenizer.json"])
     (tmp_path / "c.json").write_text(content)
     error = stage(SCRIPT, "--from-scratch", "--config-json", "c.json", "--tokenizer", ".",
                   expect=2).stderr
     assert said in error and "Traceback" not in error and not leftovers(tmp_path)
+    assert "c.json" in error and "/tmp/" not in error
 
 
 # ------------------------------------------------------------------ --verify
 
 def test_verify_names_what_is_damaged_and_what_mends_it(hub, stage: StageRunner, tmp_path):
-    assert "0 artifacts" in stage(SCRIPT, "--verify").stdout
+    assert "there is no directory .cache" in stage(SCRIPT, "--verify", expect=2).stderr
+    (tmp_path / ".cache/models/x--y.partial-0").mkdir(parents=True)
+    nothing = stage(SCRIPT, "--verify", expect=3).stderr
+    assert "nothing to verify under .cache" in nothing and "x--y.partial-0, not finished" in nothing
     stage(SCRIPT, "--model-name", NAME)
     cache = tmp_path / ".cache"
     tokens = cache / "tokens/corpus-0123"
@@ -275,10 +320,18 @@ def test_verify_names_what_is_damaged_and_what_mends_it(hub, stage: StageRunner,
     (tokens / "manifest.json").write_text(json.dumps({**made, "kind": "tokens/1",
                                                       "stage": "04_train_fsdp.py"}))
     (cache / "models/half").mkdir()
+    (cache / "web").mkdir()
+    (cache / "web/manifest.json").write_text('{"name": "an app"}')
     hub.requests.clear()
     done = stage(SCRIPT, "--verify", env={"HF_HUB_OFFLINE": "1"}).stdout
     assert "2 artifacts" in done and "every byte as it was written" in done
     assert "not verified: .cache/models/half" in done
+    assert "not ours: .cache/web/manifest.json" in done
+    stray = cache / "models/org--tiny-llama/model.safetensors"
+    stray.write_bytes(b"")
+    told = stage(SCRIPT, "--verify", expect=3).stderr
+    assert f"{stray.relative_to(tmp_path)} is not of this model" in told
+    stray.unlink()
     path = cache / "models/org--tiny-llama" / SHARDS[0]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

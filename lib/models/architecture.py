@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def read_config(model_dir: Path) -> PretrainedConfig:
 
     No code of the directory is run: an `auto_map` on a type that transformers knows is ignored;
     code for another type runs if stage 03 fetched it with --trust-remote-code.
-    Raises ArtifactError when config.json is missing or broken, UsageError for an unknown type.
+    Raises ArtifactError when config.json is missing or broken, UsageError for an unknown type or
+    code that fails.
     """
     content = read_content(model_dir)
     runs_code = bool(remote_code.is_needed(content) and remote_code.trusted(model_dir))
@@ -38,6 +40,8 @@ def read_config(model_dir: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True,
                                           trust_remote_code=runs_code)
     except Exception as error:  # each family checks its own fields, with errors of its own kind
+        if runs_code:
+            raise _code_failed(model_dir, error) from error
         raise ArtifactError(f"{model_dir / CONFIG} describes no {content['model_type']} model",
                             found=_first_lines(error)) from error
 
@@ -64,8 +68,8 @@ def build_on_meta(model_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
     All parameters are float32 whatever the config's dtype, weights are tied as the config says,
     `use_cache` is off. `config.dtype` of the result is float32 too: an export must set its own.
     attention: a name of transformers' attention interface; a family without sdpa gets eager,
-    with a warning. Raises UsageError when the directory holds no causal language model or a
-    quantised one.
+    with a warning. Raises UsageError when the directory holds no causal language model, a
+    quantised one, one that cannot be built, or code that fails.
     """
     config = read_config(model_dir)
     runs_code = not type(config).__module__.startswith("transformers.models.")
@@ -81,9 +85,12 @@ def build_on_meta(model_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention,
                 trust_remote_code=runs_code)
-    except (ValueError, ImportError, KeyError) as error:  # KeyError: Falcon's own table of names
+    except Exception as error:  # a family takes its fields as they are, whatever comes of it
+        if runs_code:
+            raise _code_failed(model_dir, error) from error
         raise UsageError(f"cannot build the {config.model_type} model of {model_dir} "
-                         f"with attention {attention!r}", found=_first_lines(error)) from error
+                         f"with attention {attention!r}", found=_first_lines(error),
+                         expected="fields of config.json that fit each other") from error
     return model.train()
 
 
@@ -147,8 +154,26 @@ def _causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedM
 def _custom_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class of a model that comes with its code."""
     log.warn(f"{config.model_type}: running the code that came with the model, in {model_dir}")
-    return get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], str(model_dir))
+    try:
+        return get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"],
+                                             str(model_dir))
+    except Exception as error:  # it is another's code
+        raise _code_failed(model_dir, error) from error
+
+
+def _code_failed(model_dir: Path, error: Exception) -> UsageError:
+    """Return the error for code of a model that does not do what it should."""
+    lacking = re.search(r"pip install ([\w .-]*\w)", str(error)) if isinstance(
+        error, ImportError) else None  # transformers looks for what a module imports
+    package = lacking[1] if lacking else getattr(error, "name", None) or ""
+    is_missing = bool(lacking) or isinstance(error, ModuleNotFoundError)
+    return UsageError(f"the code that came with the model in {model_dir} fails",
+                      found=_first_lines(error), expected="code that works with the installed "
+                      "transformers and needs no package that is not here",
+                      run=f"pip install {package}" if is_missing and package else "")
 
 
 def _first_lines(error: Exception, count: int = 3) -> str:
-    return "\n".join(str(error).strip().splitlines()[:count])
+    said = "\n".join(str(error).strip().splitlines()[:count])
+    is_plain = isinstance(error, (ValueError, ImportError)) and said
+    return said if is_plain else f"{type(error).__name__}: {said}".removesuffix(": ")

@@ -9,6 +9,7 @@ import json
 import math
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,11 @@ from transformers import PreTrainedModel
 from lib.core import log
 from lib.core.errors import ArtifactError
 from lib.models import architecture, keys, tokenizer, training_memory
-from lib.models.identity import INDEX
+from lib.models.identity import INDEX, LARGEST_HEADER
 
 _FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
                "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-_LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 _SHOWN = 20
 
 
@@ -57,22 +57,25 @@ class Headers:
     problems: list[str] = field(default_factory=list)
 
 
-def examine(model_dir: Path, *, weights: bool) -> Facts:
+def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None = None) -> Facts:
     """Return the facts of a model directory; ArtifactError with all that does not fit.
 
-    weights: there must be safetensors; otherwise there must be none. Raises UsageError for a
-    kind of model that cannot be trained, or a tokenizer that does not load.
+    weights: there must be safetensors; otherwise there must be none. coming: of a directory in the
+    making, the bytes of the files of which no more than the header is there; empty when nothing is
+    known of the weights yet. Raises UsageError for a kind of model that cannot be trained, or a
+    tokenizer that does not load.
     """
+    is_ahead, weights_known = coming is not None, coming is None or bool(coming)
     config = architecture.read_config(model_dir)
     model = architecture.build_on_meta(model_dir)
-    headers = read_headers(model_dir)
+    headers = read_headers(model_dir, coming or {}) if weights_known else Headers()
     problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
-    if weights:
+    if weights and weights_known:
         plan = keys.load_plan(model, headers.shapes)
         problems += plan.problems + _wrong_dtypes(model, plan, headers)
         used = {key for recipe in plan.recipes.values() for key in recipe.names()}
         stored = _main_dtype(headers, used) or dtype
-        if config.dtype is not None and stored != dtype:
+        if config.dtype is not None and stored != dtype and not is_ahead:
             log.warn(f"config.json says {dtype}, the weights are {stored}")
         dtype = stored
     elif headers.files:
@@ -87,7 +90,7 @@ def examine(model_dir: Path, *, weights: bool) -> Facts:
                                      if problems[_SHOWN:] else [])
         raise ArtifactError(f"the files of {model_dir} do not make a whole model",
                             found="\n".join(shown))
-    if changed := tokenizer.lossy(loaded, model_dir):
+    if (changed := tokenizer.lossy(loaded, model_dir)) and not is_ahead:
         log.warn("the tokenizer does not give back every text as it was: "
                  + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -95,14 +98,17 @@ def examine(model_dir: Path, *, weights: bool) -> Facts:
                  training_memory.estimate(model))
 
 
-def read_headers(model_dir: Path) -> Headers:
-    """Return the tensors in a directory's safetensors files, reading nothing but the headers."""
+def read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
+    """Return the tensors in a directory's safetensors files, reading nothing but the headers.
+
+    sizes: bytes that files will have of which the beginning is there.
+    """
     headers = Headers()
     for path in sorted(model_dir.glob("*.safetensors")):
         try:
-            header, data_bytes = _header(path)
+            header, data_bytes = _header(path, sizes.get(path.name) or path.stat().st_size)
             _add(headers, path.name, header, data_bytes)
-        except (ValueError, TypeError, KeyError, struct.error) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
             headers.problems.append(f"{path.name} is damaged: {error}")
     index = model_dir / INDEX
     if index.is_file():
@@ -112,16 +118,15 @@ def read_headers(model_dir: Path) -> Headers:
     return headers
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
+def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     """Return a file's header and the bytes of data after it; ValueError when it has none.
 
     The format: 8 bytes little-endian length, that much JSON, data
     (https://huggingface.co/docs/safetensors, "Format").
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(_LARGEST_HEADER, size - 8):
+        if length > min(LARGEST_HEADER, size - 8):
             raise ValueError(f"its header would take {length} of {size} bytes")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):

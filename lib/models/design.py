@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from lib.core import hashing, log, manifest, units
 from lib.core.errors import UsageError
 from lib.models import scratch, tokenizer
+from lib.models.prepare import called
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_FOREIGN = ("auto_map", "quantization_config", "_name_or_path", "transformers_version")
+_FOREIGN = ("auto_map", "_name_or_path", "transformers_version")
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_local_experts",
+           "hidden_size", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,16 @@ class Design:
             return scratch.described(self.size, vocabulary)
         from lib.models import architecture
 
-        with tempfile.TemporaryDirectory() as preview:
+        with tempfile.TemporaryDirectory() as preview, self._called(Path(preview)):
             self.write(Path(preview), vocabulary, None)
             model = architecture.build_on_meta(Path(preview))
         count = sum(parameter.numel() for parameter in model.parameters())
         rows, context = scratch.padded(vocabulary), self.context()
+        given = self._given_vocabulary()
+        instead = f" ({self.config_json} says {given})" if given not in (None, rows) else ""
         return {"architecture": f"{type(model).__name__} of {self.config_json}, "
                                 f"{units.count(count)} parameters",
-                "vocabulary": scratch.padding(rows, vocabulary),
+                "vocabulary": scratch.padding(rows, vocabulary) + instead,
                 "context": f"{context} tokens" if context else "not limited by the config"}
 
     def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> None:
@@ -117,12 +124,15 @@ class Design:
     def _default_vocabulary(self) -> int:
         if self.size:
             return scratch.SIZES[self.size].vocabulary
-        text = self._content.get("text_config") or {}
-        found = self._content.get("vocab_size") or text.get("vocab_size")
+        found = self._given_vocabulary()
         if not isinstance(found, int) or found < tokenizer.SMALLEST_VOCABULARY:
             raise UsageError(f"{self.config_json} gives no vocabulary to train a tokenizer for",
                              expected="--vocab-size N")
         return found
+
+    def _given_vocabulary(self) -> Any:
+        text = self._content.get("text_config") or {}
+        return self._content.get("vocab_size") or text.get("vocab_size")
 
     @cached_property
     def _content(self) -> dict[str, Any]:
@@ -137,11 +147,27 @@ class Design:
         if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
             raise UsageError(f"--config-json: {self.config_json} is no config of a model",
                              expected="a JSON object with a model_type, as in config.json")
+        if content.get("quantization_config"):
+            raise UsageError(f"--config-json: {self.config_json} is of a quantised model, which "
+                             "cannot be trained", found="quantization_config",
+                             expected="the config.json of the unquantised release")
         return {key: value for key, value in content.items() if key not in _FOREIGN}
 
     def _config(self) -> PretrainedConfig:
         from lib.models import architecture
 
-        with tempfile.TemporaryDirectory() as own:
+        with tempfile.TemporaryDirectory() as own, self._called(Path(own)):
             manifest.write_json(Path(own) / architecture.CONFIG, self._content)
-            return architecture.read_config(Path(own))
+            made = architecture.read_config(Path(own))
+        counts = {key: getattr(made.get_text_config(), key, None) for key in _COUNTS}
+        if odd := [f"{key}: {n}" for key, n in counts.items() if isinstance(n, int) and n < 1]:
+            raise UsageError(f"--config-json: {self.config_json} describes no model",
+                             expected="1 or more", found=", ".join(odd))
+        return made
+
+    @contextmanager
+    def _called(self, own: Path) -> Iterator[None]:
+        """Let errors about a directory for the while name the file that a person gave."""
+        with called(str(self.config_json), own), \
+                called(str(self.config_json), own / "config.json"):
+            yield

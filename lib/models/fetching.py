@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,15 @@ from typing import Any
 from lib.core import log, manifest, publish, units
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
-from lib.models import remote_code
+from lib.models import remote_code, tokenizer
 from lib.models.hub import Hub
 from lib.models.prepare import called
-from lib.models.repository import RemoteFile, Repository, choose, matching
-from lib.models.transfer import Transfer, bytes_to_come
+from lib.models.repository import RemoteFile, Repository, check_name, choose, matching
+from lib.models.transfer import Transfer, bring_headers, bytes_to_come
 
 _CONFIG = "config.json"
+_LARGE = 64 << 20  # bytes of weights that are worth looking at their headers first
+_SHOWN = 10
 
 
 @dataclass
@@ -39,11 +42,24 @@ class _Fetched:
 
     def summary(self) -> dict[str, Any]:
         """Return what the manifest says of the source."""
-        return {"commit": self.repository.commit}
+        return {"source": "Hugging Face cache" if self.repository.cached else "hub",
+                "commit": self.repository.commit, "size_only": self._undeclared()}
+
+    def checked(self) -> str:
+        """Return in words what the files were compared with."""
+        if not (names := self._undeclared()):
+            return "each file as the Hub declares it"
+        more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+        return "of the content of these files the Hub declares nothing, so that only their size " \
+            f"was checked: {', '.join(names[:_SHOWN])}{more}"
+
+    def _undeclared(self) -> list[str]:
+        return [file.path for file in self.files if not file.is_declared]
 
     def _bring(self, files: Sequence[RemoteFile], directory: Path, earlier: Sequence[Path],
-               workers: int, show_progress: bool) -> list[dict[str, Any]]:
-        transfer = Transfer(self.hub, self.repository, earlier, workers=workers,
+               workers: int, show_progress: bool, preview: Path | None = None,
+               ) -> list[dict[str, Any]]:
+        transfer = Transfer(self.hub, self.repository, earlier, preview=preview, workers=workers,
                             show_progress=show_progress)
         began = time.monotonic()
         entries = transfer.fetch(files, directory)
@@ -86,8 +102,11 @@ class Model(_Fetched):
                 trust_code: bool) -> Model:
         """Ask the Hub, and refuse what cannot be trained before the large files come.
 
-        preview: an empty directory for small files. Raises UsageError.
+        preview: an empty directory for small files. Raises UsageError, and ArtifactError when the
+        files do not make a whole model.
         """
+        if trust_code:  # read when transformers is imported: it copies the code that it runs
+            os.environ["HF_MODULES_CACHE"] = str(preview / "modules")
         hub = Hub(token)
         repository = hub.look_up(name, revision)
 
@@ -102,7 +121,9 @@ class Model(_Fetched):
                                  "declares no SHA-256 of it")
         model = cls(hub, repository, chosen.files, chosen.pickles, {}, preview)
         with called(name, preview):
-            model._check_config(trust_code)
+            if trust_code:
+                model._take_code()
+            model._look_ahead()
         log.info(f"commit {repository.commit}: {len(model.files)} files, "
                  f"{units.size(sum(file.size for file in model.files))}")
         return model
@@ -116,11 +137,12 @@ class Model(_Fetched):
     def fetch(self, directory: Path, *, earlier: Sequence[Path], workers: int,
               show_progress: bool) -> list[dict[str, Any]]:
         """Bring the files into a directory, convert pickles; return manifest entries."""
+        earlier = [self.preview, *earlier]
         # A pickle and the safetensors made of it are both there for a while.
         needed = bytes_to_come(self.files, directory, earlier) \
             + max((file.size for file in self.pickles), default=0)
         publish.require_space(directory, needed, self.repository.name)
-        entries = self._bring(self.files, directory, earlier, workers, show_progress)
+        entries = self._bring(self.files, directory, earlier, workers, show_progress, self.preview)
         if self.code:
             entries += self._add_code(directory)
         if self.pickles:
@@ -128,20 +150,34 @@ class Model(_Fetched):
         last = {entry["path"]: entry for entry in entries if (directory / entry["path"]).exists()}
         return [last[path] for path in sorted(last)]
 
-    def _check_config(self, trust_code: bool) -> None:
+    def _look_ahead(self) -> None:
+        """Check config and tokenizer and, if the weights are large, their headers."""
+        from lib.models import check
+
+        small = [file for file in self.files if file.path in tokenizer.FILES]
+        Transfer(self.hub, self.repository).fetch(small, self.preview)
+        check.examine(self.preview, weights=True, coming={})
+        weights = [file for file in self.files if file.path.endswith(".safetensors")]
+        if sum(file.size for file in weights) > _LARGE:
+            bring_headers(self.hub, self.repository, weights, self.preview)
+            check.examine(self.preview, weights=True,
+                          coming={file.path: file.size for file in weights})
+
+    def _take_code(self) -> None:
+        """Fetch the code of a model whose type only that knows."""
         from lib.models import architecture
 
-        if trust_code and remote_code.is_needed(
-                architecture.read_content(self.preview)):
+        if remote_code.is_needed(architecture.read_content(self.preview)):
             self.code = remote_code.collect(self.preview / _CONFIG, self._bring_code)
             remote_code.make_local(self.preview / _CONFIG)
             remote_code.record(self.preview, self._code_files())
-        architecture.build_on_meta(self.preview)
 
     def _code_files(self) -> list[str]:
         return [name for names in self.code.values() for name in names]
 
     def _bring_code(self, name: str, files: list[str]) -> Path:
+        if name:
+            check_name(name, "auto_map of config.json:")
         where = self.hub.look_up(name, "main") if name else self.repository
         if missing := [path for path in files if path not in where.files]:
             raise UsageError(f"{where} lacks code of the model", found=", ".join(missing))

@@ -7,26 +7,28 @@ stream that breaks is taken up where it broke. The token goes into request heade
 from __future__ import annotations
 
 import os
-import random
 import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lib.core import log, units
+from lib.core import log
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import hf_cache
-from lib.models.pieces import Part
+from lib.models.pieces import Beginning, Part
 from lib.models.repository import RemoteFile, Repository, shown
+from lib.models.waiting import Pause
 
 Result = TypeVar("Result")
 
 _PASSING = {408, 429, 500, 502, 503, 504}  # HTTP statuses worth another try
-_RETRIES, _LONGEST_WAIT_S, _LONGEST_ASKED_WAIT_S = 5, 30.0, 600.0
+_RETRIES = 5
 _LOOK_UP_TIMEOUT_S = 30
 
 
@@ -42,6 +44,7 @@ class Hub:
 
     def __init__(self, token: str) -> None:
         # Read when huggingface_hub is imported; telemetry would make requests of its own.
+        _require_endpoint()
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
         from huggingface_hub import constants, get_token, logging
 
@@ -53,7 +56,7 @@ class Hub:
         self.endpoint = constants.ENDPOINT
         _require_settings()
         self.stopped = threading.Event()  # set from outside, it ends all waiting
-        self._pause = _Pause(self.stopped)
+        self._pause = Pause(self.stopped)
 
     def look_up(self, name: str, revision: str, kind: str = "model") -> Repository:
         """Return what a repository holds at a revision (branch, tag or commit).
@@ -68,11 +71,12 @@ class Hub:
             cached = hf_cache.repository(name, revision, kind)
             if cached is None:
                 raise
-            log.info(f"{error.problem}: taking {name} at {revision} from the Hugging Face cache "
-                     f"{hf_cache.root()}, as it was when it came there")
+            log.warn(f"{error.problem}: taking {name} at {revision} from the Hugging Face cache "
+                     f"{hf_cache.root()}, as it was when it came there; files that never came "
+                     "there will be missing")
             return cached
 
-    def receive(self, repository: Repository, part: Part, piece: int,
+    def receive(self, repository: Repository, part: Part | Beginning, piece: int,
                 advance: Callable[[int], None]) -> None:
         """Complete a piece of a file, taking up a broken connection where it broke."""
         def left() -> int:
@@ -115,7 +119,7 @@ class Hub:
                                          (not f.lfs and f.blob_id) or "") for f in found}
         return Repository(name, info.sha or revision, files, kind)
 
-    def _stream(self, repository: Repository, part: Part, piece: int,
+    def _stream(self, repository: Repository, part: Part | Beginning, piece: int,
                 advance: Callable[[int], None]) -> None:
         """Append to a piece what one request brings of it."""
         from huggingface_hub import constants, get_session, hf_hub_url
@@ -161,7 +165,8 @@ class Hub:
                     else not came_further
                 if final or failures > _RETRIES or _is_lasting(error) or self.stopped.is_set():
                     raise
-                self._pause.after(response, failures)
+                self._pause.after(_asked_wait_s(response.headers) if response is not None else 0.0,
+                                  failures)
 
     @contextmanager
     def _explained(self, name: str, revision: str, kind: str) -> Iterator[None]:
@@ -193,35 +198,31 @@ class Hub:
             raise _out_of_reach(error, endpoint) from None
 
 
-class _Pause:
-    """The wait before requests, shared by all threads: the Hub limits users, not connections."""
+def _asked_wait_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that the Hub asks to wait, 0 when it asks for nothing."""
+    from huggingface_hub.utils import parse_ratelimit_headers
 
-    def __init__(self, stopped: threading.Event) -> None:
-        self._until, self._lock, self._stopped = 0.0, threading.Lock(), stopped
+    limit, asked = parse_ratelimit_headers(headers), headers.get("Retry-After", "").strip()
+    if asked.isascii() and asked.isdigit():
+        return float(asked)
+    try:  # or a date: RFC 9110, section 10.2.3
+        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return limit.reset_in_seconds if limit and not limit.remaining else 0.0
 
-    def wait(self) -> None:
-        """Sleep until requests may be made again."""
-        while (left := self._until - time.monotonic()) > 0 and not self._stopped.wait(left):
-            pass
 
-    def after(self, response: Any, failures: int) -> None:
-        """Note a failure: wait as long as the Hub asks for, or longer each time, with chance."""
-        from huggingface_hub.utils import parse_ratelimit_headers
-
-        backoff = min(_LONGEST_WAIT_S, 2.0 ** max(0, failures - 1)) * random.uniform(0.75, 1.25)
-        headers = response.headers if response is not None else {}
-        limit = parse_ratelimit_headers(headers)
-        asked = headers.get("Retry-After", "")
-        wanted = float(asked) if asked.isdigit() else \
-            limit.reset_in_seconds if limit and not limit.remaining else 0.0
-        wanted = min(wanted, _LONGEST_ASKED_WAIT_S)
-        with self._lock:
-            if wanted > _LONGEST_WAIT_S:
-                log.info(f"the Hub asks to wait {units.duration(wanted)}")
-            if wanted:  # holds for everyone
-                self._until = max(self._until, time.monotonic() + wanted)
-        if not wanted:
-            self._stopped.wait(backoff)
+def _require_endpoint() -> None:
+    """Raise UsageError when HF_ENDPOINT is no address."""
+    given = os.environ.get("HF_ENDPOINT")
+    try:
+        parts = urlsplit(given or "")
+        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 \
+            and not parts.query and not parts.fragment and re.fullmatch(r"[\x21-\x7e]+", given)
+    except ValueError:  # brackets that do not close, a port beyond 65535
+        is_good = False
+    if given is not None and not is_good:
+        raise UsageError("HF_ENDPOINT is no address of a Hub", found=repr(shown(given)),
+                         expected="https://HOST or http://HOST:PORT, or HF_ENDPOINT unset")
 
 
 def _require_settings() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
+from lib.core.paths import MANIFEST
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TRUSTED_CODE = "trusted_code.json"  # SHA-256 of each code file by its name
+LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
+_READ = (".safetensors", INDEX, ".py", TRUSTED_CODE)
 
 
 def has_weights(model_dir: Path) -> bool:
@@ -39,6 +43,17 @@ def fingerprint(model_dir: Path) -> str:
     code = model_dir / TRUSTED_CODE
     return hashing.fingerprint([config, weights] + ([code.read_text(encoding="utf-8")]
                                                     if code.is_file() else []))
+
+
+def strays(model_dir: Path, content: dict[str, Any]) -> list[str]:
+    """Return a sentence for each file of weights or code that the directory's manifest lacks.
+
+    It would be read in the place of what was verified: `model.safetensors` goes before shards.
+    """
+    known = {entry["path"] for entry in content["files"]}
+    return [f"{path} is not of this model: its {MANIFEST} does not name it"
+            for path in sorted(model_dir.iterdir()) if path.name not in known
+            and path.name.endswith(_READ) and not path.name.startswith(".")]
 
 
 def _header_digest(path: Path) -> str:

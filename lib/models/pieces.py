@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 from lib.models.repository import RemoteFile
@@ -119,6 +120,31 @@ class PieceWriter:
         count = self._part.count(self._piece, written)
         os.pwrite(self._counts, _COUNT.pack(count), self._piece * _COUNT.size)
         return written
+
+
+class Beginning:
+    """The first bytes of a file, in memory; arrives as a Part of one piece does."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self.file, self.content, self.end = file, bytearray(), 0
+
+    def extend(self, end: int) -> None:
+        """Want the bytes before `end`, as far as the file goes."""
+        self.end = min(end, self.file.size)
+
+    def range_left(self, piece: int) -> tuple[int, int]:
+        """Return the first and the end offset of what is lacking."""
+        return len(self.content), self.end
+
+    def writer(self, piece: int) -> nullcontext[Beginning]:
+        """Return what appends to it."""
+        return nullcontext(self)
+
+    def write(self, chunk: bytes) -> int:
+        """Append what is wanted, and return how many bytes that was."""
+        wanted = chunk[:self.end - len(self.content)]
+        self.content += wanted
+        return len(wanted)
 
 
 def bytes_there(file: RemoteFile, directory: Path) -> int:

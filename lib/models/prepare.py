@@ -27,14 +27,16 @@ def called(name: str, directory: Path) -> Iterator[None]:
 
 
 def examine(build: publish.Build, *, weights: bool, name: str) -> Facts:
-    """Check the finished directory; what fails here would fail again, so none of it is kept."""
+    """Check the finished directory; what was fetched is kept also if it does not fit."""
     from lib.models import check
 
     try:
         with called(name, build.dir):
             return check.examine(build.dir, weights=weights)
     except StageError:
-        build.resumable = False
+        if build.resumable:
+            log.info(f"kept in {build.dir}, so that the same command need not fetch it again; "
+                     "or delete that")
         raise
 
 

@@ -9,16 +9,19 @@ They arrive in `.hub.partial-…`, hidden too, and move to their places once all
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lib.core import manifest, paths
+from lib.core import log, manifest, paths
 from lib.core.errors import UsageError
+from lib.models.prepare import called
 from lib.models.repository import RemoteFile
 
 KIND = "raw/1"
 HIDDEN = ".hub"
+_SHOWN = 5
 
 
 def target_of(root: Path, name: str) -> Path:
@@ -32,6 +35,36 @@ def earlier(target: Path) -> list[str]:
     return [entry["path"].removeprefix("../") for entry in made["files"]] if made else []
 
 
+@contextmanager
+def named(target: Path) -> Iterator[None]:
+    """Let errors name the dataset's directory, not the hidden one in it."""
+    hidden, known = target.resolve(), str(target.parent)
+    with called(known, hidden), called(known, hidden / ".."):
+        yield
+
+
+def together(target: Path, revision: str, include: list[str], overwrite: bool,
+             ) -> tuple[list[str], bool]:
+    """Return these globs with those of an earlier run, and whether they are more than it had.
+
+    The files of another revision are not mixed with these; `overwrite` has these alone.
+    """
+    made = manifest.read_if_any(target)
+    before = made["identity"].get("options", {}) if made and made["kind"] == KIND else {}
+    if overwrite or before.get("revision") != revision:
+        return sorted(set(include)), False
+    both = sorted({*include, *before["include"]})
+    return both, both != before["include"]
+
+
+def tell_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
+    """Say which files of an earlier run are not among those wanted, and will be deleted."""
+    if outdated := sorted(set(earlier(target)) - {file.path for file in wanted}):
+        more = f" and {len(outdated) - _SHOWN} more" if outdated[_SHOWN:] else ""
+        log.warn(f"{len(outdated)} files of the earlier run are not asked for now and will be "
+                 f"deleted: {', '.join(outdated[:_SHOWN])}{more}")
+
+
 def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
     """Raise UsageError when files that no run of ours put there are in the way of those wanted.
 
@@ -39,11 +72,15 @@ def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
     """
     ours = set(earlier(target))
     places = {file: target.parent / file.path for file in wanted if file.path not in ours}
-    in_the_way = [file.path for file, place in places.items() if os.path.lexists(place)
-                  and (not place.is_file() or place.is_symlink() or file.differs(place))]
+    in_the_way = {file.path for file, place in places.items() if os.path.lexists(place)
+                  and (not place.is_file() or place.is_symlink() or file.differs(place))}
+    for folder in {folder for file in places for folder in PurePosixPath(file.path).parents}:
+        if os.path.lexists(target.parent / folder) and not (target.parent / folder).is_dir() \
+                and folder.as_posix() not in ours:
+            in_the_way.add(folder.as_posix())
     if in_the_way:
         raise UsageError(f"{len(in_the_way)} files in {target.parent} are in the way",
-                         found=", ".join(in_the_way[:5]),
+                         found=", ".join(sorted(in_the_way)[:_SHOWN]),
                          expected="files that this stage put there, or none",
                          run="move them away, or choose another --dst-root")
 
@@ -52,13 +89,20 @@ def put_in_place(arrived: Path, entries: list[dict[str, Any]]) -> list[dict[str,
     """Move whole files from where they arrived to their places; return the manifest's entries.
 
     arrived: a directory beside the target. The entries' paths lead from the target to the files.
+    When one cannot be moved, those that were come back.
     """
-    for entry in entries:
-        place = arrived.parent / entry["path"]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        there = arrived / entry["path"]
-        there.replace(place)
-        there.unlink(missing_ok=True)  # two links to one file are left alone by rename
+    moves = [(arrived / entry["path"], arrived.parent / entry["path"]) for entry in entries]
+    moved = []
+    try:
+        for there, place in moves:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            there.replace(place)
+            there.unlink(missing_ok=True)  # two links to one file are left alone by rename
+            moved.append((there, place))
+    except OSError:
+        for there, place in moved:
+            place.replace(there)
+        raise
     for directory in sorted((path for path in arrived.rglob("*") if path.is_dir()), reverse=True):
         directory.rmdir()
     return [{**entry, "path": f"../{entry['path']}"} for entry in entries]

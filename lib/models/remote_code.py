@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.models.identity import TRUSTED_CODE
 
 NEEDED = ("AutoConfig", "AutoModelForCausalLM")
+_REFERENCE = re.compile(r"((?P<repository>[\w./-]+)--)?(?P<module>\w+)\.\w+", re.ASCII)
 
 Bring = Callable[[str, list[str]], Path]  # repository ("" for the model's own), names → directory
 
@@ -72,7 +74,7 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
     """Return the code files that a model needs, by the repository they are in.
 
     bring: fetches files of a repository. Raises UsageError when the config does not name the
-    classes it must, or files of two repositories have the same name.
+    classes it must, in modules beside it, or files of two repositories have the same name.
     """
     content = json.loads(config_path.read_text(encoding="utf-8"))
     auto_map = {key: value for key, value in content["auto_map"].items() if key in NEEDED}
@@ -82,8 +84,11 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
                          found=", ".join(content["auto_map"]) or "nothing")
     found: dict[str, list[str]] = {}
     for reference in auto_map.values():
-        repository, _, local = reference.rpartition("--")
-        waiting = [f"{local.partition('.')[0]}.py"]
+        if not (parts := _REFERENCE.fullmatch(reference)):
+            raise UsageError("the model's code does not lie beside its config.json",
+                             expected="module.Class, or ORG/NAME--module.Class, in auto_map",
+                             found=repr(reference))
+        repository, waiting = parts["repository"] or "", [f"{parts['module']}.py"]
         while waiting:
             name = waiting.pop()
             if name in found.setdefault(repository, []):

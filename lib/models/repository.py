@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,13 @@ class RemoteFile:
     def part(self) -> str:
         """Name of the unfinished file; by digest, so that no other version is taken up."""
         return f"{self.path}-{(self.sha256 or self.blob_sha1)[:12]}.part"
+
+    @property
+    def leads_out(self) -> bool:
+        """Tell whether the path is not one inside a directory."""
+        path = self.path
+        return not path or path.startswith("/") or ".." in path.split("/") or "\\" in path \
+            or "\0" in path
 
     @property
     def is_declared(self) -> bool:
@@ -117,6 +125,11 @@ def shown(text: str) -> str:
     return _PASSWORD.sub("[redacted]@", text)
 
 
+def where() -> str:
+    """Return what the Hub is called, without a password that its address may hold."""
+    return shown(os.environ.get("HF_ENDPOINT") or "the Hugging Face Hub")
+
+
 def check_name(name: str, option: str) -> None:
     """Raise UsageError when a name cannot be that of a repository."""
     if not _NAME.fullmatch(name) or "--" in name or ".." in name:
@@ -155,10 +168,7 @@ def matching(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> li
     patterns = [re.compile(fnmatch.translate(glob.removeprefix("./"))) for glob in globs]
     files = sorted(files, key=lambda file: file.path)
     matched = [file for file in files if any(p.fullmatch(file.path) for p in patterns)]
-    if bad := [file.path for file in matched if _leads_out(file.path)]:
-        raise UsageError(f"{name} holds paths that are not safe to write",
-                         found=", ".join(repr(path) for path in bad[:_SHOWN]),
-                         expected="a narrower --include")
+    require_safe(matched, name)
     found = [file for file in matched
              if not any(part.startswith(".") for part in file.path.split("/"))]
     if not found:
@@ -169,8 +179,12 @@ def matching(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> li
     return found
 
 
-def _leads_out(path: str) -> bool:
-    return path.startswith("/") or ".." in path.split("/") or "\\" in path or "\0" in path
+def require_safe(files: Iterable[RemoteFile], name: str) -> None:
+    """Raise UsageError when files would be written outside the directory they are meant for."""
+    if bad := [file.path for file in files if file.leads_out]:
+        raise UsageError(f"{name} holds paths that are not safe to write",
+                         found=", ".join(repr(path) for path in bad[:_SHOWN]),
+                         expected="paths of files inside the repository")
 
 
 def _shards(repository: Repository, index: Path) -> set[str]:

@@ -10,7 +10,7 @@ from lib.core import log, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST, model_dir_name, models_root
 from lib.models import hf_cache
-from lib.models.identity import WEIGHTS, has_weights
+from lib.models.identity import WEIGHTS, has_weights, strays
 from lib.models.scratch import SIZES, default_name
 
 KIND = "model/1"
@@ -61,7 +61,7 @@ def command(name: str, made: dict[str, Any] | None = None) -> str:
 
     made: the manifest of an earlier one, or of raw files, whose options are used again.
     """
-    used = dict(made["options"]) if made else {}
+    used = dict(made.get("options") or {}) if made else {}
     if used.get("cache_dir") == _DEFAULT_CACHE:
         del used["cache_dir"]
     if not used:
@@ -101,8 +101,7 @@ def _directory(path: Path) -> Path:
     other = manifest.read_if_any(path)
     if other and other["kind"] != KIND:
         log.info(f"model: {path}, an artifact of kind {other['kind']}")
-        manifest.check(path, other, "the model")
-        return path
+        return _whole(path, other, "")
     return _prepared(path)
 
 
@@ -125,7 +124,15 @@ def _prepared(directory: Path) -> Path:
 def _check(directory: Path) -> Path:
     run = command(directory.resolve().name, manifest.read_if_any(directory))
     content = manifest.read(directory, KIND, "the model", run)
-    manifest.check(directory, content, "the model", f"{run} --overwrite")
+    return _whole(directory, content, f"{run} --overwrite")
+
+
+def _whole(directory: Path, content: dict[str, Any], run: str) -> Path:
+    """Return a directory that holds what its manifest names, and nothing else that is read."""
+    manifest.check(directory, content, "the model", run)
+    if found := strays(directory, content):
+        raise ArtifactError(f"{directory} holds files that nobody verified",
+                            found="\n".join(found), run="move them away")
     return directory
 
 

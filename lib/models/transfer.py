@@ -13,10 +13,12 @@ from lib.core import log, manifest
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 from lib.models import hf_cache, pieces
-from lib.models.repository import RemoteFile, Repository
+from lib.models.identity import LARGEST_HEADER
+from lib.models.repository import RemoteFile, Repository, require_safe
 
 _MOST_CONNECTIONS = 8
 _ATTEMPTS = 2
+_HEADER_AT_MOST = 1 << 16  # bytes, as a guess
 
 Advance = Callable[[int], None]
 Job = Callable[[], list["Job"]]  # returns the jobs that can begin now
@@ -27,8 +29,8 @@ class Source(Protocol):
 
     stopped: threading.Event
 
-    def receive(self, repository: Repository, part: pieces.Part, piece: int,
-                advance: Advance) -> None: ...
+    def receive(self, repository: Repository, part: pieces.Part | pieces.Beginning,
+                piece: int, advance: Advance) -> None: ...
 
 
 class Transfer:
@@ -36,11 +38,14 @@ class Transfer:
 
     earlier: directories that may hold some of the files already (an artifact that is replaced, a
     preview); like the Hugging Face cache they are asked before the Hub, and trusted no more.
+    preview: the one of them that was filled from the Hub just now.
     workers: threads with work to do; as many again wait for the network.
     """
 
     def __init__(self, source: Source, repository: Repository, earlier: Sequence[Path] = (), *,
-                 workers: int = 1, show_progress: bool = False) -> None:
+                 preview: Path | None = None, workers: int = 1, show_progress: bool = False,
+                 ) -> None:
+        self._preview = preview
         self._source, self._repository, self._earlier = source, repository, earlier
         self._workers, self._show_progress = min(2 * workers, _MOST_CONNECTIONS), show_progress
         self._lock = threading.Lock()
@@ -51,8 +56,10 @@ class Transfer:
         """Bring the files into a directory, several pieces at a time.
 
         Returns manifest entries with SHA-256. Raises UsageError when the Hub is out of reach or
-        refuses, ArtifactError when a file differs from what the Hub declares at a second try too.
+        refuses, or a path leads out of the directory; ArtifactError when a file differs from what
+        the Hub declares at a second try too.
         """
+        require_safe(files, self._repository.name)
         what, total = f"fetching {len(files)} files", sum(file.size for file in files)
         with Progress(what, total, "B", self._show_progress) as self._progress:
             self._run([lambda file=file: self._begin(file, directory) for file in files])
@@ -134,9 +141,32 @@ class Transfer:
                 log.warn(f"{place} is damaged and not used: {difference}")
                 target.unlink()
                 continue
-            self._came("this machine", file.size)
+            is_new = place.parent == self._preview and not cached
+            self._came("the Hub" if is_new else "this machine", file.size)
             return True
         return False
+
+
+def bring_headers(source: Source, repository: Repository, files: Sequence[RemoteFile],
+                  directory: Path) -> None:
+    """Write the beginning of each safetensors file, its header, under the file's name."""
+    require_safe(files, repository.name)
+
+    def bring(file: RemoteFile) -> None:
+        first, cached = pieces.Beginning(file), hf_cache.blob(file, repository.name,
+                                                              repository.kind)
+        for end in (_HEADER_AT_MOST, 0):  # most headers need but one request
+            length = int.from_bytes(first.content[:8], "little")
+            first.extend(end or 8 + min(length, LARGEST_HEADER))
+            if cached:
+                with cached.open("rb") as blob:
+                    first.content[:] = blob.read(first.end)
+            elif len(first.content) < first.end:
+                source.receive(repository, first, 0, lambda amount: None)
+        (directory / file.path).write_bytes(first.content)
+
+    with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
+        list(pool.map(bring, files))
 
 
 def bytes_to_come(files: Sequence[RemoteFile], directory: Path,

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import hashing, log, manifest, paths
-from lib.core.errors import ArtifactError
+from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.core.progress import Progress
-from lib.models import raw_files, resolve
+from lib.models import identity, raw_files, resolve
 
 _CHUNK = 1 << 22
 _UNFINISHED = (".partial-", ".old-")
+_KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export")
 
 
 @dataclass
@@ -30,26 +31,49 @@ class Artifact:
     problems: list[str] = field(default_factory=list)
 
     @property
+    def place(self) -> Path:
+        """What a person knows it as: the manifest of raw files is hidden beside them."""
+        return self.directory.parent if self.directory.name == raw_files.HIDDEN else self.directory
+
+    @property
     def bytes(self) -> int:
+        """Size of all its files."""
         return sum(entry["bytes"] for entry in self.content["files"]) if self.content else 0
 
 
 def artifacts(cache_dir: Path, raw_root: Path | None) -> list[Artifact]:
     """Return everything finished under a cache directory, in the order of paths.
 
-    raw_root: a directory of raw files of datasets, to verify too.
+    raw_root: a directory of raw files of datasets, to verify too. What has a manifest that is not
+    ours is left alone. Raises UsageError when neither directory is there, ArtifactError when there
+    is nothing to verify.
     """
     found = []
+    roots = [root for root in (cache_dir, raw_root) if root]
+    if not any(root.is_dir() for root in roots):
+        raise UsageError(f"there is no directory {_names(roots)}",
+                         expected="--cache-dir DIR, and --dst-root DIR for raw files")
     raw = sorted(raw_root.glob(f"*/{raw_files.HIDDEN}/{MANIFEST}")) if raw_root else []
     for path in sorted(cache_dir.rglob(MANIFEST)) + raw:
         directory = path.parent
         if any(mark in part for part in directory.parts for mark in _UNFINISHED):
             continue
         content = manifest.read_if_any(directory)
+        is_in_place = directory.name == raw_files.HIDDEN or directory.parent in (
+            paths.models_root(cache_dir), paths.tokens_root(cache_dir))
+        if not is_in_place and manifest.kind_of(directory).partition("/")[0] not in _KINDS:
+            log.info(f"not ours: {path}")
+            continue
         artifact = Artifact(directory, content, _command(directory, content))
         if content is None:
             artifact.problems.append(f"{path} is damaged")
+        elif content["kind"] == resolve.KIND:
+            artifact.problems += identity.strays(directory, content)
         found.append(artifact)
+    if not found:
+        left = "\n".join(f"{directory}, not finished" for directory in unfinished(cache_dir))
+        raise ArtifactError(f"nothing to verify under {_names(roots)}", found=left,
+                            expected="what stages 03 and 04 finished there")
     return found
 
 
@@ -74,14 +98,15 @@ def check_all(found: Sequence[Artifact], workers: int, show_progress: bool) -> N
             problems = pool.map(lambda entry, root=artifact.directory: _problem(
                 Path(os.path.normpath(root / entry["path"])), entry, advance), files)
             artifact.problems += filter(None, problems)
-            log.info(f"  {'damaged' if artifact.problems else 'whole  '}  {artifact.directory}")
+            log.info(f"  {'damaged' if artifact.problems else 'whole  '}  {artifact.place}")
 
 
-def require_whole(found: Sequence[Artifact], cache_dir: Path) -> None:
+def require_whole(found: Sequence[Artifact]) -> None:
     """Raise ArtifactError naming all that is damaged, and the commands that mend it."""
     if damaged := [artifact for artifact in found if artifact.problems]:
         raise ArtifactError(
-            f"{len(damaged)} of {len(found)} artifacts under {cache_dir} are damaged",
+            f"{len(damaged)} of {len(found)} artifacts are damaged: "
+            + _names([artifact.place for artifact in damaged]),
             found="\n".join(problem for artifact in damaged for problem in artifact.problems),
             run="\n".join(artifact.run for artifact in damaged))
 
@@ -107,11 +132,16 @@ def _problem(path: Path, entry: dict[str, Any], advance: Callable[[int], None]) 
     return "" if is_same else f"{path} has other content than when it was written"
 
 
+def _names(places: Sequence[Path]) -> str:
+    return " and ".join(map(str, places))
+
+
 def _command(directory: Path, content: dict[str, Any] | None) -> str:
     """Return the command that fetches or builds an artifact again."""
     if directory.parent.name == paths.models_root(Path()).name or (
             content and content["kind"] == raw_files.KIND):
         return f"{resolve.command(directory.name, content)} --overwrite"
-    stage = (content or {}).get("stage") or "04_train_fsdp.py"
+    usual = "03_download_model.py" if directory.name == raw_files.HIDDEN else "04_train_fsdp.py"
+    stage = (content or {}).get("stage") or usual
     return f"rm -r {directory}, then python {stage} again" + (
         " (--prepare-only makes it without training)" if stage.startswith("04") else "")

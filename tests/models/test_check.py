@@ -122,3 +122,14 @@ def test_nothing_is_allocated_for_a_large_model(model_dir):
     (model_dir / WEIGHTS).unlink()
     write_config(model_dir, "70B", 32_000)
     assert check.examine(model_dir, weights=False).parameters > 68e9
+
+
+def test_headers_alone_tell_what_does_not_fit(model_dir):
+    path = model_dir / WEIGHTS
+    content = path.read_bytes()
+    path.write_bytes(content[:8 + struct.unpack("<Q", content[:8])[0]])
+    assert check.examine(model_dir, weights=True, coming={WEIGHTS: len(content)}).parameters
+    with pytest.raises(ArtifactError, match="do not make a whole model"):
+        check.examine(model_dir, weights=True, coming={WEIGHTS: len(content) - 1})
+    path.unlink()
+    assert check.examine(model_dir, weights=True, coming={}).parameters

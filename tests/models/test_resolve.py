@@ -139,3 +139,16 @@ def test_it_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True,
                           check=True, env={"PYTHONPATH": str(root)})
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("stray", ["model.safetensors", "modeling.py", "trusted_code.json",
+                                   "model.safetensors.index.json"])
+def test_weights_or_code_that_the_manifest_does_not_name_are_not_used(cache, stray):
+    directory = cache / "models/org--first"
+    (directory / "._model.safetensors").write_text("what a Mac leaves")
+    resolve("org/first", cache)
+    (directory / stray).write_text("")
+    for name in ("org/first", str(directory)):
+        with pytest.raises(ArtifactError, match="holds files that nobody verified") as caught:
+            resolve(name, cache)
+        assert stray in caught.value.found

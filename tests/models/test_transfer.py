@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lib.core.errors import ArtifactError
+from lib.core.errors import ArtifactError, UsageError
 from lib.models import pieces
 from lib.models.repository import RemoteFile, Repository
-from lib.models.transfer import Transfer, bytes_to_come
+from lib.models.transfer import Transfer, bring_headers, bytes_to_come
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 PIECE = 1 << 18
@@ -133,3 +133,21 @@ def test_a_thread_that_comes_late_finds_the_file_finished(tmp_path):
     assert part.is_complete() and part.claim() and not part.finish()
     assert part.is_complete() and not part.claim()
     assert (tmp_path / "x").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("path", ["/tmp/x", "../x", "a/../../x", "a\\\\x", ""])
+def test_nothing_is_written_outside_the_directory(tmp_path, path):
+    wire = Wire(b"abc")
+    with pytest.raises(UsageError, match="not safe to write"):
+        transfer(wire).fetch([remote(b"abc", path)], tmp_path / "in")
+    assert not wire.ranges and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("length", [10, 1 << 17, len(CONTENT)])
+def test_headers_come_without_the_rest(tmp_path, length):
+    content = length.to_bytes(8, "little") + CONTENT
+    wire = Wire(content)
+    bring_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
+    there = (tmp_path / "x").read_bytes()
+    assert content.startswith(there) and min(len(content), 8 + length) <= len(there)
+    assert sum(end - start for start, end in wire.ranges) == len(there) <= max(1 << 16, length + 8)
