@@ -171,11 +171,11 @@ def test_exports_while_training_goes_on(project: Path):
                                env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         folder = project / "outputs" / "busy" / "checkpoints"
-        while not list(folder.glob("step_*/COMMIT.json")):
-            assert process.poll() is None
-            time.sleep(0.05)
         steps = []
         for number in range(2):
+            while len(list(folder.glob("step_*/COMMIT.json"))) <= 2 * number:
+                assert process.poll() is None
+                time.sleep(0.05)
             run_stage("05_export_checkpoint.py", "-e", "busy", "--out", f"out{number}", cwd=project)
             summary = json.loads((project / f"out{number}" / "manifest.json").read_text())
             steps.append(summary["summary"]["step"])
