@@ -28,11 +28,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.process_tree import resident, tree  # noqa: E402
+
 _MB = 1_000_000
 _PEER = """
 import sys, datasets
@@ -91,32 +95,15 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Look every 20 ms."""
         while not self._ended.wait(0.02):
-            tree = list(_tree(self._pid))
-            self._peak = max(self._peak, sum(map(_rss, tree)))
-            self._cpu |= {pid: cpu for pid in tree if (cpu := _cpu(pid))}
+            processes = list(tree(self._pid))
+            self._peak = max(self._peak, sum(map(resident, processes)))
+            self._cpu |= {pid: cpu for pid in processes if (cpu := _cpu(pid))}
 
     def stop(self) -> tuple[int, float]:
         """Return the largest sum of resident memory, and the CPU seconds of all processes."""
         self._ended.set()
         self.join()
         return self._peak, sum(self._cpu.values())
-
-
-def _tree(pid: int) -> Iterable[int]:
-    yield pid
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in children:
-        yield from _tree(int(child))
-
-
-def _rss(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-    except (OSError, IndexError):
-        return 0
 
 
 def _cpu(pid: int) -> float:
@@ -208,7 +195,6 @@ def parse_lines(paths: list[Path]) -> None:
     """Parse JSON Lines and take the strings, with nothing around it."""
     import orjson
 
-    sys.path.insert(0, str(ROOT))
     from lib.corpus.strings import strings_of
     for path in paths:
         with path.open("rb", buffering=1 << 20) as file:
@@ -247,7 +233,6 @@ def limit(paths: list[Path], out_bytes: int, directory: Path, workers: int, line
 
 def own_cpu(source: Path, directory: Path, workers: int) -> float:
     """Return the CPU seconds of the stage's units of work ÷ cores: what perfect scaling takes."""
-    sys.path.insert(0, str(ROOT))
     import pyarrow  # noqa: F401  (its import is no work on the input)
 
     from lib.corpus import inputs, work

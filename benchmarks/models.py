@@ -287,16 +287,8 @@ def role_serve(arguments: argparse.Namespace) -> None:
 
     class Quick(HubServer):
         def _send_file(self, http: Any, request: Any, repo: Repo, file: str) -> None:
-            start = int(request.range.removeprefix("bytes=").rstrip("-") or 0)
-            http.send_response(206 if start else 200)
-            size = len(repo.files[file])
-            http.send_header("Content-Length", str(size - start))
-            if start:
-                http.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
-            http.send_header("ETag", f'"{file}"')
-            http.send_header("X-Repo-Commit", repo.commit)
-            http.end_headers()
-            http.wfile.write(memoryview(repo.files[file])[start:])
+            start, stop = self._begin_file(http, request, repo, len(repo.files[file]), file)
+            http.wfile.write(memoryview(repo.files[file])[start:stop])
             http.close_connection = True
 
     files = {path.name: path.read_bytes() for path in arguments.model.iterdir()}

@@ -176,20 +176,26 @@ class HubServer:
             link["Link"] = f'<{self.url}{request.path}?recursive=true&cursor={end}>; rel="next"'
         _send(http, json.dumps(entries[start:end]).encode(), link)
 
-    def _send_file(self, http: BaseHTTPRequestHandler, request: Request, repo: Repo,
-                   file: str) -> None:
-        content = repo.served.get(file, repo.files[file])
+    def _begin_file(self, http: BaseHTTPRequestHandler, request: Request, repo: Repo, size: int,
+                    tag: str) -> tuple[int, int]:
+        """Send the head of an answer with a file; return from where to where its content goes."""
         first, _, last = request.range.removeprefix("bytes=").partition("-")
         ranged = bool(request.range) and not repo.no_ranges
-        start, stop = (int(first), int(last or len(content) - 1) + 1) if ranged \
-            else (0, len(content))
+        start, stop = (int(first), int(last or size - 1) + 1) if ranged else (0, size)
         http.send_response(206 if ranged else 200)
         http.send_header("Content-Length", str(stop - start))
         if ranged:
-            http.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
-        http.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            http.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        http.send_header("ETag", f'"{tag}"')
         http.send_header("X-Repo-Commit", repo.commit)
         http.end_headers()
+        return start, stop
+
+    def _send_file(self, http: BaseHTTPRequestHandler, request: Request, repo: Repo,
+                   file: str) -> None:
+        content = repo.served.get(file, repo.files[file])
+        start, stop = self._begin_file(http, request, repo, len(content),
+                                       hashlib.sha256(content).hexdigest())
         end = repo.cut.pop(file, stop)
         for at in range(start, end, 1 << 16):
             if file.endswith(LFS_SUFFIXES):

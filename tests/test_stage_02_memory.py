@@ -6,32 +6,15 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import stage_command
+from tests.process_tree import resident, tree
 
 SCRIPT = "02_build_hf_dataset.py"
 GIGABYTE, MEGABYTE = 1_000_000_000, 1_000_000
-
-
-def tree(pid: int) -> Iterator[int]:
-    yield pid
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in children:
-        yield from tree(int(child))
-
-
-def resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-    except (OSError, IndexError):
-        return 0
 
 
 def peak_of_run(folder: Path, *options: object) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from lib.checkpoints.storage import StrictReader
-from lib.core.errors import ArtifactError
+from lib.models.tensors import read_into
 
 Described = tuple[tuple[int, ...], torch.dtype]
 
@@ -80,20 +79,10 @@ class PieceReader:
             storage.nbytes() == part.nbytes
         target = part if direct else torch.empty(storage.nbytes() // saved.itemsize,
                                                  dtype=saved.dtype)
-        _read_into(file.fileno(), target, place.offset + storage._checkpoint_offset, file.name)
+        read_into(target, file.fileno(), place.offset + storage._checkpoint_offset, Path(file.name))
         if not direct:
             part.copy_(target.as_strided(saved.shape, saved.stride(), saved.storage_offset()))
 
 
 def _aligned(size: int) -> int:
     return -(-size // 64) * 64
-
-
-def _read_into(descriptor: int, target: Tensor, offset: int, name: str) -> None:
-    """Fill a contiguous tensor with the bytes of a file from an offset on."""
-    view = memoryview(target.view(-1).view(torch.uint8).numpy())
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if not count:
-            raise ArtifactError(f"{name} ends at byte {offset}, in the middle of a tensor")
-        view, offset = view[count:], offset + count

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import mmap
 import os
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lib.core import hashing
-from lib.models.safetensors_file import DTYPES
+from lib.models import safetensors_file
 
 _PIECE = 8 << 20  # bytes
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -40,23 +39,6 @@ class Entry:
     @property
     def bytes(self) -> int:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
-
-
-def header(entries: list[Entry]) -> bytes:
-    """Return what a safetensors file begins with: a length, and the tensors as JSON.
-
-    The format: https://huggingface.co/docs/safetensors, "Format". `format: pt` is what transformers
-    looks for.
-    """
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        content[entry.key] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape),
-                              "data_offsets": [offset, offset + entry.bytes]}
-        offset += entry.bytes
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
-    return len(text).to_bytes(8, "little") + text
 
 
 class TensorFile:
@@ -76,7 +58,8 @@ class TensorFile:
 
     def __enter__(self) -> TensorFile:
         self._file = _open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._append(memoryview(header(self._entries)))
+        self._append(memoryview(safetensors_file.header(
+            (entry.key, entry.shape, entry.dtype) for entry in self._entries)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,12 +45,17 @@ def digest(hasher: Hasher, algorithm: str = FAST) -> str:
     return f"{algorithm}:{hasher.hexdigest()}"
 
 
-def file_digest(path: Path, algorithm: str = FAST) -> str:
-    """Return the digest string of a file's content, read in pieces of 4 MiB."""
+def file_digest(path: Path, algorithm: str = FAST,
+                advance: Callable[[int], None] = lambda size: None) -> str:
+    """Return the digest string of a file's content, read in pieces of 4 MiB.
+
+    advance: called with the bytes of each piece.
+    """
     hasher = new(algorithm)
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             hasher.update(chunk)
+            advance(len(chunk))
     return digest(hasher, algorithm)
 
 
@@ -60,9 +66,9 @@ def bytes_digest(data: bytes, algorithm: str = FAST) -> str:
     return digest(hasher, algorithm)
 
 
-def matches(path: Path, expected: str) -> bool:
+def matches(path: Path, expected: str, advance: Callable[[int], None] = lambda size: None) -> bool:
     """Tell whether a file's content has the digest string that a manifest holds."""
-    return file_digest(path, expected.partition(":")[0]) == expected
+    return file_digest(path, expected.partition(":")[0], advance) == expected
 
 
 def fingerprint(value: Any) -> str:

@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -127,16 +127,23 @@ def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
 
     deep: also hash the content; otherwise only presence and size are looked at.
     """
-    found = []
-    for entry in content["files"]:
-        path = directory / entry["path"]
-        if not path.is_file():
-            found.append(f"{path} is missing")
-        elif (size := path.stat().st_size) != entry["bytes"]:
-            found.append(f"{path} holds {size} bytes instead of {entry['bytes']}")
-        elif deep and not hashing.matches(path, entry["digest"]):
-            found.append(f"{path} has other content than when it was written")
-    return found
+    return list(filter(None, (damage(directory / entry["path"], entry, deep)
+                              for entry in content["files"])))
+
+
+def damage(path: Path, entry: dict[str, Any], deep: bool,
+           advance: Callable[[int], None] = lambda size: None) -> str:
+    """Return what is wrong with a file in a sentence, empty when nothing is.
+
+    advance: called with the bytes that were hashed, piece by piece.
+    """
+    if not path.is_file():
+        return f"{path} is missing"
+    if (size := path.stat().st_size) != entry["bytes"]:
+        return f"{path} holds {size} bytes instead of {entry['bytes']}"
+    if deep and not hashing.matches(path, entry["digest"], advance):
+        return f"{path} has other content than when it was written"
+    return ""
 
 
 def check(directory: Path, content: dict[str, Any], what: str, run: str = "",

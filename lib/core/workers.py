@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -73,9 +73,7 @@ class Worker:
 def _serve(tasks: Connection, prepare: Callable[..., Callable[[Any], Any]],
            arguments: tuple[Any, ...]) -> None:
     """Answer tasks until the other side closes, or is gone."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    set_up(_IGNORED)
     handler: Callable[[Any], Any] | None = None
     with suppress(EOFError, OSError):
         while True:
@@ -88,6 +86,13 @@ def _serve(tasks: Connection, prepare: Callable[..., Callable[[Any], Any]],
             except Exception:  # what others raise may not survive the way back
                 answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}"), None
             tasks.send(answer)
+
+
+def set_up(ignored: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
+    """Do what every worker process does first: leave signals to its parent, and not outlive it."""
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:

@@ -65,9 +65,9 @@ class Workers:
             from concurrent.futures import ProcessPoolExecutor
             from multiprocessing import get_context
 
-            from lib.corpus import workers
+            from lib.core import workers
             self._executor = ProcessPoolExecutor(min(self._count, -(-total // _CHUNK)),
-                                                 get_context("fork"), workers.prepare)
+                                                 get_context("fork"), workers.set_up)
         flying: deque[Future[list[Result]]] = deque()
         for chunk in chunks:
             flying.append(self._executor.submit(work, chunk))

@@ -13,8 +13,8 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
-from lib.core import log
-from lib.corpus import work, workers
+from lib.core import log, workers
+from lib.corpus import work
 from lib.corpus.scan import shown
 from lib.corpus.work import Done, Unit
 
@@ -100,7 +100,7 @@ def _context() -> BaseContext:
 
 def _prepare() -> None:
     sys.setrecursionlimit(_RECURSION_LIMIT)
-    workers.prepare()
+    workers.set_up()
 
 
 def _is_good(future: Future[Done]) -> bool:

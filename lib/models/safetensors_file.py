@@ -1,9 +1,14 @@
-"""Writes a safetensors file tensor by tensor, so that memory holds one of them at a time."""
+"""Writes safetensors files: what they begin with, and whole ones tensor by tensor.
+
+The format: 8 bytes little-endian length, that much JSON, data
+(https://huggingface.co/docs/safetensors, "Format").
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +22,29 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
           torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write tensors on the CPU in their order; return the manifest entry (SHA-256).
+def header(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> bytes:
+    """Return what a file begins with for tensors (name, shape, dtype) in this order.
 
-    The format: 8 bytes little-endian length, that much JSON, data
-    (https://huggingface.co/docs/safetensors, "Format").
+    `format: pt` is what transformers looks for.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for key, tensor in tensors.items():
-        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
-                       "data_offsets": [offset, offset + tensor.nbytes]}
-        offset += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    for key, shape, dtype in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        content[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write tensors on the CPU in their order; return the manifest entry (SHA-256)."""
+    begin = header((key, tensor.shape, tensor.dtype) for key, tensor in tensors.items())
     hasher = hashing.new("sha256")
     with path.open("wb") as file:
-        for data in (len(text).to_bytes(8, "little"), text):
-            hasher.update(data)
-            file.write(data)
+        hasher.update(begin)
+        file.write(begin)
         for tensor in tensors.values():
             content: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
             hasher.update(content)

@@ -101,15 +101,22 @@ class Checkpoint:
 def _read(place: _Place, offset: int, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return the tensor of a shape that begins at a byte of a tensor's data."""
     tensor = torch.empty(shape, dtype=dtype)
-    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-    offset += place.offset
-    while view:
-        count = os.preadv(place.descriptor, [view], offset)
-        if not count:
-            raise ArtifactError(f"{place.path} ends at byte {offset}, in the middle of a tensor",
-                                run="fetch the model again with 03_download_model.py --overwrite")
-        view, offset = view[count:], offset + count
+    read_into(tensor, place.descriptor, place.offset + offset, place.path,
+              run="fetch the model again with 03_download_model.py --overwrite")
     return tensor
+
+
+def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, run: str = "") -> None:
+    """Fill a contiguous tensor with the bytes of a file from an offset on.
+
+    path, run: for the ArtifactError when the file ends before.
+    """
+    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise ArtifactError(f"{path} ends at byte {offset}, in the middle of a tensor", run=run)
+        view, offset = view[count:], offset + count
 
 
 def _index(model_dir: Path) -> dict[str, str]:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest, paths
+from lib.core import log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.core.progress import Progress
 from lib.models import identity, raw_files, resolve
 
-_CHUNK = 1 << 22
 _UNFINISHED = (".partial-", ".old-")
 _KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export")
 
@@ -113,23 +112,19 @@ def require_whole(found: Sequence[Artifact]) -> None:
 
 def _problem(path: Path, entry: dict[str, Any], advance: Callable[[int], None]) -> str:
     """Return what is wrong with a file in a sentence, "" when nothing is."""
+    hashed = 0
+
+    def count(amount: int) -> None:
+        nonlocal hashed
+        hashed += amount
+        advance(amount)
+
     try:
-        if (size := path.stat().st_size) != entry["bytes"]:
-            advance(entry["bytes"])
-            return f"{path} holds {size} bytes instead of {entry['bytes']}"
-        algorithm = entry["digest"].partition(":")[0]
-        hasher = hashing.new(algorithm)
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK):
-                hasher.update(chunk)
-                advance(len(chunk))
-    except FileNotFoundError:
-        advance(entry["bytes"])
-        return f"{path} is missing"
+        return manifest.damage(path, entry, deep=True, advance=count)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    is_same = hashing.digest(hasher, algorithm) == entry["digest"]
-    return "" if is_same else f"{path} has other content than when it was written"
+    finally:
+        advance(entry["bytes"] - hashed)  # of a file that is missing, or cut
 
 
 def _names(places: Sequence[Path]) -> str:

@@ -70,14 +70,8 @@ class Loader:
         self._ordered_from, self._ordered = 0, np.empty((0, 0), np.int64)
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield the steps in host memory."""
-        with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
-            ahead = reader.submit(self._read, self.first_step)
-            for step in range(self.first_step, self.last_step):
-                ready = ahead.result()
-                if step + 1 < self.last_step:
-                    ahead = reader.submit(self._read, step + 1)
-                yield ready
+        """Return the steps, in host memory."""
+        return read_ahead(map(self._read, range(self.first_step, self.last_step)))
 
     def _read(self, step: int) -> Step:
         d = self.division
@@ -95,6 +89,15 @@ class Loader:
             self._ordered = self.samples.stream(step * size, steps * size, self.seed
                                                 ).reshape(steps, size)
         return self._ordered[step - self._ordered_from]
+
+
+def read_ahead(steps: Iterator[Step]) -> Iterator[Step]:
+    """Yield steps, the next one being made by a thread while one is in use."""
+    with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
+        ahead = reader.submit(next, steps, None)
+        while (ready := ahead.result()) is not None:
+            ahead = reader.submit(next, steps, None)
+            yield ready
 
 
 def evaluation_batches(samples: Samples, batches: int, division: Division) -> Iterator[MicroBatch]:

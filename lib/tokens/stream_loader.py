@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from lib.tokens.loader import Step, micro_batch
+from lib.tokens.loader import Step, micro_batch, read_ahead
 from lib.tokens.order import Division
 from lib.tokens.samples import Rows
 from lib.tokens.streaming import Cursor, Origin, Stream
@@ -56,15 +55,9 @@ class StreamLoader:
         self.pin = device.type == "cuda"
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield the steps in host memory, each with the cursor after it."""
-        with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
-            windows = Windows(self.stream, self.cursor)
-            ahead = reader.submit(self._read, windows)
-            for step in range(self.steps):
-                ready = ahead.result()
-                if step + 1 < self.steps:
-                    ahead = reader.submit(self._read, windows)
-                yield ready
+        """Return the steps, in host memory, each with the cursor after it."""
+        windows = Windows(self.stream, self.cursor)
+        return read_ahead(self._read(windows) for _ in range(self.steps))
 
     def _read(self, windows: Windows) -> Step:
         d, length = self.division, self.seq_length

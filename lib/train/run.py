@@ -112,7 +112,8 @@ class Run:
         self.profiler.after(self.step)
         self.progress.advance()
         self.watchdog.enter("step")
-        self._finish_save(wait=False)
+        if self._finish_save(wait=False):
+            self.write_state("running")
         if self.step % _COLLECT_EVERY == 0:
             # At the same steps on all ranks: left alone, each would stop the others in turn.
             gc.disable()
@@ -230,10 +231,10 @@ class Run:
             self.journal.event("signal", self.step, signal=stopping)
         self.resume_timing()
 
-    def _finish_save(self, wait: bool, last: bool = False) -> None:
-        if self.saves.finish(wait, last) and self.world.rank == 0:
+    def _finish_save(self, wait: bool, last: bool = False) -> bool:
+        if ended := self.saves.finish(wait, last):
             self._draw()
-            self.write_state("running")
+        return ended
 
     def resume_timing(self) -> None:
         """Go on with the steps after something else."""
@@ -286,6 +287,8 @@ class Run:
             distributed.stop(self.world)
 
     def _draw(self) -> None:
+        if self.world.rank != 0:
+            return
         name = f"{self.experiment.root.name}: {self.model.config.model_type}, " \
                f"{self.world.size} × {self.world.device.type}"
         try:
