@@ -23,7 +23,7 @@ from lib.core import log, options, paths, stage
 from lib.core.errors import Preempted, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.train import schedule
+from lib.train import goodput, schedule
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.train.run import Run
@@ -68,6 +68,10 @@ def parse(argv: list[str]) -> Options:
     run.add_argument("--resume", default="auto", metavar="auto|never|PATH",
                      help="go on from the newest valid checkpoint, refuse to, or from this one")
 
+    run.add_argument("--resume-with-changes", action="store_true",
+                     help="go on although data, batch, seed or other settings that decide the "
+                          "result have changed; needs --max-steps")
+
     length = parser.add_argument_group("length and batch")
     length.add_argument("--num-epochs", type=options.positive_int, metavar="N",
                         help="passes over the data (default: 1, or endless with --max-steps)")
@@ -105,6 +109,13 @@ def parse(argv: list[str]) -> Options:
                            help="AdamW decay of the second moment")
     optimizer.add_argument("--grad-clip", type=options.non_negative, default=1.0, metavar="X",
                            help="largest global gradient norm, 0 for no limit")
+    optimizer.add_argument("--spike-factor", type=options.non_negative, default=30.0, metavar="X",
+                           help="a step whose gradient norm is over X times the usual (a mean of "
+                                "100 steps) changes nothing, like one that is no number; 0: it "
+                                "does")
+    optimizer.add_argument("--rollback-after", type=options.positive_int, default=20, metavar="N",
+                           help="after N such steps in a row go back to the checkpoint before them "
+                                "and pass over their data, three times at most")
     optimizer.add_argument("--precision", "--mixed-precision", choices=("bf16", "fp16", "fp32"),
                            help="compute dtype (default: bf16 where the hardware has it, else "
                                 "fp32); masters are float32")
@@ -127,12 +138,22 @@ def parse(argv: list[str]) -> Options:
                        help="ranks that share one replica (HSDP), say the GPUs of a node "
                             "(default: all ranks)")
 
-    ahead = parser.add_argument_group("memory ahead of time (with --dry-run, on any machine)")
+    ahead = parser.add_argument_group("memory and checkpoints ahead of time (with --dry-run, "
+                                      "on any machine)")
     ahead.add_argument("--plan-gpus", type=options.counts, metavar="N,N,…",
                        help="print the memory per GPU on so many GPUs, for each kind of activation "
                             "checkpointing and several batch sizes")
     ahead.add_argument("--plan-gpu-memory", type=options.positive, default=80.0, metavar="GIB",
                        help="memory of one of those GPUs")
+    ahead.add_argument("--plan-mtbf-hours", type=options.positive, metavar="HOURS",
+                       default=goodput.GPU_HOURS_PER_FAILURE,
+                       help="mean time to a failure of one of those GPUs (hours between failures "
+                            "of a job × its GPUs), for the best time between checkpoints (default: "
+                            "45566, as published for Llama 3 405B on 16,384 GPUs)")
+    ahead.add_argument("--plan-write-gbps", type=options.positive, default=2.0, metavar="GB/S",
+                       help="rate at which all ranks together write to --save-dir")
+    ahead.add_argument("--plan-step-seconds", type=options.positive, metavar="S",
+                       help="duration of a step there, to tell --ckpt-freq in steps")
 
     watch = parser.add_argument_group("logs, checkpoints and evaluation")
     watch.add_argument("--log-freq", "--log-interval", type=options.positive_int, default=10,
@@ -146,6 +167,11 @@ def parse(argv: list[str]) -> Options:
                        help="also keep the checkpoints of steps that are multiples of N")
     watch.add_argument("--ckpt-async", type=options.on_off, default=True, metavar="on|off",
                        help="write checkpoints while training goes on, from copies in host memory")
+    watch.add_argument("--ckpt-local-dir", type=Path, metavar="DIR",
+                       help="on each node's own disk: also save there, more often; a resume with "
+                            "the same ranks takes whichever is newest")
+    watch.add_argument("--ckpt-local-freq", type=options.positive_int, metavar="N",
+                       help="steps between those (default: a tenth of --ckpt-freq)")
     watch.add_argument("--eval-freq", type=options.count, default=500, metavar="N",
                        help="steps between evaluations, 0 for only at the end")
     watch.add_argument("--eval-batches", type=options.positive_int, default=100, metavar="N",
@@ -191,12 +217,14 @@ def main(argv: list[str]) -> None:
         log.info("next: the same command without --prepare-only")
         return
 
+    from lib.train import resume
     from lib.train.begin import begin
     from lib.train.symptoms import explained
 
     run = begin(opts, experiment, inputs, setting, data)
     try:
-        train(run)
+        while not train(run):
+            resume.roll_back(run)
     except BaseException as error:
         run.failed(error)
         run.close(in_order=isinstance(error, Preempted))
@@ -206,8 +234,11 @@ def main(argv: list[str]) -> None:
     run.close(in_order=True)
 
 
-def train(run: Run) -> None:
-    """The training loop: from the step the run stands at to its last one."""
+def train(run: Run) -> bool:
+    """The training loop, from the step the run stands at to its last one.
+
+    Returns False when many steps in a row were bad: the run should go back to an earlier one.
+    """
     import torch
 
     from lib.train import distributed
@@ -215,7 +246,7 @@ def train(run: Run) -> None:
     from lib.train.optimizer import set_learning_rate
 
     plan, world, model, timers = run.plan, run.world, run.model, run.timers
-    steps = iter(run.loader())
+    steps = run.feed.steps(run.step, plan.total_steps)
     window_loss, window_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0
     timers.restart()
     for step in range(run.step, plan.total_steps):
@@ -255,12 +286,14 @@ def train(run: Run) -> None:
                 figures |= run.evaluate()
             run.report(figures, losses[1] / window_tokens)
             window_loss, window_tokens = torch.zeros_like(window_loss), 0
-        if run.save_is_due() or stopping:
-            run.save(stopping)
+            if run.has_diverged() and not stopping:
+                return False
+        run.save_if_due(stopping)
         if stopping and run.step < plan.total_steps:
             again = " without --overwrite" if run.options.overwrite else ""
             raise Preempted(f"stopped by {stopping} after step {run.step}, which is saved; run the "
                             f"same command again{again} to go on")
+    return True
 
 
 if __name__ == "__main__":

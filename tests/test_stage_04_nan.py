@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -15,9 +17,10 @@ from lib.tokens.windows import Windows
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 
-STEPS, BATCH = 30, 2
+STEPS, BATCH, AFTER, FREQ = 30, 2, 3, 5
 COMMON = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "-b", BATCH, "--precision",
           "fp32", "--max-steps", STEPS, "--log-freq", 1, "--ckpt-freq", 10, "--eval-freq", 0)
+ROLLBACK = (*COMMON, "--ckpt-freq", FREQ, "--rollback-after", AFTER)
 
 
 def windows(project: Path) -> Windows:
@@ -28,6 +31,42 @@ def windows(project: Path) -> Windows:
 
 def inputs_of(samples: Windows, step: int) -> np.ndarray:
     return samples.rows(order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0)).inputs
+
+
+def tokens_of_steps(samples: Windows) -> list[set[int]]:
+    """Return which tokens the data of each step holds, of more steps than a run has."""
+    return [set(inputs_of(samples, step).ravel().tolist()) for step in range(4 * STEPS)]
+
+
+def expected(is_bad: list[bool], freq: int = FREQ,
+             ) -> tuple[list[dict[str, int]], set[int], int]:
+    """Return the rollbacks, the bad steps that stay and the steps passed over, by the rules.
+
+    freq: steps between checkpoints.
+    """
+    step, offset, in_a_row, rollbacks = 0, 0, 0, []
+    saved: dict[int, int] = {}
+    bad: set[int] = set()
+    while step < STEPS and len(rollbacks) < 4:
+        here, step = step + offset, step + 1
+        in_a_row = in_a_row + 1 if is_bad[here] else 0
+        bad = bad | {step} if is_bad[here] else bad - {step}
+        if in_a_row >= AFTER:
+            target = max((s for s in saved if s <= step - in_a_row), default=None)
+            if target is None:
+                return [], set(), 0
+            rollbacks.append({"step": target, "diverged_at": step, "bad_steps": in_a_row})
+            offset, step, in_a_row = here + 1 - target, target, saved[target]
+            saved = {s: n for s, n in saved.items() if s <= target}
+            bad = {s for s in bad if s <= target}
+        elif step % freq == 0:
+            saved[step] = in_a_row
+    return rollbacks, bad, offset
+
+
+def events(project: Path, kind: str) -> list[dict[str, Any]]:
+    text = (project / "outputs/run/events.jsonl").read_text()
+    return [e for e in map(json.loads, text.splitlines()) if e["event"] == kind]
 
 
 def poison(project: Path, token: int) -> None:
@@ -45,16 +84,14 @@ def poison(project: Path, token: int) -> None:
 
 def test_such_steps_change_nothing(project: Path) -> None:
     samples = windows(project)
-    held = [set(inputs_of(samples, step).ravel().tolist()) for step in range(STEPS)]
+    held = tokens_of_steps(samples)[:STEPS]
     token = next(t for t in sorted(set.union(*held)) if t not in held[0] | held[1]
                  and 3 <= sum(t in tokens for tokens in held) <= 12)
     bad = {step + 1 for step, tokens in enumerate(held) if token in tokens}
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project)
     assert "left the weights as they were" in done.stdout
-    events = [json.loads(line) for line in
-              (project / "outputs/run/events.jsonl").read_text().splitlines()]
-    assert {event["step"] for event in events if event["event"] == "skip_step"} == bad
+    assert {event["step"] for event in events(project, "skip_step")} == bad
     losses = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
     assert {step for step, loss in losses.items() if loss is None} == bad
     assert losses[max(set(losses) - bad)] < losses[1]
@@ -69,3 +106,63 @@ def test_the_first_step_is_explained(project: Path) -> None:
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project, expect=2)
     assert "the loss of the first step is nan" in done.stderr and "whole weights" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_many_in_a_row_are_rolled_back_and_their_data_passed_over(project: Path) -> None:
+    held = tokens_of_steps(windows(project))
+    token, (rollbacks, bad, offset) = next(
+        (t, found) for t in sorted(set.union(*held)) if t not in held[0]
+        and len((found := expected([t in tokens for tokens in held]))[0]) == 1
+        and found[0][0]["diverged_at"] < STEPS - FREQ)
+    poison(project, token)
+    done = run_stage("04_train_fsdp.py", *ROLLBACK, cwd=project)
+    assert "the data of the steps between is passed over (rollback 1 of at most 3)" in done.stdout
+    told = [{key: e[key] for key in rollbacks[0]} for e in events(project, "rollback")]
+    assert told == rollbacks
+    rows = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
+    assert list(rows) == list(range(1, STEPS + 1)), "each step once, in order"
+    assert {step for step, loss in rows.items() if loss is None} == bad
+    state = json.loads((project / "outputs/run/state.json").read_text())
+    assert state["sample_cursor"] == (STEPS + offset) * BATCH
+
+    last = project / f"outputs/run/checkpoints/step_{STEPS:08d}"
+    shutil.rmtree(last)  # as if the run had been killed before it was written
+    run_stage("04_train_fsdp.py", *ROLLBACK, cwd=project)
+    again = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
+    assert again == rows, "the jump in the data survives a resume"
+
+
+def test_rollbacks_are_capped(project: Path) -> None:
+    held = tokens_of_steps(windows(project))
+    token = next(t for t in sorted(set.union(*held)) if t not in held[0]
+                 and len(expected([t in tokens for tokens in held], freq=1)[0]) == 4)
+    poison(project, token)
+    done = run_stage("04_train_fsdp.py", *ROLLBACK, "--ckpt-freq", 1, cwd=project, expect=2)
+    assert f"training has diverged: {AFTER} bad steps in a row, after 3 rollbacks" in done.stderr
+    assert "Traceback" not in done.stderr and len(events(project, "rollback")) == 3
+
+
+def test_without_an_earlier_checkpoint_it_ends(project: Path) -> None:
+    held = tokens_of_steps(windows(project))
+    token = next(t for t in sorted(set.union(*held)) if t not in held[0]
+                 and all(t in tokens for tokens in held[1:1 + AFTER]))
+    poison(project, token)
+    done = run_stage("04_train_fsdp.py", *ROLLBACK, cwd=project, expect=2)
+    assert "and there is no checkpoint from before" in done.stderr
+
+
+def test_a_spike_changes_nothing(project: Path) -> None:
+    factor = 1.02
+    run_stage("04_train_fsdp.py", *COMMON, "--max-steps", 40, "--spike-factor", factor, cwd=project)
+    usual, sound, spikes = 0.0, 0, []
+    for row in metrics(project, "run"):
+        norm = row["train/grad_norm"]
+        if sound >= 20 and norm > factor * usual:
+            spikes.append(row["step"])
+            continue
+        sound += 1
+        usual += (norm - usual) / min(sound, 100)
+    assert [event["step"] for event in events(project, "skip_step")] == spikes and spikes
+    state = json.loads((project / "outputs/run/checkpoints/step_00000040/train_state.json"
+                        ).read_text())
+    assert state["optimizer_steps"] == sound

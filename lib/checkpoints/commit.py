@@ -5,7 +5,8 @@
         train_state.json                step, sample cursor, … ; no pickle
         rng.safetensors                 random states, one row per rank
         manifest.json                   path, bytes and digest of every file above
-        COMMIT.json                     digest of the manifest, step, world size, fingerprints
+        COMMIT.json                     digest of the manifest, step, world size, fingerprints, and
+                                        a digest of all this
     step_00001000/                  … then renamed. Valid only if name and COMMIT agree.
 """
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ TRAIN_STATE = "train_state.json"
 RNG = "rng.safetensors"
 KIND = "checkpoint/1"
 _FEWEST = 2  # checkpoints that no retention goes below
+_READERS = 4  # files that a rank hashes at a time
 _MARGIN = 1.15  # times the last checkpoint's size
 
 
@@ -42,7 +46,9 @@ class Checkpoint:
     def problems(self) -> list[str]:
         """Return what is wrong with COMMIT, manifest and sizes; nothing is hashed but these two."""
         try:
-            commit = json.loads((self.path / COMMIT).read_text(encoding="utf-8"))
+            commit = self.commit()
+            if commit.pop("digest") != _digest(commit):
+                return [f"{COMMIT} has other content than when it was written"]
             manifest_bytes = (self.path / MANIFEST).read_bytes()
             if hashing.bytes_digest(manifest_bytes, "sha256") != commit["manifest"]:
                 return [f"{MANIFEST} is not the one that {COMMIT} names"]
@@ -53,7 +59,7 @@ class Checkpoint:
             return [f"{Path(error.filename).name} is missing"]
         except OSError as error:
             return [str(error)]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             return [f"{COMMIT} or {MANIFEST} cannot be read ({error})"]
 
     def content_problems(self, part: int, parts: int, for_export: bool = False) -> list[str]:
@@ -65,7 +71,10 @@ class Checkpoint:
             entries = [entry for entry in self.manifest()["files"]
                        if not (for_export and OPTIMIZER in entry["path"])]
             share = sorted(entries, key=lambda entry: -entry["bytes"])[part::parts]
-            return manifest.damages(self.path, {"files": share}, deep=True)
+            with ThreadPoolExecutor(_READERS) as readers:
+                return list(filter(None, readers.map(
+                    lambda entry: manifest.damage(self.path / entry["path"], entry, deep=True),
+                    share)))
         except OSError as error:  # a disk that fails to read is as good as damage
             return [str(error)]
 
@@ -80,6 +89,10 @@ class Checkpoint:
     def train_state(self) -> dict[str, Any]:
         """Return step, sample cursor and all other state that is no tensor."""
         return json.loads((self.path / TRAIN_STATE).read_text(encoding="utf-8"))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashing.bytes_digest(json.dumps(content, sort_keys=True).encode(), "sha256")
 
 
 def scan(checkpoints: Path) -> list[Checkpoint]:
@@ -101,7 +114,14 @@ def attempt_directory(checkpoints: Path, step: int) -> Path:
 
 def commit(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[str, Any],
            world_size: int, facts: dict[str, Any]) -> Checkpoint:
-    """Write manifest and COMMIT, make all durable, and give the attempt its final name.
+    """Make an attempt a checkpoint: seal it and give it its name."""
+    seal(attempt, step, files, identity, world_size, facts)
+    return give_name(attempt, step)
+
+
+def seal(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[str, Any],
+         world_size: int, facts: dict[str, Any]) -> None:
+    """Write manifest and COMMIT and make all durable; what is left is `give_name`.
 
     Raises ArtifactError when a file that a rank wrote is not to be seen here.
     """
@@ -110,10 +130,15 @@ def commit(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict
                             expected="--save-dir on a file system that all nodes share")
     manifest.write_json(attempt / MANIFEST, {"kind": KIND, "files": files})
     digest = hashing.file_digest(attempt / MANIFEST, "sha256")
-    manifest.write_json(attempt / COMMIT, {
-        "step": step, "manifest": digest, "world_size": world_size, "identity": identity, **facts})
+    content = {"step": step, "manifest": digest, "world_size": world_size, "identity": identity,
+               **facts}
+    manifest.write_json(attempt / COMMIT, content | {"digest": _digest(content)})
     for directory in (attempt / TENSORS, attempt):
         publish.fsync(directory)
+
+
+def give_name(attempt: Path, step: int) -> Checkpoint:
+    """Give a sealed attempt its final name: from now on it is a checkpoint."""
     final = attempt.parent / paths.step_name(step)
     if final.exists():  # of an earlier, damaged save of the same step: never mixed, never deleted
         quarantine(Checkpoint(final, step), "replaced by a new save of the same step")
@@ -132,11 +157,11 @@ def quarantine(checkpoint: Checkpoint, why: str) -> Path:
     return target
 
 
-def supersede(checkpoints: Path, step: int) -> None:
-    """Set aside what is newer than a step that a person chose to go on from."""
+def supersede(checkpoints: Path, step: int, why: str) -> None:
+    """Set aside what is newer than the step that a run goes on from."""
     for checkpoint in scan(checkpoints):
         if checkpoint.step > step:
-            quarantine(checkpoint, f"newer than step {step}, from which --resume goes on")
+            quarantine(checkpoint, why)
 
 
 def quarantined(checkpoints: Path) -> list[Path]:
@@ -159,8 +184,9 @@ def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
     """Delete intact checkpoints but those worth keeping; return the steps that went.
 
     Kept are the newest `keep` (two at least: the newest may turn out damaged), the one with the
-    lowest validation loss, and the steps that are multiples of keep_every. keep: 0 keeps all.
-    Damaged ones neither count nor are deleted.
+    lowest validation loss, the steps that are multiples of keep_every, and while steps are bad the
+    newest one before them, to which the run may roll back. keep: 0 keeps all. Damaged ones neither
+    count nor are deleted.
     """
     intact = [c for c in scan(checkpoints) if not c.problems()]
     if not keep:
@@ -169,15 +195,25 @@ def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
     kept = {c.step for c in intact[:newest]}
     kept |= {c.step for c in intact if keep_every and c.step % keep_every == 0}
     if len(intact) > newest:
-        losses = {c.step: c.commit().get("eval_loss") for c in intact}
-        measured = {step: loss for step, loss in losses.items() if loss is not None}
+        facts = {c.step: c.commit() for c in intact}
+        measured = {step: f["eval_loss"] for step, f in facts.items()
+                    if f.get("eval_loss") is not None}
         kept |= {min(measured, key=measured.__getitem__)} if measured else set()
+        kept |= set([step for step, f in facts.items() if not f.get("bad_steps")][:1])
     gone = [c for c in intact if c.step not in kept]
-    for checkpoint in gone:
-        trash = checkpoint.path.with_name(f".trash-{checkpoint.path.name}-{time.time_ns():x}")
-        checkpoint.path.rename(trash)  # from here on it does not count, however the deletion ends
-        shutil.rmtree(trash, ignore_errors=True)
+    discard(c.path for c in gone)
     return [c.step for c in gone]
+
+
+def discard(paths: Iterable[Path]) -> None:
+    """Delete checkpoints of one directory."""
+    trash = []
+    for path in paths:
+        trash.append(path.rename(path.with_name(f".trash-{path.name}-{time.time_ns():x}")))
+    if trash:
+        publish.fsync(trash[0].parent)  # from here on they do not count, however the deletion ends
+    for path in trash:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def make_room(checkpoints: Path) -> bool:

@@ -20,17 +20,21 @@ from lib.core.errors import ArtifactError
 
 
 def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
-                 quarantined: Callable[[int, str], None]) -> Checkpoint | None:
+                 quarantined: Callable[[int, str], None], before: int | None = None,
+                 ) -> Checkpoint | None:
     """Return the newest checkpoint whose every byte is as written; all ranks must call this.
 
-    A damaged one is moved to quarantine (and `quarantined(step, why)` called on rank 0) and the
-    next older is tried. None when there never was one. Raises ArtifactError when there are some,
-    be it in quarantine, and none is valid: training does not silently start again.
+    before: only of this step or an earlier one. A damaged one is moved to quarantine (and
+    `quarantined(step, why)` called on rank 0) and the next older is tried. None when there never
+    was one. Raises ArtifactError when there are some, be it in quarantine, and none is valid:
+    training does not silently start again.
     """
     candidates, aside = on_rank_0(
         lambda: (commit.scan(checkpoints), commit.quarantined(checkpoints)), group)
     refused = [f"{path.name}: in quarantine" for path in aside]
     for candidate in candidates:
+        if before is not None and candidate.step > before:
+            continue
         problems = _agreed_problems(candidate, group)
         if not problems:
             return candidate
@@ -67,7 +71,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     """
     tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
     reader = StrictReader(checkpoint.path / commit.TENSORS)
-    _require_same(tensors, reader, checkpoint.path)
+    require_same(tensors, reader, checkpoint.path)
     with torch.no_grad(), plain_errors():
         dcp.load(tensors, storage_reader=reader, process_group=group)
     train_state = checkpoint.train_state()
@@ -79,8 +83,11 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     return train_state
 
 
-def _require_same(tensors: dict[str, torch.Tensor], reader: StrictReader, path: Path) -> None:
-    """Compare names, shapes and dtypes: DCP itself ignores extra keys and casts in silence."""
+def require_same(tensors: dict[str, torch.Tensor], reader: StrictReader, path: Path) -> None:
+    """Raise ArtifactError when names, shapes or dtypes differ from those in a checkpoint.
+
+    DCP itself ignores extra keys and casts in silence.
+    """
     saved = reader.read_metadata().state_dict_metadata
     problems = [f"{name} is missing" for name in tensors.keys() - saved.keys()]
     problems += [f"{name} is not in the model" for name in saved.keys() - tensors.keys()]

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.utils import _create_file_view
 
+from lib.checkpoints.shard_file import ShardFile
 from lib.checkpoints.storage import StrictReader
-from lib.models.tensors import read_into
 
 Described = tuple[tuple[int, ...], torch.dtype]
 
@@ -36,8 +33,7 @@ class PieceReader:
             for name, entry in self._tensors.items()}
         # Opened now, so that a run that goes on may delete the checkpoint while it is read.
         names = {place.relative_path for place in self._places.values()}
-        self._files = {name: (directory / name).open("rb", buffering=0) for name in sorted(names)}
-        self._fake = FakeTensorMode()
+        self._files = {name: ShardFile(directory / name) for name in sorted(names)}
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(1 + reads_ahead)]
 
     def close(self) -> None:
@@ -64,24 +60,9 @@ class PieceReader:
             part = full[tuple(slice(first, first + size) for first, size
                               in zip(chunk.offsets, chunk.sizes, strict=True))]
             if part.numel():
-                self._fill(part, self._places[MetadataIndex(name, chunk.offsets)])
+                place = self._places[MetadataIndex(name, chunk.offsets)]
+                self._files[place.relative_path].read(place, part, [0] * part.dim())
         return full
-
-    def _fill(self, part: Tensor, place: _StorageInfo) -> None:
-        """Copy a shard into its part of a tensor, without a detour where both are contiguous."""
-        file = self._files[place.relative_path]
-        # Reads only the description: https://pytorch.org/tutorials/prototype/gpu_direct_storage
-        with self._fake:
-            saved = torch.load(_create_file_view(file, place.offset, place.length),
-                               map_location="cpu", weights_only=True)
-        storage = saved.untyped_storage()
-        direct = part.is_contiguous() and saved.is_contiguous() and \
-            storage.nbytes() == part.nbytes
-        target = part if direct else torch.empty(storage.nbytes() // saved.itemsize,
-                                                 dtype=saved.dtype)
-        read_into(target, file.fileno(), place.offset + storage._checkpoint_offset, Path(file.name))
-        if not direct:
-            part.copy_(target.as_strided(saved.shape, saved.stride(), saved.storage_offset()))
 
 
 def _aligned(size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lib.checkpoints.storage import HashingWriter, plain_errors
 from lib.core import manifest, publish
 
 # What a COMMIT repeats of the train state, so that a table of checkpoints needs no other file.
-_FACTS = ("tokens", "loss", "eval_loss", "samples_per_epoch", "resumed_from")
+_FACTS = ("tokens", "loss", "eval_loss", "bad_steps", "samples_per_epoch", "resumed_from")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Snapshot:
     """What a rank contributes to a checkpoint.
 
     tensors: by name, sharded as they are. random_states: this rank's, by kind. train_state:
-    JSON-like. identity: what a run that resumes from here must share.
+    JSON-like. identity: what a run that resumes from here must share. ready: returns when the
+    tensors can be written.
     """
 
     step: int
@@ -38,6 +40,7 @@ class Snapshot:
     random_states: dict[str, torch.Tensor]
     train_state: dict[str, Any]
     identity: dict[str, Any]
+    ready: Callable[[], None] = lambda: None
 
 
 def capture(step: int, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -45,13 +48,17 @@ def capture(step: int, model: nn.Module, optimizer: torch.optim.Optimizer,
             copies: HostCopies | None = None) -> Snapshot:
     """Return this rank's state after `step` steps.
 
-    Without copies the tensors are those in use: write them before the next step.
+    Without copies the tensors are those in use: write them before the next step. With copies, that
+    step waits until they are made.
     """
     assert all(isinstance(p, DTensor) for p in model.parameters()), "gathered parameters"
     tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
     train_state = train_state | {"optimizer_steps": state.optimizer_steps(optimizer)}
-    return Snapshot(step, copies.take(tensors) if copies else tensors, state.random_states(device),
-                    train_state, identity)
+    random_states = state.random_states(device)
+    if copies is None:
+        return Snapshot(step, tensors, random_states, train_state, identity)
+    return Snapshot(step, copies.take(tensors, optimizer), random_states, train_state, identity,
+                    copies.wait)
 
 
 def write(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Checkpoint:
@@ -60,6 +67,7 @@ def write(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Ch
     Raises on every rank when any rank failed: DiskFullError, ArtifactError when ranks do not share
     the directory, or what DCP raised. Nothing of the attempt is left then.
     """
+    snapshot.ready()
     attempt = on_rank_0(lambda: commit.attempt_directory(checkpoints, snapshot.step), group)
     try:
         writer = HashingWriter(attempt / commit.TENSORS)
@@ -85,5 +93,10 @@ def _commit(attempt: Path, snapshot: Snapshot, entries: list[dict[str, Any]],
     publish.fsync(attempt / commit.RNG)
     for name in (commit.TRAIN_STATE, commit.RNG):
         entries.append(manifest.file_entry(attempt, attempt / name, "sha256"))
-    facts = {key: snapshot.train_state[key] for key in _FACTS if key in snapshot.train_state}
-    return commit.commit(attempt, snapshot.step, entries, snapshot.identity, world_size, facts)
+    return commit.commit(attempt, snapshot.step, entries, snapshot.identity, world_size,
+                         facts(snapshot))
+
+
+def facts(snapshot: Snapshot) -> dict[str, Any]:
+    """Return what a COMMIT repeats of the train state."""
+    return {key: snapshot.train_state[key] for key in _FACTS if key in snapshot.train_state}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,8 +81,18 @@ def restore_rng(path: Path, device: torch.device, rank: int, world_size: int) ->
     states = load_file(path)
     if len(states["cpu"]) != world_size or (device.type == "cuda") != ("cuda" in states):
         return False
-    # Copies: torch 2.13 crashes on a state that is a row of a mapped file.
-    torch.set_rng_state(states["cpu"][rank].clone())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"][rank].clone(), device)
+    set_random_states({kind: rows[rank] for kind, rows in states.items()}, device)
     return True
+
+
+def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Take up random states, as random_states returned them."""
+    # Copies: torch 2.13 crashes on a state that is a row of a mapped file.
+    torch.set_rng_state(states["cpu"].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"].clone(), device)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

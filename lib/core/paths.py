@@ -49,7 +49,13 @@ class Experiment:
         self.profile = self.root / "profile"
         self.checkpoints = self.root / "checkpoints"
         self.stop_file = self.root / "stop"
+        self.lock = self.root / "lock.json"
         self.exports = self.root / "export"
+
+    def is_empty(self) -> bool:
+        """Tell whether the directory is missing or holds nothing but a lock."""
+        return not self.root.is_dir() or \
+            all(path.name.startswith(self.lock.name) for path in self.root.iterdir())
 
     def rank_log(self, rank: int) -> Path:
         """Return the log file of a rank."""

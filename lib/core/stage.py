@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from lib.core import log, offline
+from lib.core import failure, log, offline
 from lib.core.errors import EXIT_BUG, EXIT_DONE, Preempted, StageError, UsageError, from_os_error
 
 _AFTER_RANK_0_S = 2.0
@@ -36,7 +36,7 @@ def run(main: Callable[[list[str]], None], *, network: bool = False) -> NoReturn
         code = 128 + signal.SIGINT
     except BaseException as error:  # all: what DCP raises is no Exception
         known = _known(error)
-        code = _report(known) if known else _report_bug()
+        code = _report(known) if known else _report_bug(error)
     _leave(code)
 
 
@@ -52,9 +52,10 @@ def _known(error: BaseException) -> StageError | None:
     return None
 
 
-def _report_bug() -> int:
+def _report_bug(error: BaseException) -> int:
     text = traceback.format_exc()
     log.error(text)
+    failure.record(type(error).__name__, EXIT_BUG, text)
     print(text, file=sys.stderr, flush=True)
     return EXIT_BUG
 
@@ -74,17 +75,20 @@ def _leave(code: int) -> NoReturn:
 
 def _report(error: StageError) -> int:
     """Print an error once per launch and return its exit code."""
-    if isinstance(error, Preempted):
-        log.info(error.problem)
+    is_stop = isinstance(error, Preempted)
+    text = error.problem if is_stop else error.render()
+    failure.record(type(error).__name__, error.code, text)
+    if is_stop:
+        log.info(text)
         return error.code
-    log.error(error.render())
+    log.error(text)
     if log.rank() > 0:
         # Ranks mostly fail on the same input. Let rank 0 speak first: torchrun then ends the
         # others before they repeat it. A failure of this rank alone is still printed.
         time.sleep(_AFTER_RANK_0_S)
-        print(f"[rank={log.rank()}] {error.render()}", file=sys.stderr, flush=True)
+        print(f"[rank={log.rank()}] {text}", file=sys.stderr, flush=True)
     else:
-        print(error.render(), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     return error.code
 
 

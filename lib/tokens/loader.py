@@ -1,6 +1,7 @@
 """Feeding a rank: its share of each global batch, read ahead by a thread.
 
-1. Step s takes the sample numbers [s·G, (s+1)·G) of the endless stream, G the global batch.
+1. Step s takes the sample numbers [s·G, (s+1)·G) of the endless stream, G the global batch, after
+   an offset that is 0 unless data was passed over.
 2. Micro-batch a of rank r is numbers s·G + (a·W + r)·B … + B of them (W ranks, B per rank).
 3. A thread reads the samples of the next step while this one computes.
 So ranks and micro-batches only divide a range that is the same for every world size.
@@ -63,9 +64,10 @@ class Loader:
     """The micro-batches of this rank for steps [first_step, last_step)."""
 
     def __init__(self, samples: Samples, seed: int, division: Division, first_step: int,
-                 last_step: int, device: torch.device) -> None:
+                 last_step: int, device: torch.device, offset: int = 0) -> None:
+        """offset: number of the first sample of step 0."""
         self.samples, self.seed, self.division = samples, seed, division
-        self.first_step, self.last_step = first_step, last_step
+        self.first_step, self.last_step, self.offset = first_step, last_step, offset
         self.pin = device.type == "cuda"
         self._ordered_from, self._ordered = 0, np.empty((0, 0), np.int64)
 
@@ -86,7 +88,7 @@ class Loader:
         if not self._ordered_from <= step < self._ordered_from + len(self._ordered):
             steps = min(max(1, _ORDERED_AT_ONCE // size), self.last_step - step)
             self._ordered_from = step
-            self._ordered = self.samples.stream(step * size, steps * size, self.seed
+            self._ordered = self.samples.stream(self.offset + step * size, steps * size, self.seed
                                                 ).reshape(steps, size)
         return self._ordered[step - self._ordered_from]
 

@@ -35,6 +35,10 @@ class Samples(ABC):
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
         """Return the label tokens and the tokens without padding of some samples."""
 
+    def describe(self, numbers: int) -> dict[str, str]:
+        """Return what a plan for `numbers` samples says beside their number."""
+        return {}
+
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
         """Return which samples the numbers [first, first + count) of the endless stream stand for.
         """

@@ -155,12 +155,12 @@ class Stream:
         """
         return self._tokens / (self._reading + self._encoding / max(len(self._workers), 1))
 
-    def epoch_at(self, cursor: Cursor | None) -> float:
+    def epoch_at(self, cursor: Cursor) -> float:
         """Return how often this rank's part has been gone through, in whole pieces."""
-        return cursor.epoch + cursor.piece / len(self.pieces(cursor.epoch)) if cursor else 0.0
+        return cursor.epoch + cursor.piece / len(self.pieces(cursor.epoch))
 
-    def describe(self) -> dict[str, str]:
-        """Return what a plan says of the pieces."""
+    def describe(self, numbers: int) -> dict[str, str]:
+        """Return what a plan says of the pieces, whatever the number of samples."""
         count = len(self.shards.pieces)
         return {"pieces": f"{count / self.ranks:,.1f} per rank = {count:,} of about "
                           f"{units.size(self.shards.bytes // count)} / {self.ranks} ranks"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -10,29 +11,30 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lib.checkpoints import commit, load
+from lib.checkpoints import commit
 from lib.checkpoints.collective import gather, on_rank_0
+from lib.checkpoints.local import LocalTier
 from lib.core import hashing, log, units
-from lib.core.errors import UsageError
+from lib.core.errors import EXIT_BUG, UsageError
+from lib.core.lease import Lease
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.core.publish import differences, lock
+from lib.core.publish import differences
 from lib.models import identity, remote_code
-from lib.models.initialise import initialise, restore_buffers
-from lib.models.shards import tie_again
+from lib.models.initialise import initialise
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
-from lib.tokens.streaming import Cursor
 from lib.train import (
     blocks,
     distributed,
-    earlier,
+    feed,
     flops,
     isolation,
     loss,
     memory,
     optimizer,
+    resume,
     sharding,
     startup,
 )
@@ -53,7 +55,7 @@ from lib.train.watchdog import Watchdog
 _SHARED_WITHIN_S = 60.0
 _ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "ckpt_async", "eval_freq", "eval_batches",
           "resume", "overwrite", "shard_size", "cpu_offload", "activation_checkpointing", "compile",
-          "attention")
+          "attention", "rollback_after", "resume_with_changes", "ckpt_local_freq")
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
@@ -70,7 +72,10 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
                                  data.samples, world.rank)
     journal = Journal(experiment, world.rank)
     _require_agreement(opts, run_plan, world)
-    _claim(opts, experiment, run_plan, inputs, journal, world)
+    lease = _claim(opts, experiment, run_plan, inputs, journal, world)
+    run_id = read_config(experiment)["run"]
+    tier = LocalTier(opts.ckpt_local_dir / f"{opts.experiment_name}-{run_id}", world.control,
+                     world.saving) if opts.ckpt_local_dir else None
     log.add_file(experiment.rank_log(world.rank))
     _print_head(opts, inputs, run_plan, data)
 
@@ -87,15 +92,18 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
     run = Run(opts, experiment, run_plan, world, model, adamw,
-              StepGuard(setting.precision, torch.device("cpu") if offload else world.device),
-              data, Timers(world.device),
+              StepGuard(setting.precision, opts.spike_factor,
+                        torch.device("cpu") if offload else world.device),
+              data, feed.of(data.train, opts.seed, setting.seq_length, run_plan.division,
+                            world.device), Timers(world.device),
               StopRequest(world, experiment.stop_file, opts.max_minutes),
               Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
-              flops_per_token, peak, forecast, before)
+              flops_per_token, peak, forecast, before, lease)
+    run.saves = Saves(opts, experiment, journal, world.saving, tier)
     if world.rank == 0:
         run.model_files = {path.name: hashing.file_digest(path, "sha256")
                            for path in sorted(experiment.model.iterdir()) if path.is_file()}
-    if not _resume(run, inputs):
+    if not resume.resume(run, inputs.named):
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
         journal.event("start", 0, ranks=world.size)
@@ -103,7 +111,6 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         isolation.require(model, world)
     log.info(f"loss: {loss.chunk(model, world)}")
     run.metrics = Metrics(experiment, world.rank, run.step, opts.wandb)
-    run.saves = Saves(opts, experiment, journal, world.saving, world.device)
     run.watchdog = Watchdog(opts.watchdog_minutes,
                             experiment.rank_log(world.rank).with_suffix(".stacks.txt"))
     run.progress = Progress("training", run_plan.total_steps, "step", done=run.step,
@@ -120,6 +127,7 @@ def _require_agreement(opts: Options, run_plan: Plan, world: World) -> None:
     """
     mine = run_plan.identity()
     mine["options"] |= {key: getattr(opts, key) for key in _ALIKE} | {
+        "ckpt_local_dir": bool(opts.ckpt_local_dir),
         "steps": run_plan.total_steps, "batch_size": run_plan.division.micro_batch}
     mine["inputs"] = mine["inputs"] | {"samples": run_plan.samples}
     for rank, other in enumerate(gather(mine, world.control)):
@@ -132,18 +140,23 @@ def _require_agreement(opts: Options, run_plan: Plan, world: World) -> None:
 
 
 def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
-           world: World) -> None:
+           world: World) -> Lease | None:
     """Make the directory ours, and see that every rank means the same one by it.
 
-    All ranks must call this. Raises UsageError when another launch is at work there.
+    All ranks must call this. Returns what rank 0 holds it by. Raises UsageError when another launch
+    is at work there.
     """
+    leases = []
+
     def write() -> str:
-        _lock(experiment)
-        if opts.overwrite and experiment.root.exists() and any(experiment.root.iterdir()):
+        leases.append(_lease(experiment))
+        if opts.overwrite and not experiment.is_empty():
+            leases.pop().release()
             _set_aside(experiment)
-            _lock(experiment)
+            leases.append(_lease(experiment))
         launch = f"{time.time_ns():x}"
-        journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, launch)
+        journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, launch,
+                       read_config(experiment).get("run", launch))
         _copy_model_files(inputs.model_dir, experiment.model)
         commit.clean(experiment.checkpoints)
         return launch
@@ -156,14 +169,18 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
     if not all(gather(seen, world.control)):
         raise UsageError(f"{experiment.root} is not the same directory on all nodes",
                          expected="--save-dir on a file system that all nodes share")
+    return leases[0] if leases else None
 
 
-def _lock(experiment: Experiment) -> None:
+def _lease(experiment: Experiment) -> Lease:
     """Hold the experiment's directory for as long as this process lives."""
+    def lost(text: str) -> None:
+        log.error(text)
+        os.write(2, f"error: {text}\n".encode())
+        os._exit(EXIT_BUG)  # at once: two launches must not write the same run
+
     experiment.root.mkdir(parents=True, exist_ok=True)
-    if lock(experiment.root) < 0:
-        raise UsageError(f"another launch is training {experiment.root} now",
-                         run="wait for it or stop it, or use another --experiment-name")
+    return Lease(experiment.lock, lost)
 
 
 def _set_aside(experiment: Experiment) -> None:
@@ -196,42 +213,6 @@ def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data) -> No
     log.table({"model": inputs.model_dir, "dataset": startup.dataset_of(inputs),
                "validation": f"{held_out} samples" if held_out else no_split,
                **startup.describe(run_plan, data)})
-
-
-def _resume(run: Run, inputs: Inputs) -> bool:
-    """Load the checkpoint to go on from; False when there is none. All ranks must call this."""
-    experiment, control = run.experiment, run.world.control
-    named = inputs.named
-    if named is not None and not on_rank_0(
-            lambda: earlier.descends(earlier.newest(experiment), named), control):
-        load.require_intact(named, control)
-        checkpoint, run.resumed_from = named, named.commit()["manifest"]
-    else:
-        checkpoint = load.newest_valid(
-            experiment.checkpoints, control,
-            lambda step, why: run.journal.event("quarantine", step, reason=why))
-        if checkpoint is None:
-            return False
-        run.resumed_from = checkpoint.commit().get("resumed_from")
-    earlier.require_same(checkpoint.commit()["identity"], run.plan.identity(), checkpoint.path)
-    began = time.monotonic()
-    tie_again(run.model)
-    restore_buffers(run.model)
-    state = load.load(checkpoint, run.model, run.optimizer, run.world.device, control)
-    run.step_guard.restore(state["loss_scale"])
-    run.step, run.tokens = checkpoint.step, state["tokens"]
-    if "cursors" in state:
-        run.cursor = Cursor(**state["cursors"][run.world.rank])
-    if checkpoint is named and run.world.rank == 0:
-        is_own = named.path.parent == experiment.checkpoints.resolve()
-        commit.supersede(experiment.checkpoints, named.step if is_own else -1)
-    run.journal.event("resume", run.step, path=str(checkpoint.path), ranks=run.world.size)
-    log.info(f"resumed from {checkpoint.path} in {units.duration(time.monotonic() - began)}: step "
-             f"{run.step:,} of {run.plan.total_steps:,}, {state['tokens']:,} tokens seen")
-    if state["total_steps"] != run.plan.total_steps:
-        log.info(f"the end moves from step {state['total_steps']:,} to {run.plan.total_steps:,}: "
-                 "the learning-rate schedule is stretched over all of it")
-    return True
 
 
 def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:

@@ -17,6 +17,9 @@ from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.train import journal
 
+# What decides which sample bears which number, as publish.differences names it.
+_OF_SAMPLES = ("dataset", "tokenizer", "--seed:", "--seq-length:", "--packing:")
+
 
 def has_begun(experiment: Experiment) -> bool:
     """Tell whether a directory holds training that could be lost: checkpoints, good or bad."""
@@ -43,12 +46,21 @@ def read(experiment: Experiment) -> dict[str, Any]:
     return {"identity": checkpoint.commit()["identity"]} if checkpoint else {}
 
 
-def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path) -> None:
-    """Raise UsageError naming every difference that forbids to resume."""
-    if changed := publish.differences(earlier, now):
+def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
+                 with_changes: bool = False) -> list[str]:
+    """Return every difference between a run and this one; UsageError if that forbids to resume."""
+    changed = publish.differences(earlier, now)
+    if changed and not with_changes:
         raise UsageError(f"{where} was begun with other settings", found="\n".join(changed),
-                         run="use the same settings, another --experiment-name, or --overwrite to "
-                             "start this one anew (the old one is kept aside)")
+                         run="use the same settings, another --experiment-name, --overwrite to "
+                             "start this one anew (the old one is kept aside), or "
+                             "--resume-with-changes to go on all the same")
+    return changed
+
+
+def is_other_data(changes: list[str]) -> bool:
+    """Tell whether samples had other numbers before some changes, so that the cursor is void."""
+    return any(change.startswith(_OF_SAMPLES) for change in changes)
 
 
 def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, Any],
@@ -57,7 +69,7 @@ def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, 
     if opts.overwrite:
         return
     if earlier:
-        require_same(earlier["identity"], identity, experiment.root)
+        require_same(earlier["identity"], identity, experiment.root, opts.resume_with_changes)
         if opts.resume == "never":
             raise UsageError(f"{experiment.root} has been trained already, and --resume is never",
                              run="use another --experiment-name, or --overwrite")
@@ -65,8 +77,7 @@ def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, 
         raise ArtifactError(f"{experiment.root} holds checkpoints, none of them whole, and no "
                             "readable config.yaml",
                             run="use another --experiment-name, or --overwrite to move it aside")
-    elif not experiment.config.exists() and experiment.root.exists() \
-            and any(experiment.root.iterdir()):
+    elif not experiment.config.exists() and not experiment.is_empty():
         raise UsageError(f"{experiment.root} exists and is no experiment (no config.yaml)",
                          run="use another --experiment-name, or --overwrite to move it aside")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,11 +25,14 @@ class Journal:
         self.experiment, self._active = experiment, rank == 0
 
     def config(self, resolved: dict[str, Any], identity: dict[str, Any], model_dir: Path,
-               launch: str) -> None:
-        """Write config.yaml: resolved options, versions, argv and the commit of the code."""
+               launch: str, run: str) -> None:
+        """Write config.yaml: resolved options, versions, argv and the commit of the code.
+
+        launch, run: marks of this launch, and of the run that all its launches go on with.
+        """
         if not self._active:
             return
-        content = {"launch": launch, "options": resolved, "model_dir": str(model_dir),
+        content = {"launch": launch, "run": run, "options": resolved, "model_dir": str(model_dir),
                    "identity": identity, "versions": manifest.versions(),
                    "argv": options.redacted_argv(sys.argv), "git_commit": git_commit()}
         manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))
@@ -42,9 +46,13 @@ class Journal:
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append a line to events.jsonl."""
         if self._active:
-            with self.experiment.events.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": _now(), "event": event, "step": step, **facts})
-                           + "\n")
+            line = json.dumps({"time": _now(), "event": event, "step": step, **facts}) + "\n"
+            with self.experiment.events.open("ab+") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    is_torn = file.read(1) != b"\n"  # by a crash: it keeps a line to itself
+                    line = "\n" + line if is_torn else line
+                file.write(line.encode())
 
 
 def read_state(experiment: Experiment) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def read_config(experiment: Experiment) -> dict[str, Any]:
     """Return config.yaml, or an empty dict when it is missing or torn."""
     try:
         content = yaml.safe_load(experiment.config.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -138,7 +138,7 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
     passes = tracker.phases
     tracker.restart("workspace")
     # Not fp16's guard, which looks at the norm: there is none to look at.
-    optimizer.StepGuard("fp32", torch.device("cpu")).clip(adamw, 1.0)
+    optimizer.StepGuard("fp32", 0.0, torch.device("cpu")).clip(adamw, 1.0)
     tracker.making = "optimizer"
     adamw.step()
     for moment in passes:  # in the first step there are no states until now, in others there are

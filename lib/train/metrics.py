@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lib.core import log
+from lib.core import log, manifest
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 
@@ -23,13 +23,16 @@ class Metrics:
 
     def __init__(self, experiment: Experiment, rank: int, step: int, wandb: bool = False) -> None:
         """step: where the run goes on; what an interrupted run logged after it is dropped."""
-        self._active = rank == 0
-        if not self._active:
-            return
-        _cut(experiment.metrics, step)
-        self._file = experiment.metrics.open("a", encoding="utf-8", buffering=1)
-        self._board = _tensorboard(experiment.tensorboard, step)
-        self._wandb = _wandb(experiment) if wandb else None
+        self._active, self._experiment = rank == 0, experiment
+        if self._active:
+            self._open(step)
+            self._wandb = _wandb(experiment) if wandb else None
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after a step: the steps that follow it are run again."""
+        if self._active:
+            self._close_files()
+            self._open(step)
 
     def write(self, figures: dict[str, Any]) -> None:
         """Write the figures of `figures["step"]`."""
@@ -56,11 +59,19 @@ class Metrics:
     def close(self) -> None:
         """Flush all sinks."""
         if self._active:
-            self._file.close()
-            if self._board is not None:
-                self._board.close()
+            self._close_files()
             if self._wandb is not None:
                 self._wandb.finish()
+
+    def _open(self, step: int) -> None:
+        _cut(self._experiment.metrics, step)
+        self._file = self._experiment.metrics.open("a", encoding="utf-8", buffering=1)
+        self._board = _tensorboard(self._experiment.tensorboard, step)
+
+    def _close_files(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -92,9 +103,7 @@ def _cut(path: Path, step: int) -> None:
     rows = read(path)
     kept = [_line(row) for row in rows if row["step"] <= step]
     if path.exists():
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)
+        manifest.write_text(path, "".join(kept))
 
 
 def _line(figures: dict[str, Any]) -> str:

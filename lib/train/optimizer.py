@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,24 +28,39 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+_USUAL_OVER = 100  # good steps that the usual gradient norm is a running mean of
+_USUAL_AFTER = 20  # good steps before there is a usual one
+
+
+class Skipped(NamedTuple):
+    """steps: skipped since the last look. spikes: those of them whose norm was a number.
+
+    in_a_row: skipped since the last good step.
+    """
+
+    steps: int
+    spikes: int
+    in_a_row: int
+
+
 class StepGuard:
-    """Unscales and clips gradients, and has the optimizer skip a step whose norm is no number.
+    """Unscales and clips gradients, and has the optimizer skip a step that would do harm: one whose
+    gradient norm is no number, or `spike_factor` times the usual one (0: however large).
 
     The norm is global and the decision is made on the device (AdamW leaves weights and moments as
     they are where `found_inf` is set), so neither a rank nor the host waits for it. Only fp16 looks
     at it in every step, to adapt its loss scale; growth and back-off of that as in Micikevicius
     et al. 2018, "Mixed precision training".
-
-    in_a_row: skipped steps since the last good one, int64 scalar on the device.
     """
 
-    def __init__(self, precision: str, device: torch.device) -> None:
+    def __init__(self, precision: str, spike_factor: float, device: torch.device) -> None:
         self.dynamic = precision == "fp16"
         self.scale = 2.0**16 if self.dynamic else 1.0
         self.good_steps = 0
         self.grow_every = 2000
-        self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._factor = spike_factor or float("inf")
+        self._in_a_row, self._skipped, self._spikes, self._good, self._usual = (
+            torch.zeros((), dtype=torch.float64, device=device) for _ in range(5))
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """Prepare the gradients for `optimizer.step()`; all ranks must call this.
@@ -55,22 +72,39 @@ class StepGuard:
                      if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) / self.scale
-        finite = torch.isfinite(norm)
-        self.in_a_row = torch.where(finite, 0, self.in_a_row + 1)
-        self._skipped += ~finite
+        sound = self._judge(norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm else 1.0
         if max_norm or self.dynamic:
             torch._foreach_mul_([_local(g) for g in gradients], factor / self.scale)
-        optimizer.found_inf, optimizer.grad_scale = (~finite).float(), None
+        optimizer.found_inf, optimizer.grad_scale = (~sound).float(), None
         if self.dynamic:
-            self._adapt(bool(finite))
+            self._adapt(bool(torch.isfinite(norm)))
         return norm
 
-    def read(self) -> tuple[int, int]:
-        """Return the steps skipped since the last call, and those in a row at the end."""
-        skipped = int(self._skipped)
+    def _judge(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return whether a step is sound (bool scalar on the device), and keep count of it."""
+        finite = torch.isfinite(norm)
+        spike = finite & (self._good >= _USUAL_AFTER) & (norm > self._factor * self._usual)
+        sound = finite & ~spike
+        self._in_a_row = torch.where(sound, 0.0, self._in_a_row + 1)
+        self._skipped += ~sound
+        self._spikes += spike
+        self._good += sound
+        nearer = (norm - self._usual) / self._good.clamp(1, _USUAL_OVER)
+        self._usual = torch.where(sound, self._usual + nearer, self._usual)
+        return sound
+
+    def read(self) -> Skipped:
+        """Return what was skipped since the last call."""
+        skipped = Skipped(int(self._skipped), int(self._spikes), self.in_a_row)
         self._skipped.zero_()
-        return skipped, int(self.in_a_row)
+        self._spikes.zero_()
+        return skipped
+
+    @property
+    def in_a_row(self) -> int:
+        """Return the steps skipped since the last good one; waits for the device."""
+        return int(self._in_a_row)
 
     def _adapt(self, finite: bool) -> None:
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -81,11 +115,15 @@ class StepGuard:
 
     def state(self) -> dict[str, float]:
         """Return what a resumed run has to know."""
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps, "in_a_row": self.in_a_row,
+                "sound_steps": self._good.item(), "usual_norm": self._usual.item()}
 
     def restore(self, state: dict[str, float]) -> None:
         """Take up the state of an earlier run."""
         self.scale, self.good_steps = state["scale"], int(state["good_steps"])
+        self._in_a_row.fill_(state["in_a_row"])
+        self._good.fill_(state["sound_steps"])
+        self._usual.fill_(state["usual_norm"])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from lib.train.schedule import Schedule
 
 # Options that change the result; a run that resumes must be given the same.
 _DECISIVE = ("seed", "lr", "min_lr", "warmup_steps", "lr_scheduler", "weight_decay", "beta1",
-             "beta2", "grad_clip", "from_scratch", "packing")
+             "beta2", "grad_clip", "spike_factor", "from_scratch", "packing")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,12 @@ def check_options(options: Options) -> None:
                          expected="replicas of equal size")
     if options.plan_gpus and not options.dry_run:
         problems.add("--plan-gpus plans and does not train", run="the same with --dry-run")
+    if options.ckpt_local_freq and not options.ckpt_local_dir:
+        problems.add("--ckpt-local-freq belongs to --ckpt-local-dir")
     for name in ("beta1", "beta2"):
         if getattr(options, name) >= 1:
             problems.add(f"--{name} must be below 1, got {getattr(options, name):g}")
+    if options.resume_with_changes and not options.max_steps:
+        problems.add("--resume-with-changes needs --max-steps: epochs of changed data or batches "
+                     "would count from the beginning of the run")
     problems.raise_if_any()

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,19 +18,19 @@ from lib.checkpoints.collective import gather
 from lib.checkpoints.save import capture
 from lib.core import log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
+from lib.core.lease import Lease
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.tokens.loader import Loader, Step, evaluation_batches
-from lib.tokens.stream_loader import StreamLoader
-from lib.tokens.streaming import Cursor, Stream
+from lib.tokens.loader import Step, evaluation_batches
 from lib.train import distributed, memory, metrics, plot, symptoms
 from lib.train.distributed import World
+from lib.train.feed import Feed
 from lib.train.forecast import Forecast
 from lib.train.journal import Journal
 from lib.train.loss import evaluate
 from lib.train.metrics import Metrics
-from lib.train.optimizer import StepGuard
+from lib.train.optimizer import Skipped, StepGuard
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
 from lib.train.saving import Saves
@@ -40,17 +40,17 @@ from lib.train.timers import Timers
 from lib.train.watchdog import Watchdog
 
 _COLLECT_EVERY = 100  # steps
+_LOCAL_PER_SHARED = 10  # checkpoints on the nodes' own disks for one that all share
 
 
 @dataclass
 class Run:
-    """step: optimizer steps done. tokens: seen in them, without padding. cursor: where a stream
-    stands after them, None for its beginning.
+    """step: optimizer steps done. tokens: seen in them, without padding. rollbacks: see resume.py.
 
     flops: per token, forward and backward. peak: FLOP/s per rank.
     resumed_from: digest of the checkpoint that a person named with --resume, here or in an earlier
-    launch that this one goes on from. forecast: rank 0 has it. memory_before: GiB in use before the
-    model had memory. memory_peak: the most of any window.
+    launch that this one goes on from. forecast, lease: rank 0 has them. memory_before: GiB in
+    use before the model had memory. memory_peak: the most of any window.
     """
 
     options: Options
@@ -61,6 +61,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     step_guard: StepGuard
     data: Data
+    feed: Feed
     timers: Timers
     stop_request: StopRequest
     profiler: Profiler
@@ -69,26 +70,20 @@ class Run:
     peak: float
     forecast: Forecast | None
     memory_before: float
+    lease: Lease | None
     memory_peak: float = 0.0
     step: int = 0
     tokens: int = 0
-    cursor: Cursor | None = None
+    rollbacks: int = 0
     resumed_from: str | None = None
     model_files: dict[str, str] = field(default_factory=dict)
     metrics: Metrics = field(init=False)
     progress: Progress = field(init=False)
+    skipped: Skipped = field(default=Skipped(0, 0, 0))
     watchdog: Watchdog = field(init=False)
     saves: Saves = field(init=False)
     began: float = field(default_factory=time.monotonic)
     last: dict[str, Any] = field(default_factory=dict)
-
-    def loader(self) -> Loader | StreamLoader:
-        """Return what feeds this rank from the step on at which the run stands."""
-        plan, train, device = self.plan, self.data.train, self.world.device
-        if isinstance(train, Stream):
-            return StreamLoader(train, self.cursor or Cursor(), plan.seq_length, plan.division,
-                                plan.total_steps - self.step, device)
-        return Loader(train, self.options.seed, plan.division, self.step, plan.total_steps, device)
 
     def log_is_due(self) -> bool:
         """Tell whether this step's figures are logged: the first, each --log-freq-th, the last."""
@@ -101,18 +96,15 @@ class Run:
         every = self.options.eval_freq
         return self.step == self.plan.total_steps or bool(every and self.step % every == 0)
 
-    def save_is_due(self) -> bool:
-        """Tell whether a checkpoint is written after this step."""
-        return self.step % self.options.ckpt_freq == 0 or self.step == self.plan.total_steps
-
     def step_done(self, step: Step) -> None:
         """Count a step and its tokens, and do what comes after every one."""
-        self.step, self.tokens, self.cursor = self.step + 1, self.tokens + step.tokens, step.cursor
+        self.step, self.tokens = self.step + 1, self.tokens + step.tokens
+        self.feed.took(step)
         self.timers.step_done()
         self.profiler.after(self.step)
         self.progress.advance()
         self.watchdog.enter("step")
-        if self._finish_save(wait=False):
+        if self.finish_save(wait=False):
             self.write_state("running")
         if self.step % _COLLECT_EVERY == 0:
             # At the same steps on all ranks: left alone, each would stop the others in turn.
@@ -127,27 +119,14 @@ class Run:
         per_device = per_second / self.world.size
         in_use = memory.usage(self.world.device)
         self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
-        return {"step": self.step, "epoch": self._epoch(),
+        return {"step": self.step, "epoch": self.feed.epoch(self.step),
                 "train/loss": loss, "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": learning_rate,
                 "train/tokens_seen": self.tokens,
                 "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
                 "perf/tflops": per_device * self.flops / 1e12,
                 "perf/mfu": per_device * self.flops / self.peak,
-                **times, **self._slowest(times), **self._loader_cost(times), **in_use}
-
-    def _epoch(self) -> float:
-        if isinstance(self.data.train, Stream):
-            return self.data.train.epoch_at(self.cursor)
-        return self.step * self.plan.division.global_batch / self.plan.samples
-
-    def _loader_cost(self, times: dict[str, float]) -> dict[str, float]:
-        """Return what a stream costs, and have it tell what it left out."""
-        if not isinstance(self.data.train, Stream):
-            return {}
-        self.data.train.tell()
-        return {"perf/loader_share": times["time/data"] / times["time/total"],
-                "perf/loader_tokens_per_sec_per_device": self.data.train.speed()}
+                **times, **self._slowest(times), **self.feed.costs(times), **in_use}
 
     def _slowest(self, times: dict[str, float]) -> dict[str, float]:
         """Return which rank is slowest in what no rank waits for others in, and by how much.
@@ -181,47 +160,53 @@ class Run:
     def report(self, figures: dict[str, Any], running_loss: float) -> None:
         """Write a step's figures everywhere. running_loss: mean since the last log line.
 
-        Raises UsageError when the loss is no number at the first step, or for too many in a row.
+        Raises UsageError when the loss of the first step is no number.
         """
         self.last = figures
         self.tell_forecast()
         self.metrics.write(figures)
         left = (self.plan.total_steps - self.step) * figures["time/total"] / 1000
         self.metrics.console(figures, running_loss, units.duration(left))
-        skipped, in_a_row = self.step_guard.read()
-        if skipped:
-            self.journal.event("skip_step", self.step, steps=skipped,
-                               reason="the gradient norm was no number")
-            log.warn(f"{skipped} of the last steps left the weights as they were: the gradient "
-                     "norm was no number")
-        symptoms.require_finite(figures["train/loss"], self.step, in_a_row, self.options)
+        symptoms.require_finite(figures["train/loss"], self.step, self.options)
+        self.skipped = self.step_guard.read()
+        if self.skipped.steps:
+            spikes = self.skipped.spikes
+            why = f"the gradient norm was no number in {self.skipped.steps - spikes}, and over " \
+                  f"{self.options.spike_factor:g} times the usual in {spikes}"
+            self.journal.event("skip_step", self.step, steps=self.skipped.steps, reason=why)
+            log.warn(f"{self.skipped.steps} of the last steps left the weights as they were: {why}")
+
+    def has_diverged(self) -> bool:
+        """Tell whether so many of the last steps were skipped that an earlier state is better."""
+        return self.skipped.in_a_row >= self.options.rollback_after
 
     def tell_forecast(self) -> None:
         """Say what memory the run will need at most, as soon as that is known."""
         if self.forecast is not None:
             self.forecast.tell()
 
-    def save(self, stopping: str = "") -> None:
+    def save_if_due(self, stopping: str) -> None:
+        """Save this step if it is one of --ckpt-freq, the last, or if the run is stopping.
+
+        Between those, to the nodes' own disks. All ranks must call this.
+        """
+        opts = self.options
+        every = opts.ckpt_local_freq or max(1, opts.ckpt_freq // _LOCAL_PER_SHARED)
+        if stopping or self.step % opts.ckpt_freq == 0 or self.step == self.plan.total_steps:
+            self.save(stopping)
+        elif self.saves.tier is not None and self.step % every == 0:
+            self.save(local=True)
+
+    def save(self, stopping: str = "", local: bool = False) -> None:
         """Begin to save this step, and wait for it if it is the last; all ranks must call this."""
         self.watchdog.enter("save")
         began, last = time.monotonic(), bool(stopping) or self.step == self.plan.total_steps
-        self._finish_save(wait=True)
-        logged = self.last if self.last.get("step") == self.step else {}
-        logged = {key: value for key, value in logged.items() if math.isfinite(value)}
-        samples = self.step * self.plan.division.global_batch
-        state = {"step": self.step, "samples": samples, "tokens": self.tokens,
-                 "seed": self.options.seed, "total_steps": self.plan.total_steps,
-                 "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
-                 "world_size": self.world.size,
-                 "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
-                 "loss_scale": self.step_guard.state(), "model_files": self.model_files}
-        if self.cursor is not None:
-            state["cursors"] = gather(asdict(self.cursor), self.world.control)
+        self.finish_save(wait=True)
         copies = None if last else self.saves.copies
-        self.saves.begin(capture(self.step, self.model, self.optimizer, state,
-                                 self.plan.identity(), self.world.device, copies))
+        self.saves.begin(capture(self.step, self.model, self.optimizer, self._state(),
+                                 self.plan.identity(), self.world.device, copies), local)
         if copies is None:
-            self._finish_save(wait=True, last=last)
+            self.finish_save(wait=True, last=last)
         else:
             log.info(f"[rank=0] step {self.step}: saving in the background; the copy of "
                      f"{units.size(copies.bytes)} took {units.duration(time.monotonic() - began)}")
@@ -231,10 +216,28 @@ class Run:
             self.journal.event("signal", self.step, signal=stopping)
         self.resume_timing()
 
-    def _finish_save(self, wait: bool, last: bool = False) -> bool:
+    def _state(self) -> dict[str, Any]:
+        """Return all state that is no tensor; all ranks must call this."""
+        logged = self.last if self.last.get("step") == self.step else {}
+        logged = {key: value for key, value in logged.items() if math.isfinite(value)}
+        return {"step": self.step, "tokens": self.tokens,
+                **self.feed.state(self.step, self.world.control),
+                "seed": self.options.seed, "total_steps": self.plan.total_steps,
+                "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
+                "world_size": self.world.size,
+                "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
+                "bad_steps": self.step_guard.in_a_row, "rollbacks": self.rollbacks,
+                "loss_scale": self.step_guard.state(), "model_files": self.model_files}
+
+    def finish_save(self, wait: bool, last: bool = False) -> bool:
+        """Do what follows a save that has ended, see Saves.finish; return whether there was one."""
         if ended := self.saves.finish(wait, last):
             self._draw()
         return ended
+
+    def note_quarantine(self, step: int, why: str) -> None:
+        """Note in events.jsonl that a checkpoint was set aside."""
+        self.journal.event("quarantine", step, reason=why)
 
     def resume_timing(self) -> None:
         """Go on with the steps after something else."""
@@ -245,14 +248,15 @@ class Run:
         """Write state.json."""
         if self.world.rank != 0:
             return
-        samples = self.step * self.plan.division.global_batch
         checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
         self.journal.state(status=status, step=self.step, total_steps=self.plan.total_steps,
-                           tokens=self.tokens, sample_cursor=samples,
+                           tokens=self.tokens, sample_cursor=self.feed.samples(self.step),
                            samples=self.plan.samples, checkpoints=checkpoints)
 
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
+        if self.saves.tier is not None:
+            self.saves.tier.remove()
         self.journal.event("complete", self.step)
         self.write_state("complete")
         if self.world.rank != 0:
@@ -277,12 +281,13 @@ class Run:
     def close(self, in_order: bool) -> None:
         """Flush the logs and leave the process group; in_order: all ranks got here."""
         self.watchdog.close()
-        if isinstance(self.data.train, Stream):
-            self.data.train.close()
+        self.feed.close()
         if self.forecast is not None:
             self.forecast.close()
         self.progress.close()
         self.metrics.close()
+        if self.lease is not None:
+            self.lease.release()
         if in_order:
             distributed.stop(self.world)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
 import torch.distributed as dist
 
 from lib.checkpoints import commit
 from lib.checkpoints.collective import on_rank_0
 from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.local import LocalTier
 from lib.checkpoints.save import Snapshot, write
 from lib.checkpoints.staging import HostCopies
 from lib.core import log, units
-from lib.core.errors import DiskFullError
+from lib.core.errors import DiskFullError, StageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.train.journal import Journal
@@ -25,26 +25,28 @@ _MOST_FAILURES = 3  # saves in a row for which there was no room
 class Saves:
     """Writes one checkpoint at a time, on a process group that nothing else uses.
 
-    copies: None when a save is written before the next step (--ckpt-async off).
+    tier: frequent ones on each node's own disk, None without --ckpt-local-dir. copies: None when a
+    save is written before the next step (--ckpt-async off).
     """
 
     def __init__(self, opts: Options, experiment: Experiment, journal: Journal,
-                 group: dist.ProcessGroup, device: torch.device) -> None:
+                 group: dist.ProcessGroup, tier: LocalTier | None) -> None:
         self._opts, self._experiment, self._journal = opts, experiment, journal
-        self._group = group
+        self._group, self.tier, self._local = group, tier, False
         self.copies = HostCopies() if opts.ckpt_async else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._pending: Future[Checkpoint] | None = None
         self._step, self._began, self._failures = 0, 0.0, 0
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """Start to write; the save before must have been finished."""
+    def begin(self, snapshot: Snapshot, local: bool = False) -> None:
+        """Start to write, locally to the other tier; the save before must have been finished."""
         assert self._pending is None, "one save at a time"
+        self._local = local
         self._step, self._began = snapshot.step, time.monotonic()
-        self._pending = self._thread.submit(self._write, snapshot)
+        self._pending = self._thread.submit(self.tier.write if local else self._write, snapshot)
 
     def finish(self, wait: bool, last: bool = False) -> bool:
-        """Do what follows a save that has ended; return whether there was one.
+        """Do what follows a save that has ended; return whether there was one, not local.
 
         wait: for one that is still being written; all ranks must do that together. last: the run
         ends with it. Raises what the save raised; DiskFullError only when several in a row, or the
@@ -53,6 +55,9 @@ class Saves:
         if self._pending is None or not (wait or self._pending.done()):
             return False
         pending, self._pending = self._pending, None
+        if self._local:
+            self._finish_local(pending)
+            return False
         try:
             checkpoint = pending.result()
         except DiskFullError as error:
@@ -70,6 +75,18 @@ class Saves:
                      f"({units.duration(time.monotonic() - self._began)})")
             self._prune()
         return True
+
+    def _finish_local(self, pending: Future[Checkpoint]) -> None:
+        try:
+            checkpoint = pending.result()
+        except StageError as error:  # the shared ones are what the run relies on
+            self._journal.event("local_save_failed", self._step, reason=error.problem)
+            log.warn(f"step {self._step} is not saved on the nodes' own disks: {error.problem}")
+            return
+        self._journal.event("save", self._step, path=str(checkpoint.path))
+        if log.rank() == 0:
+            log.info(f"[rank=0] step {self._step}: saved {checkpoint.path} "
+                     f"({units.duration(time.monotonic() - self._began)})")
 
     def _write(self, snapshot: Snapshot) -> Checkpoint:
         """Commit a snapshot, making room first where that helps; in the thread."""

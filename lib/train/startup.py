@@ -15,13 +15,13 @@ from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.models import identity, resolve
 from lib.tokens import build, encode, mixture, packing, store
-from lib.tokens.mixture import Corpus, HeldOut, Mixture
+from lib.tokens.mixture import Corpus, HeldOut
 from lib.tokens.samples import Samples
 from lib.tokens.shards import Shards
 from lib.tokens.store import TokenStore
 from lib.tokens.streaming import Stream
 from lib.tokens.windows import Windows
-from lib.train import earlier, streaming
+from lib.train import earlier, goodput, streaming
 from lib.train import plan as plans
 from lib.train.plan import Plan
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SEQ_LENGTH = 1024
+_CHECKPOINTED = 12  # bytes per parameter: float32 masters and AdamW's two moments
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,9 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
                         f"{units.count(parameters)} parameters)",
                "weights": weights_of(opts, inputs), "dataset": dataset_of(inputs),
                "precision": f"float32 masters, {setting.precision} compute"})
+    for gpus in opts.plan_gpus or [plans.launched_size()]:
+        log.table({f"on {gpus} GPU{'s' * (gpus > 1)}": goodput.describe(
+            parameters * _CHECKPOINTED, gpus, opts)})
     if opts.plan_gpus:
         _plan_memory(opts, setting)
     if inputs.shards:
@@ -238,9 +242,7 @@ def _plan_memory(opts: Options, setting: Setting) -> None:
 def describe(plan: Plan, data: Data) -> dict[str, str]:
     """Return the derived numbers of a run, for a mixture those of each corpus too."""
     numbers = plan.total_steps * plan.division.global_batch
-    more = data.train.describe(numbers) if isinstance(data.train, Mixture) else \
-        data.train.describe() if isinstance(data.train, Stream) else {}
-    return plan.describe() | more
+    return plan.describe() | data.train.describe(numbers)
 
 
 def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length: int) -> Data:

@@ -39,6 +39,8 @@ def check_options(opts: Options) -> None:
                      found=", ".join(opts.dataset_name))
     if opts.prepare_only:
         problems.add("--prepare-only makes the token store, which --streaming does without")
+    if opts.resume_with_changes:
+        problems.add("--streaming has no --resume-with-changes: a cursor means nothing elsewhere")
     if opts.include and not opts.online:
         problems.add("--include chooses files of a dataset on the Hub, with --online")
     problems.raise_if_any()

@@ -14,7 +14,6 @@ from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.train import profiling
 
-_MOST_SKIPPED = 20  # fp16 halves its scale up to 16 times before a step is sound
 _MORE = "docs/troubleshooting.md says more"
 
 
@@ -28,8 +27,8 @@ def explained(error: BaseException, opts: Options, experiment: Experiment) -> St
     return None
 
 
-def require_finite(loss: float, step: int, in_a_row: int, opts: Options) -> None:
-    """Raise UsageError when the first loss is no number, or many steps in a row were skipped.
+def require_finite(loss: float, step: int, opts: Options) -> None:
+    """Raise UsageError when the first loss is no number.
 
     What follows could not be better: the weights stay as they are in such a step.
     """
@@ -40,11 +39,16 @@ def require_finite(loss: float, step: int, in_a_row: int, opts: Options) -> None
         raise UsageError(f"the loss of the first step is {loss}", expected=how,
                          found="no step was taken yet, so it comes from the weights or from the "
                                f"precision, not from the learning rate; {_MORE}")
-    if in_a_row >= _MOST_SKIPPED:
-        raise UsageError(f"training has diverged: the gradient norm was no number {in_a_row} times "
-                         "in a row", found=f"nothing was learned since step {step - in_a_row}",
-                         run="--resume PATH of an earlier checkpoint under another -e, with a "
-                             f"lower --lr; {_MORE}")
+
+
+def diverged(step: int, in_a_row: int, rollbacks: int) -> UsageError:
+    """Return the error of a run that no earlier checkpoint has helped or can help."""
+    tried = f", after {rollbacks} rollbacks" if rollbacks else \
+        ", and there is no checkpoint from before"
+    return UsageError(f"training has diverged: {in_a_row} bad steps in a row{tried}",
+                      found=f"nothing was learned since step {step - in_a_row}",
+                      run="--resume PATH of an earlier checkpoint under another -e, with a lower "
+                          f"--lr; {_MORE}")
 
 
 def _out_of_memory(text: str, opts: Options, experiment: Experiment) -> UsageError:

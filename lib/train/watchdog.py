@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from lib.core import log
+from lib.core import failure, log
 from lib.core.errors import EXIT_BUG
 
 _LOOK_EVERY_S = 1.0
@@ -56,5 +56,6 @@ class Watchdog:
         text = f"watchdog: the {section} has not ended for {limit / 60:g} minutes; the stacks of " \
                f"all threads are in {self._stacks}; the same command resumes"
         log.error(text)
+        failure.record("Watchdog", EXIT_BUG, text)
         os.write(2, f"[rank={log.rank()}] error: {text}\n".encode())
         os._exit(EXIT_BUG)  # threads that hang in a collective would keep an ordinary exit waiting

@@ -117,3 +117,11 @@ def test_an_evaluation_is_that_of_any_world_size(samples: int, batches: int) -> 
 
 def test_nothing_to_evaluate() -> None:
     assert list(evaluation_batches(windows(0), 3, Division(1, 1, 0, 1))) == []
+
+
+def test_an_offset_moves_all_samples() -> None:
+    plain = Loader(windows(24), 3, Division(2, 1, 0, 1), 5, 8, CPU)
+    moved = Loader(windows(24), 3, Division(2, 1, 0, 1), 2, 5, CPU, offset=6)
+    for expected, got in zip(plain, moved, strict=True):
+        for one, other in zip(expected.micro_batches, got.micro_batches, strict=True):
+            assert torch.equal(one.input_ids, other.input_ids)

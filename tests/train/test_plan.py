@@ -20,7 +20,9 @@ OPTIONS = {
     "lr_scheduler": "cosine", "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0,
     "from_scratch": False, "packing": "concat", "num_epochs": None, "max_steps": None,
     "batch_size": 1, "global_batch_size": None, "grad_accum_steps": None, "log_freq": 10,
-    "ckpt_freq": 500, "shard_size": None, "plan_gpus": None, "dry_run": False,
+    "ckpt_freq": 500, "spike_factor": 30.0, "resume_with_changes": False,
+    "ckpt_local_dir": None, "ckpt_local_freq": None,
+    "shard_size": None, "plan_gpus": None, "dry_run": False,
 }
 
 

@@ -41,16 +41,16 @@ def test_a_lost_rank() -> None:
 
 
 def test_no_number_at_the_first_step() -> None:
-    symptoms.require_finite(float("nan"), 2, 1, Namespace(**PLAIN))
+    symptoms.require_finite(float("nan"), 2, Namespace(**PLAIN))
     for precision, says in (("bf16", "whole weights"), ("fp16", "overflow")):
         with pytest.raises(UsageError) as caught:
-            symptoms.require_finite(float("nan"), 1, 1,
+            symptoms.require_finite(float("nan"), 1,
                                     Namespace(**PLAIN | {"precision": precision}))
         assert says in caught.value.expected
 
 
-def test_many_skipped_steps_in_a_row() -> None:
-    symptoms.require_finite(float("nan"), 50, 19, Namespace(**PLAIN))
-    with pytest.raises(UsageError, match="diverged") as caught:
-        symptoms.require_finite(float("nan"), 50, 20, Namespace(**PLAIN))
-    assert "since step 30" in caught.value.found
+def test_a_run_that_no_rollback_helps() -> None:
+    assert "no checkpoint from before" in symptoms.diverged(50, 20, 0).problem
+    error = symptoms.diverged(50, 20, 3)
+    assert "20 bad steps in a row, after 3 rollbacks" in error.problem
+    assert "since step 30" in error.found

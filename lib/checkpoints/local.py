@@ -1,0 +1,201 @@
+"""The second tier: frequent checkpoints on each node's own disk, beside the shared ones.
+
+Protocol and files are those of commit.py, but that each node commits what its own ranks wrote, and
+each rank writes its shards as they are:
+
+    step_00001050/dcp/rank_00003/*.distcp, .metadata       shards and random states of a rank
+    step_00001050/train_state.json, manifest.json, COMMIT.json
+
+It exists when every node has committed its part of the same save, and serves as many ranks, on the
+same nodes, as wrote it. Everybody else takes the newest shared one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lib.checkpoints import commit, load, state
+from lib.checkpoints.collective import gather, on_rank_0
+from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.save import Snapshot, facts
+from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
+from lib.core import manifest, paths, publish
+from lib.core.errors import StageError, UsageError, from_os_error
+
+Result = TypeVar("Result")
+
+_KEEP = 2
+_RANDOM = "random."  # prefix of random states among the tensors
+
+
+class LocalTier:
+    """Checkpoints of one run in a directory that each node has for itself.
+
+    The directory must not be that of another run: its leftovers would be taken for this one's. All
+    ranks must call everything here together. `write` talks over the group `saving`, the rest over
+    `control`. Raises UsageError when the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, control: dist.ProcessGroup, saving: dist.ProcessGroup,
+                 ) -> None:
+        self._directory = directory
+        self._control, self._saving = control, saving
+        self._rank, self._ranks = dist.get_rank(control), dist.get_world_size(control)
+        self._node = self._ranks_that_share()
+        self._leads = self._rank == self._node[0]
+        if self._leads:
+            commit.clean(directory)
+
+    def write(self, snapshot: Snapshot) -> Checkpoint:
+        """Commit what all ranks captured: on all nodes or on none.
+
+        Raises on every rank what went wrong on any.
+        """
+        snapshot.ready()
+        save = on_rank_0(lambda: f"{time.time_ns():x}", self._saving)
+        attempt = self._directory / f"{paths.step_name(snapshot.step)}.tmp-{save}"
+        try:
+            written = _together(lambda: self._write_shards(attempt, snapshot), self._saving)
+            files = [entry for rank in self._node for entry in written[rank]]
+            _together(lambda: self._seal(attempt, snapshot, files, save), self._saving)
+        except BaseException:
+            shutil.rmtree(attempt, ignore_errors=True)
+            raise
+        if self._leads:
+            final = attempt.with_name(paths.step_name(snapshot.step))
+            if final.exists():  # of an earlier launch, which some other node has lost
+                commit.discard([final])
+            commit.give_name(attempt, snapshot.step)
+            commit.prune(self._directory, _KEEP)
+        return Checkpoint(self._directory / paths.step_name(snapshot.step), snapshot.step)
+
+    def newest_valid(self, identity: dict[str, Any], after: int,
+                     quarantined: Callable[[int, str], None], before: int | None = None,
+                     ) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole on every node, every byte of it.
+
+        identity: as of the run now; others are left out. after: only a later step than this one.
+        before: only this step or an earlier one. A damaged part is moved to quarantine, and
+        `quarantined(step, why)` called on rank 0.
+        """
+        there = {c.step: c.commit() for c in commit.scan(self._directory) if not c.problems()}
+        mine = {(step, found["save"]) for step, found in there.items()
+                if found["world_size"] == self._ranks and found["ranks"] == self._node
+                and not publish.differences(found["identity"], identity)}
+        shared = set.intersection(*gather(mine, self._control))
+        for step, _ in sorted(shared, reverse=True):
+            if step <= after or (before is not None and step > before):
+                continue
+            checkpoint = Checkpoint(self._directory / paths.step_name(step), step)
+            found = checkpoint.content_problems(self._node.index(self._rank), len(self._node))
+            problems = [text for part in gather(found, self._control) for text in part]
+            if not problems:
+                return checkpoint
+            if self._leads:
+                commit.quarantine(checkpoint, problems[0])
+            if self._rank == 0:
+                quarantined(step, f"on a node's own disk: {problems[0]}")
+        return None
+
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Tell whether a checkpoint is one of these."""
+        return checkpoint.path.parent == self._directory
+
+    def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,
+             device: torch.device) -> dict[str, Any]:
+        """Fill model, optimizer and random states of this rank; return the train state.
+
+        Raises ArtifactError when names, shapes or dtypes differ.
+        """
+        random_states = state.random_states(device)
+        tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer) | \
+            {_RANDOM + kind: states for kind, states in random_states.items()}
+        tensors = {name: state.local(tensor) for name, tensor in tensors.items()}
+        reader = StrictReader(checkpoint.path / _shards(self._rank))
+        load.require_same(tensors, reader, checkpoint.path)
+        with torch.no_grad(), plain_errors():
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        state.set_random_states(random_states, device)
+        train_state = checkpoint.train_state()
+        state.set_optimizer_steps(optimizer, train_state["optimizer_steps"])
+        return train_state
+
+    def remove(self) -> None:
+        """Delete them all: the run is complete."""
+        if self._leads:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def supersede(self, step: int, why: str) -> None:
+        """Set aside what is newer than the step that the run goes on from."""
+        if self._leads:
+            commit.supersede(self._directory, step, why)
+
+    def _ranks_that_share(self) -> list[int]:
+        """Return the ranks that see what this one writes."""
+        launch = on_rank_0(lambda: f".seen-{time.time_ns():x}-", self._control)
+        mark, problem = self._directory / f"{launch}{self._rank}", ""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            problem = f"{self._directory} cannot be written ({error.strerror})"
+        gather(None, self._control)  # all marks are made
+        seen = sorted(int(path.name.removeprefix(launch))
+                      for path in self._directory.glob(f"{launch}*"))
+        sets = gather((problem, seen), self._control)
+        mark.unlink(missing_ok=True)
+        found = [text for text, _ in sets if text] or \
+            [f"ranks {rank} and {other} do not see the same of {self._directory}"
+             for rank, (_, ranks) in enumerate(sets) for other in ranks if sets[other][1] != ranks]
+        if found:
+            raise UsageError(f"--ckpt-local-dir: {found[0]}",
+                             expected="a directory on each node's own disk")
+        return seen
+
+    def _write_shards(self, attempt: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+        tensors = {name: state.local(tensor) for name, tensor in snapshot.tensors.items()} | \
+            {_RANDOM + kind: states for kind, states in snapshot.random_states.items()}
+        directory = attempt / _shards(self._rank)
+        directory.mkdir(parents=True)
+        writer = HashingWriter(directory)
+        with plain_errors():
+            dcp.save(tensors, storage_writer=writer, no_dist=True)
+        publish.fsync(directory)
+        return writer.entries(_shards(self._rank))
+
+    def _seal(self, attempt: Path, snapshot: Snapshot, files: list[dict[str, Any]], save: str,
+              ) -> None:
+        if not self._leads:
+            return
+        manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.train_state)
+        files = [*files, manifest.file_entry(attempt, attempt / commit.TRAIN_STATE, "sha256")]
+        commit.seal(attempt, snapshot.step, files, snapshot.identity, self._ranks,
+                    facts(snapshot) | {"save": save, "ranks": self._node})
+
+
+def _shards(rank: int) -> str:
+    return f"{commit.TENSORS}/rank_{rank:05d}"
+
+
+def _together(action: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
+    """Return what the action returned on each rank, or raise on all what it raised on any."""
+    try:
+        mine: tuple[Any, Any] = (action(), None)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        known = from_os_error(error) if isinstance(error, OSError) else error
+        mine = (None, known if isinstance(known, StageError) else
+                StageError(f"{type(error).__name__}: {error}"))
+    outcomes = gather(mine, group)
+    if errors := [error for _, error in outcomes if error is not None]:
+        raise errors[0]
+    return [result for result, _ in outcomes]

@@ -1,0 +1,164 @@
+"""How often to save: the share of a run's time that is useful, and the interval that makes it most.
+
+Failures come at random, at a constant rate (exponential times between them). A save holds the
+steps up for its `stall`, and is worth something `lag` later, when it is committed; a failure takes
+`restart`, and the steps since the last save that was committed are done again. All in seconds.
+
+With work w between saves and M between failures, a stretch between two failures commits
+    k saves with the probability exp(-(k (w + stall) + lag) / M)  or more,
+and lasts M, or M exp(restart / M) with the failures that strike the restart itself; hence
+    useful share = w exp(-(lag + restart) / M) / (M (exp((w + stall) / M) - 1)).
+Without lag this is Daly 2006 ("A higher order estimate of the optimum checkpoint interval for
+restart dumps"). It is largest where w / M = 1 - exp(-(w + stall) / M), whatever lag and restart;
+to first order at Young's (1974) sqrt(2 stall M).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from lib.core import units
+from lib.core.options import Options
+
+_COPY = 10e9  # bytes/s from a GPU to pinned host memory, half of what PCIe 4 can do
+# Llama 3 405B: 466 interruptions of the job in 54 days on 16,384 GPUs (arXiv:2407.21783, 3.3.4).
+GPU_HOURS_PER_FAILURE = round(16384 * 54 * 24 / 466)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """every: work between saves. lag: from the end of the stall to the commit, in the background.
+
+    One save at a time: the next waits for the commit of the one before.
+    """
+
+    every: float
+    stall: float
+    lag: float = 0.0
+
+
+def useful_share(saving: Saving, mtbf: float, restart: float) -> float:
+    """Return the share of time that goes into steps that are kept. mtbf: mean time to a failure."""
+    period = saving.every + saving.stall
+    if period / mtbf > 500:  # and exp() ends near 709
+        return 0.0
+    return saving.every / mtbf * math.exp(-(saving.lag + restart) / mtbf) \
+        / math.expm1(period / mtbf)
+
+
+def best_interval(stall: float, lag: float, mtbf: float) -> float:
+    """Return the work between saves that makes the useful share largest.
+
+    At least what a save in the background takes: before that none can follow.
+    """
+    low, high = 0.0, mtbf  # w / M - 1 + exp(-(w + stall) / M) grows with w from below 0 to above
+    while high - low > 1e-9 * mtbf:
+        middle = (low + high) / 2
+        grows = middle / mtbf + math.expm1(-(middle + stall) / mtbf) < 0
+        low, high = (middle, high) if grows else (low, middle)
+    return max(high, lag)
+
+
+def describe(size: int, gpus: int, options: Options) -> str:
+    """Return in words how often to save checkpoints of so many bytes on so many GPUs."""
+    mtbf = options.plan_mtbf_hours * 3600 / gpus
+    written, copied = size / options.plan_write_gbps / 1e9, size / gpus / _COPY
+    stall, lag = (copied, written) if options.ckpt_async else (written, 0.0)
+    every = best_interval(stall, lag, mtbf)
+    lost = 1 - useful_share(Saving(every, stall, lag), mtbf, restart=0.0)
+    step = options.plan_step_seconds
+    steps = f" = --ckpt-freq {max(1, round(every / step))} at {step:g} s per step" if step else ""
+    return f"a save every {units.duration(every)}{steps} is best with a failure every " \
+           f"{units.duration(mtbf)}: of {units.size(size)} in {units.duration(written)} at " \
+           f"{options.plan_write_gbps:g} GB/s, steps held up for {units.duration(stall)}" \
+           f"{' at most' if options.ckpt_async else ''}; saves and repeated steps take " \
+           f"{100 * lost:.2g} % of the time"
+
+
+@dataclass
+class Outcome:
+    """Where the time of a simulated run went."""
+
+    useful: float = 0.0
+    stalled: float = 0.0
+    repeated: float = 0.0
+    restarting: float = 0.0
+    failures: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.useful + self.stalled + self.repeated + self.restarting
+
+
+@dataclass
+class _Tier:
+    """A place for checkpoints. since: the work at its last save; committed: at the last whole one.
+
+    commit_at: when the save in the background will be whole.
+    """
+
+    saving: Saving
+    since: float = 0.0
+    committed: float = 0.0
+    commit_at: float = math.inf
+
+    @property
+    def is_free(self) -> bool:
+        return self.commit_at == math.inf
+
+    def commit(self, now: float) -> None:
+        """Take note of what is whole by now."""
+        if self.commit_at <= now:
+            self.committed, self.commit_at = self.since, math.inf
+
+    def due(self, now: float, work: float) -> float:
+        """Return when the next save can begin if nothing holds the steps up."""
+        wanted = now + self.saving.every - (work - self.since)
+        return wanted if self.is_free else max(wanted, self.commit_at)
+
+
+def simulate(shared: Saving, mtbf: float, restart: float, failures: int, seed: int = 0,
+             local: Saving | None = None, survives: float = 0.0) -> Outcome:
+    """Return where the time goes until so many failures, at least, have struck.
+
+    local: saves on the nodes' own disks beside the shared ones. survives: the share of failures
+    after which those are still there on all nodes.
+    """
+    draw = random.Random(seed)
+    tiers = [_Tier(shared)] + ([_Tier(local)] if local else [])
+    outcome, work = Outcome(), 0.0
+    while outcome.failures < failures:
+        reached = _until_failure(tiers, outcome, work, draw.expovariate(1 / mtbf))
+        struck = 1
+        while (after := draw.expovariate(1 / mtbf)) < restart:  # again, before the steps go on
+            outcome.restarting += after
+            struck += 1
+        outcome.restarting, outcome.failures = outcome.restarting + restart, \
+            outcome.failures + struck
+        intact = tiers if all(draw.random() < survives for _ in range(struck)) else tiers[:1]
+        work = max(tier.committed for tier in intact)
+        outcome.useful, outcome.repeated = work, outcome.repeated + reached - work
+        tiers = [_Tier(tier.saving, work, tier.committed if tier in intact else 0.0)
+                 for tier in tiers]
+    return outcome
+
+
+def _until_failure(tiers: list[_Tier], outcome: Outcome, work: float, failure: float) -> float:
+    """Work, save and commit, event after event; return the work done when the failure strikes."""
+    now = 0.0
+    while now < failure:
+        event = min(failure, *(tier.due(now, work) for tier in tiers))
+        now, work = event, work + event - now
+        for tier in tiers:
+            tier.commit(now)
+            if now < failure and tier.is_free and tier.due(now, work) <= now + 1e-6:
+                stop = min(now + tier.saving.stall, failure)
+                outcome.stalled, now = outcome.stalled + stop - now, stop
+                if now < failure:
+                    tier.since, tier.commit_at = work, now + tier.saving.lag
+                    tier.commit(now)
+    for tier in tiers:
+        tier.commit(now)
+    return work

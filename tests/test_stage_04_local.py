@@ -1,0 +1,138 @@
+"""`--ckpt-local-dir`: frequent checkpoints on each node's own disk, beside the shared ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, free_port, kill_all, run_stage
+from tests.training import SEQ_LENGTH, losses, steps_saved
+
+STEPS = 40
+COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 2, "--lr",
+          "1e-2", "--log-freq", 1, "--eval-freq", 0, "--ckpt-freq", 16, "--max-steps", STEPS)
+LOCAL = (*COMMON, "--ckpt-local-freq", 2, "-e", "run")
+
+
+def start(project: Path) -> list[subprocess.Popen]:
+    """Start stage 04 as two nodes of one rank, each with a disk of its own."""
+    port = str(free_port())
+    return [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+         "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port,
+         ROOT / "04_train_fsdp.py", *map(str, (*LOCAL, "--ckpt-local-dir", f"disk_{node}"))],
+        cwd=project, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for node in range(2)]
+
+
+def go_on(project: Path, expect: int = 0) -> str:
+    """Run both nodes to their end and return what they print."""
+    nodes = start(project)
+    printed = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [expect, expect], printed
+    return "".join(printed)
+
+
+def resumed_from(project: Path) -> tuple[str, int]:
+    """Return the directory of the last resume, and its step."""
+    lines = (project / "outputs/run/events.jsonl").read_text().splitlines()
+    event = [e for e in map(json.loads, lines) if e["event"] == "resume"][-1]
+    return event["path"].partition("/")[0], event["step"]
+
+
+def local_steps(project: Path, node: int) -> list[int]:
+    """Return the steps on a node's own disk, newest first."""
+    return sorted((int(path.name[5:]) for path in project.glob(f"disk_{node}/run-*/step_????????")),
+                  reverse=True)
+
+
+def on_both(project: Path) -> list[int]:
+    return sorted(set(local_steps(project, 0)) & set(local_steps(project, 1)), reverse=True)
+
+
+@pytest.fixture(scope="module")
+def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project with an undisturbed run, and one of two nodes that were killed."""
+    root = tmp_path_factory.mktemp("local")
+    shutil.copytree(prepared_once, root, dirs_exist_ok=True)
+    run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=2)
+    nodes = start(root)
+    while max([0, *on_both(root)]) <= 20:
+        assert all(node.poll() is None for node in nodes), nodes[0].communicate()
+        time.sleep(0.01)
+    for node in nodes:
+        node.kill()
+        kill_all(node, root)
+    return root
+
+
+@pytest.fixture
+def run(once: Path, tmp_path: Path) -> Path:
+    shutil.copytree(once, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_a_resume_takes_the_newest_and_gives_the_same_losses(run: Path) -> None:
+    newest = on_both(run)[0]
+    verify = [sys.executable, "-m", "lib.checkpoints", "verify", next(run.glob("disk_1/run-*"))]
+    done = subprocess.run(verify, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    assert " valid\n" in done.stdout
+    go_on(run)
+    assert resumed_from(run) == ("disk_0", newest)
+    assert losses(run, "run") == losses(run, "plain")
+    assert steps_saved(run, "run") == [16, 32, STEPS]
+    assert not local_steps(run, 0) + local_steps(run, 1), "a complete run needs them no more"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["a bit", "a missing file", "a node's disk", "another run"])
+def test_what_is_not_whole_on_all_nodes_is_left(run: Path, harm: str) -> None:
+    newest, *older = on_both(run)
+    step = next(run.glob(f"disk_1/run-*/step_{newest:08d}"))
+    expected = ("disk_0", older[0]) if older else ("outputs", 16)
+    if harm == "a bit":
+        file = next(step.glob("dcp/rank_00001/*.distcp"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif harm == "a missing file":
+        (step / "dcp/rank_00001/.metadata").unlink()
+    elif harm == "a node's disk":
+        shutil.rmtree(run / "disk_1")
+        expected = ("outputs", 16)
+    else:
+        config = run / "outputs/run/config.yaml"
+        config.write_text(config.read_text().replace("\nrun: ", "\nrun: x"))
+        expected = ("outputs", 16)
+    go_on(run)
+    assert resumed_from(run) == expected
+    assert losses(run, "run") == losses(run, "plain")
+
+
+@pytest.mark.slow
+def test_other_ranks_take_the_shared_one(run: Path) -> None:
+    run_stage("04_train_fsdp.py", *LOCAL, "--ckpt-local-dir", "disk_0", "-b", 4, cwd=run)
+    assert resumed_from(run) == ("outputs", 16)
+
+
+@pytest.mark.slow
+def test_a_local_one_helps_when_no_shared_one_is_valid(run: Path) -> None:
+    (run / "outputs/run/checkpoints/step_00000016/COMMIT.json").unlink()
+    newest = on_both(run)[0]
+    go_on(run)
+    assert resumed_from(run) == ("disk_0", newest)
+    assert losses(run, "run") == losses(run, "plain")
+
+
+def test_a_disk_that_cannot_be_written_is_refused(run: Path) -> None:
+    shutil.rmtree(run / "disk_1")
+    (run / "disk_1").touch()
+    printed = go_on(run, expect=1)
+    assert "--ckpt-local-dir: disk_1/run-" in printed and "cannot be written" in printed
