@@ -221,13 +221,15 @@ def main(argv: list[str]) -> None:
     from lib.train.begin import begin
     from lib.train.symptoms import explained
 
-    run = begin(opts, experiment, inputs, setting, data)
+    run = None
     try:
+        run = begin(opts, experiment, inputs, setting, data)
         while not train(run):
             resume.roll_back(run)
     except BaseException as error:
-        run.failed(error)
-        run.close(in_order=isinstance(error, Preempted))
+        if run is not None:
+            run.failed(error)
+            run.close(in_order=isinstance(error, Preempted))
         raise (explained(error, opts, experiment) or error) from error
     run.finish()
     log.info(startup.next_command(experiment))

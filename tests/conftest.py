@@ -22,7 +22,7 @@ _CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 StageRunner = Callable[..., subprocess.CompletedProcess]
 
-pytest_plugins = ["tests.training", "tests.hub_models"]
+pytest_plugins = ["tests.training", "tests.hub_models", "tests.faults", "tests.kube_cluster"]
 
 
 @pytest.fixture(autouse=True)

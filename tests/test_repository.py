@@ -32,6 +32,7 @@ ROOMS = {
 }
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
+SCRIPTS = {".py", ".sh", ".sbatch"}
 DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
 
 
@@ -199,6 +200,9 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
              for string in action.option_strings}
     known |= {"--nproc-per-node", "--nnodes", "--standalone", "--no-index", "--find-links",
               "--signals-to-handle", "--shutdown-timeout"}
+    launchers = [path for path in (ROOT / "launch").rglob("*") if path.suffix in SCRIPTS]
+    known |= {option for path in launchers for option in
+              re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text(encoding="utf-8"))}
     named = {option.replace("_", "-") for span in spans(path.read_text(encoding="utf-8"))
              for option in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", span)}
     assert not named - known
@@ -228,7 +232,7 @@ def test_requirements_are_exact(name: str) -> None:
 def test_what_is_imported_is_required() -> None:
     named = {line.partition("==")[0] for line in requirements("requirements.txt")}
     third_party = {name.split(".")[0] for path in CODE for name in imports(path)}
-    third_party -= {*sys.stdlib_module_names, "lib"}
+    third_party -= {*sys.stdlib_module_names, "lib", "launch"}
     packages = {{"yaml": "pyyaml"}.get(name, name.replace("_", "-")) for name in third_party}
     optional = {"wandb"}  # an option wants it, and says how to install it
     assert not packages - named - optional

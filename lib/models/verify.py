@@ -17,7 +17,8 @@ from lib.core.progress import Progress
 from lib.models import identity, raw_files, resolve
 
 _UNFINISHED = (".partial-", ".old-")
-_KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export")
+_KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export",
+          "wheelhouse")
 
 
 @dataclass

@@ -83,6 +83,14 @@ def git_commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
+        return _unpacked_commit()
+
+
+def _unpacked_commit() -> str:
+    """Return the commit that a bundle was packed from, in a project that was unpacked from one."""
+    try:
+        return json.loads((_ROOT / ".bundle.json").read_text())["summary"]["commit"]
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 

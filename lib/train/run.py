@@ -208,8 +208,9 @@ class Run:
         if copies is None:
             self.finish_save(wait=True, last=last)
         else:
-            log.info(f"[rank=0] step {self.step}: saving in the background; the copy of "
-                     f"{units.size(copies.bytes)} took {units.duration(time.monotonic() - began)}")
+            log.info(f"[rank=0] step {self.step}: saving in the background from a copy of "
+                     f"{units.size(copies.bytes)} in host memory; the steps waited "
+                     f"{units.duration(time.monotonic() - began)}")
         done = self.step == self.plan.total_steps
         self.write_state("complete" if done else "preempted" if stopping else "running")
         if stopping:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 
 import torch
@@ -22,7 +23,8 @@ def explained(error: BaseException, opts: Options, experiment: Experiment) -> St
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         return _out_of_memory(text, opts, experiment)
-    if isinstance(error, dist.DistError) or "Connection closed by peer" in text:
+    if isinstance(error, dist.DistError) or \
+            re.search(r"Connection (closed|reset) by peer", text):
         return _lost_rank(text)
     return None
 

@@ -1,0 +1,233 @@
+"""Launches of a tiny run that are disturbed, and the one that was not, to compare them with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib.checkpoints import commit
+from lib.checkpoints.commit import Checkpoint
+from tests.conftest import ROOT, free_port, run_stage
+from tests.fault_points import Fault
+from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
+
+STEPS = 12
+# A model with dropout, so that random states matter; nothing depends on the number of steps.
+COMMON = ("-d", "corpus", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2",
+          "--lr-scheduler", "constant", "--warmup-steps", 2, "--global-batch-size", 4,
+          "--log-freq", 1, "--eval-freq", 0, "--eval-batches", 1)
+DROPOUT, PLAIN = ("-m", "dropout"), ("-m", "model")
+EXACT = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")
+PATIENCE_S = 120.0
+
+
+@dataclass
+class Launch:
+    """Stage 04 on one or more ranks."""
+
+    pids: list[int]
+    output_file: Path
+    server: Server
+    codes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def output(self) -> str:
+        """Return what all ranks have printed."""
+        return self.output_file.read_text(errors="replace")
+
+    def poll(self) -> bool:
+        """Tell whether every rank has ended."""
+        for pid in self.pids:
+            if pid not in self.codes and (code := self.server.ask({"poll": pid})) is not None:
+                self.codes[pid] = code
+        return len(self.codes) == len(self.pids)
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to one rank or all."""
+        self.poll()
+        for pid in self.pids if rank is None else [self.pids[rank]]:
+            if pid not in self.codes:
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """Kill all ranks, and wait until they are gone."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> list[int]:
+        """Return the ranks' exit codes, negative for a signal; kills what does not end."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.poll():
+            if time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"did not end within {PATIENCE_S:.0f} s:\n{self.output[-3000:]}")
+            time.sleep(0.005)
+        return [self.codes[pid] for pid in self.pids]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that happens while the launch is at work."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert not self.poll(), f"ended before: {self.output[-3000:]}"
+            assert time.monotonic() < deadline, self.output[-3000:]
+            time.sleep(0.002)
+
+
+class Server:
+    """A process with everything imported, which forks the launches; see fault_server.py."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self._connections = root, root / "connections.txt"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "network_guard"),
+                       "NETWORK_GUARD_REPORT": str(self._connections),
+                       "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen([sys.executable, ROOT / "tests" / "fault_server.py"],
+                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                         cwd=root, env=environment)
+        assert self._process.stdout.readline() == "ready\n"
+        self._launches: list[Launch] = []
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """Return the answer to a request."""
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, *argv: object, ranks: int = 1, faults: dict[int, Fault] | None = None,
+              clock: int = 0, call: str = "") -> Launch:
+        """Start stage 04. faults: by rank. clock: seconds by which it is wrong.
+
+        call: a function to call instead.
+        """
+        output = self.root / f"output_{len(self._launches):05d}.txt"
+        output.touch()
+        request = {"argv": [str(a) for a in argv], "ranks": ranks, "output": str(output),
+                   "cwd": str(self.root), "clock": clock,
+                   "faults": {rank: asdict(fault) for rank, fault in (faults or {}).items()},
+                   "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}}
+        launch = Launch(self.ask(request | ({"call": call} if call else {})), output, self)
+        self._launches.append(launch)
+        return launch
+
+    def run(self, *argv: object, expect: int | None = 0, **how: Any) -> Launch:
+        """Run stage 04 to its end; assert the exit code of rank 0 (None: any)."""
+        launch = self.start(*argv, **how)
+        codes = launch.wait()
+        assert expect is None or codes[0] == expect, f"{codes}\n{launch.output[-4000:]}"
+        return launch
+
+    def close(self) -> None:
+        """End all that is still at work."""
+        for launch in self._launches:
+            launch.kill()
+        self._process.stdin.close()
+        self._process.wait()
+        assert not self._connections.exists(), self._connections.read_text()
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nothing disturbed, which saved every step. content: digests of each step."""
+
+    rows: list[dict[str, Any]]
+    content: dict[int, dict[str, str]]
+
+    def require_same(self, outputs: Path, experiment: str = "run", since: int = 0) -> None:
+        """Assert that a disturbed run has learned the same, bit for bit, step by step.
+
+        since: figures of steps up to this one may be lost; what a power cut leaves of them.
+        """
+        rows = [{key: row[key] for key in EXACT} for row in metrics(outputs.parent, experiment)]
+        kept = {row["step"] for row in rows if row["step"] <= since}
+        assert rows == [row for row in self.rows if row["step"] in kept or row["step"] > since]
+        self.require_sound(outputs, experiment)
+
+    def require_sound(self, outputs: Path, experiment: str = "run") -> None:
+        """Assert that each checkpoint that passes for one holds what it should."""
+        for checkpoint in commit.scan(outputs / experiment / "checkpoints"):
+            if not checkpoint.problems() + checkpoint.content_problems(0, 1):
+                assert content(checkpoint) == self.content[checkpoint.step], checkpoint.path
+
+
+def content(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the digests of a checkpoint's files; `.metadata` differs with each save."""
+    return {entry["path"]: entry["digest"] for entry in checkpoint.manifest()["files"]
+            if not entry["path"].endswith(".metadata")}
+
+
+def valid_steps(outputs: Path, experiment: str = "run") -> list[int]:
+    """Return the steps of which every byte is as it was written, newest first."""
+    return [c.step for c in commit.scan(outputs / experiment / "checkpoints")
+            if not c.problems() and not c.content_problems(0, 1)]
+
+
+def events(outputs: Path, experiment: str = "run") -> list[dict[str, Any]]:
+    """Return the rows of events.jsonl."""
+    path = outputs / experiment / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def pinned(core: int = 0) -> Callable[[], None]:
+    """Return a preexec_fn that keeps a command to one core, as the server does: see there."""
+    return lambda: os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
+
+
+def begun_at(outputs: Path) -> int:
+    """Return the step from which the last launch went on, 0 when it began anew."""
+    return [e["step"] for e in events(outputs) if e["event"] in ("start", "resume")][-1]
+
+
+def run_options(outputs: Path, *more: object, experiment: str = "run",
+                steps: int = STEPS) -> tuple[object, ...]:
+    """Return the options of a run under `outputs`, with dropout, saving every second step."""
+    return (*COMMON, *DROPOUT, "-e", experiment, "--save-dir", outputs, "--max-steps", steps,
+            "--ckpt-freq", 2, *more)
+
+
+@pytest.fixture(scope="session")
+def server(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return what starts launches, in a project with the models `model` and `dropout`."""
+    from transformers import GPT2Config
+
+    root = tmp_path_factory.mktemp("faults")
+    shutil.copytree(prepared_once, root, dirs_exist_ok=True)
+    shutil.copytree(root / "model", root / "dropout")
+    (root / "dropout" / "model.safetensors").unlink()
+    save_model(root / "dropout", GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=1, n_head=2,
+        embd_pdrop=0.2, resid_pdrop=0.2, attn_pdrop=0.2, bos_token_id=0, eos_token_id=1))
+    # Both models have the same tokenizer, and so the same tokens.
+    run_stage("04_train_fsdp.py", *COMMON, *DROPOUT, "-e", "x", "--prepare-only", cwd=root)
+    server = Server(root)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory,
+                ) -> Callable[..., Undisturbed]:
+    """Return a function that returns the undisturbed run of so many ranks and steps."""
+    known: dict[tuple[int, int], Undisturbed] = {}
+
+    def get(ranks: int = 1, steps: int = STEPS) -> Undisturbed:
+        if (ranks, steps) not in known:
+            outputs = tmp_path_factory.mktemp("undisturbed") / "outputs"
+            server.run(*run_options(outputs, "--ckpt-keep", 0, "--ckpt-freq", 1, "--ckpt-async",
+                                    "off", steps=steps), ranks=ranks)
+            rows = [{key: row[key] for key in EXACT} for row in metrics(outputs.parent, "run")]
+            assert [row["step"] for row in rows] == list(range(1, steps + 1))
+            found = commit.scan(outputs / "run" / "checkpoints")
+            known[ranks, steps] = Undisturbed(rows, {c.step: content(c) for c in found})
+        return known[ranks, steps]
+    return get
