@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from lib.checkpoints import state
 from lib.models.architecture import decoder_layers
 from lib.tokens.loader import MicroBatch
 from lib.train import blocks, loss, optimizer, sharding
@@ -41,7 +42,7 @@ class Case:
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
     pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
-    have without a varlen kernel. chunked: the output layer makes the loss.
+    have without a varlen kernel. chunked: the output layer makes the loss. optimizer: its kind.
     """
 
     ranks: int
@@ -55,6 +56,7 @@ class Case:
     keep_gathered: bool = False
     masked: bool = False
     chunked: bool = True
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
 
 def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
     """Run a step of a sharded model, fake or real, and return what was counted."""
-    adamw = optimizer.adamw(model, 1e-5, (0.9, 0.95), 0.1)
+    adamw = optimizer.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
     _mark(model, tracker)
     batch = _batch(case.batch, case.seq_length, case.masked)
     for last in (False, True) if case.accumulates else (True,):
@@ -140,6 +142,8 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
     # Not fp16's guard, which looks at the norm: there is none to look at.
     optimizer.StepGuard("fp32", 0.0, torch.device("cpu")).clip(adamw, 1.0)
     tracker.making = "optimizer"
+    state.optimizer_tensors(model, adamw)
+    tracker.making = "workspace"
     adamw.step()
     for moment in passes:  # in the first step there are no states until now, in others there are
         moment["optimizer"] = tracker.largest["optimizer"]

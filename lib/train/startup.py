@@ -81,11 +81,11 @@ class Setting:
         return self.model.config.get_text_config().vocab_size
 
 
-def find_inputs(opts: Options, experiment: Experiment) -> Inputs:
+def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inputs:
     """Find and check model and dataset without importing torch, and fill in the learning rates.
 
-    Without -m, a run that has begun keeps its model. Raises UsageError or ArtifactError, telling
-    all that is wrong at once.
+    made: the model of --model-size. Without it and -m, a run that has begun keeps its model.
+    Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
     streaming.check_options(opts)
     problems = Problems()
@@ -93,7 +93,7 @@ def find_inputs(opts: Options, experiment: Experiment) -> Inputs:
     name, began_with = opts.model_name, begun.get("model_dir")
     if name is None and began_with and Path(began_with).is_dir():
         name = began_with
-    model_dir = problems.collect(lambda: resolve.resolve(name, opts.cache_dir))
+    model_dir = made or problems.collect(lambda: resolve.resolve(name, opts.cache_dir))
     corpora = [] if opts.streaming else \
         problems.collect(lambda: mixture.open_corpora(opts.dataset_name))
     shards = problems.collect(lambda: streaming.open_shards(opts, begun)) \
@@ -194,7 +194,7 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
     """Print what a run would do; touches nothing."""
     parameters = sum(p.numel() for p in setting.model.parameters())
     log.info("plan:")
-    log.table({"model": f"{inputs.model_dir} ({setting.model.config.model_type}, "
+    log.table({"model": f"{model_of(opts, inputs)} ({setting.model.config.model_type}, "
                         f"{units.count(parameters)} parameters)",
                "weights": weights_of(opts, inputs), "dataset": dataset_of(inputs),
                "precision": f"float32 masters, {setting.precision} compute"})
@@ -253,6 +253,12 @@ def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length:
     train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
     return Data(train, mixture.held_out(inputs.corpora, train,
                                         [split.get("validation") for split in splits]))
+
+
+def model_of(opts: Options, inputs: Inputs) -> str:
+    """Name the model of a run."""
+    return f"{opts.model_size} from scratch with the tokenizer of {opts.tokenizer}" \
+        if opts.model_size else str(inputs.model_dir)
 
 
 def weights_of(opts: Options, inputs: Inputs) -> str:
