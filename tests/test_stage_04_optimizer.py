@@ -28,6 +28,7 @@ def cut(root: Path, name: str) -> None:
         shutil.rmtree(root / "outputs" / name / "checkpoints" / f"step_{step:08d}")
 
 
+@pytest.mark.slow
 def test_8bit_moments(project: Path) -> None:
     for name, kind in (("large", "adamw"), ("small", "adamw8bit")):
         train(project, name, kind)

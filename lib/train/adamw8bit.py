@@ -15,6 +15,7 @@ Vectors (norms, biases) keep float32 moments.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -142,8 +143,8 @@ def _zeros(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     if not isinstance(parameter, DTensor):
         return zeros
     assert all(p.dim == 0 for p in parameter.placements if isinstance(p, Shard)), "rows are split"
-    whole = torch.empty(shape, dtype=dtype, device="meta")
-    meta = TensorMeta(whole.shape, whole.stride(), dtype)
+    strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), strides, dtype)
     # Not `from_local`, which would move what is offloaded back to the mesh's device.
     return DTensor(zeros, DTensorSpec(parameter.device_mesh, parameter.placements, meta),
                    requires_grad=False)
