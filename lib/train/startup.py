@@ -242,7 +242,16 @@ def _plan_memory(opts: Options, setting: Setting) -> None:
 def describe(plan: Plan, data: Data) -> dict[str, str]:
     """Return the derived numbers of a run, for a mixture those of each corpus too."""
     numbers = plan.total_steps * plan.division.global_batch
-    return plan.describe() | data.train.describe(numbers)
+    return plan.describe() | data.train.describe(numbers) | _without_padding(numbers, data.train)
+
+
+def _without_padding(numbers: int, train: Samples | Stream) -> dict[str, str]:
+    """Return how many of the tokens of so many samples are text, where that is not all of them."""
+    if isinstance(train, Stream):
+        return {}
+    labels, tokens = train.means()
+    return {"without padding": f"about {numbers * tokens:,.0f} tokens, {numbers * labels:,.0f} of "
+                               "them with a label"} if labels < tokens else {}
 
 
 def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length: int) -> Data:
