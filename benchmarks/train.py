@@ -215,9 +215,9 @@ def _ours(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float
                for key in steady[0] if key.startswith(("time/", "perf/"))}
     for text, name in _MARKS.items():
         figures[f"at {name}"] = next(at for at, line in printed if text in line)
-    told = re.search(r"peak ([\d.e-]+) GiB.*, foretold ([\d.e-]+) GiB",
-                     "".join(line for _, line in printed))
-    peak, foretold = map(float, told.groups()) if told else (float("nan"), float("nan"))
+    told = "".join(line for _, line in printed if line.startswith("  memory "))
+    peak, foretold = (float(found[1]) if (found := re.search(rf"{kind} ([\d.e-]+) GiB", told))
+                      else float("nan") for kind in ("peak", "foretold"))  # late in a short run
     return figures | {
         "tokens_per_s": figures["perf/tokens_per_sec"], "mfu": figures["perf/mfu"],
         "data": figures["time/data"] / figures["time/total"],

@@ -34,8 +34,8 @@ _CUT = 1 << 20  # what the last of a float32's 23 bits is worth that e4m3's frac
 _GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, fill 0 to 1 evenly
 # Numbers of a parameter that are float32 at a time: what a core's cache holds; on a GPU enough to
 # be worth starting its kernels for.
-_AT_ONCE = {"cpu": 1 << 16}
-_AT_ONCE_ON_GPU = 1 << 24
+AT_ONCE = {"cpu": 1 << 16}
+_AT_ONCE_ON_GPU = 1 << 22
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -87,7 +87,7 @@ def _update(parameter: Tensor, group: dict[str, Any], state: dict[str, Tensor], 
     root_correction = (1 - beta2**count).sqrt()
     raised = ((count.double() * _GOLDEN).frac() * _CUT).to(torch.int32)
     tensors = [local_tensor(parameter), local_tensor(parameter.grad), *moments]
-    at_once = _AT_ONCE.get(tensors[0].device.type, _AT_ONCE_ON_GPU)
+    at_once = AT_ONCE.get(tensors[0].device.type, _AT_ONCE_ON_GPU)
     rows = max(1, at_once * len(tensors[0]) // max(1, tensors[0].numel()))
     for weight, gradient, *kept in zip(*(t.split(rows) for t in tensors), strict=True):
         first, second = (kept[:len(kept) // 2], kept[len(kept) // 2:])

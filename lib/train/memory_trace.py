@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from lib.checkpoints import state
 from lib.models.architecture import decoder_layers
 from lib.tokens.loader import MicroBatch
-from lib.train import blocks, loss, optimizer, sharding
+from lib.train import adamw8bit, blocks, loss, optimizer, sharding
 from lib.train.memory_tracker import KINDS, SHARDED, Bytes, Tracker
 
 # It prints a traceback of what fails here, which whoever asked for the trace hears of anyway.
@@ -118,7 +118,8 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
     if case.chunked:
         head = model.get_output_embeddings()
         head.forward = loss.LossHead(head)
-    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case.masked):
+    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case.masked), \
+            mock.patch.dict(adamw8bit.AT_ONCE, clear=True):  # as on a GPU, not many small pieces
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
             sharding.materialise(model, torch.device("cpu"), offload=False)

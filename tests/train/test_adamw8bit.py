@@ -103,7 +103,7 @@ def test_a_skipped_step_changes_nothing(steps: int, value: float) -> None:
 def test_rows_do_not_depend_on_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows as shards hold them, and as they are worked on one after the other: the same bits."""
     whole, parts = model_of((7, 600)), model_of((7, 600))
-    monkeypatch.setitem(adamw8bit._AT_ONCE, "cpu", 1300)  # two rows
+    monkeypatch.setitem(adamw8bit.AT_ONCE, "cpu", 1300)  # two rows
     halves = nn.ParameterList([parts[0][:3].detach().clone(), parts[0][3:].detach().clone(),
                                parts[0][7:].detach().clone()])  # the last rank has no row
     ours, theirs = build(whole), build(halves)
