@@ -87,7 +87,7 @@ def test_a_skipped_step_changes_nothing(steps: int, value: float) -> None:
     before, count = everything(model, adamw), state.optimizer_steps(adamw)
     fill_gradients(model, 9)
     model[0].grad[1, 2] = model[1].grad[3] = value
-    guard = optimizer.StepGuard("fp32", torch.device("cpu"))
+    guard = optimizer.StepGuard("fp32", 0.0, torch.device("cpu"))
     guard.clip(adamw, 1.0)
     adamw.step()
     torch.testing.assert_close(everything(model, adamw), before, rtol=0, atol=0)
