@@ -23,6 +23,7 @@ from lib.core import log, options, paths, stage
 from lib.core.errors import Preempted, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
+from lib.models import scratch
 from lib.train import goodput, schedule
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
@@ -48,7 +49,14 @@ def parse(argv: list[str]) -> Options:
     run.add_argument("--seed", type=options.seed, default=0, metavar="N",
                      help="decides order of samples, initial weights and dropout")
     run.add_argument("--from-scratch", action="store_true",
-                     help="draw the weights from the seed even if the model has some")
+                     help="draw the weights from the seed, even if the model has some")
+    run.add_argument("--model-size", choices=tuple(scratch.SIZES),
+                     help="with --from-scratch: make a model of this size, without stage 03")
+    run.add_argument("--vocab-size", type=options.positive_int, metavar="N",
+                     help="with --model-size: tokens of its vocabulary, padded to a multiple of "
+                          f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has)")
+    run.add_argument("--tokenizer", type=Path, metavar="DIR",
+                     help="with --model-size: directory with the tokenizer to use")
     run.add_argument("--prepare-only", action="store_true",
                      help="make the token store, or verify the one there, and stop")
     run.add_argument("--streaming", action="store_true",
@@ -91,6 +99,8 @@ def parse(argv: list[str]) -> Options:
                              "do not see each other, with padding")
 
     optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument("--optimizer", choices=("adamw", "adamw8bit"), default="adamw",
+                           help="adamw8bit: moments of one byte per number instead of four")
     optimizer.add_argument("--lr", "--max-lr", type=options.non_negative, metavar="X",
                            help="peak learning rate (default: 3e-5, from scratch 3e-4)")
     optimizer.add_argument("--min-lr", type=options.non_negative, metavar="X",
@@ -202,10 +212,17 @@ def main(argv: list[str]) -> None:
         raise UsageError(f"-e {opts.experiment_name!r} is no name for an experiment",
                          expected="a name for a directory, without / and not beginning with - or .")
 
+    from lib.train import from_scratch
+
+    with from_scratch.model(opts) as made:
+        plan_and_train(opts, Experiment(opts.save_dir, opts.experiment_name), made)
+
+
+def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> None:
+    """Do what the options say. made: the directory of the model of --model-size."""
     from lib.train import startup
 
-    experiment = Experiment(opts.save_dir, opts.experiment_name)
-    inputs = startup.find_inputs(opts, experiment)
+    inputs = startup.find_inputs(opts, experiment, made)
     if startup.is_complete(opts, experiment, inputs):
         return
     setting = startup.check(opts, experiment, inputs)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Stage 04 against `transformers.Trainer`: tokens per second, memory, time to the first step.
+"""Stage 04 against `transformers.Trainer`: tokens per second, memory, time to the first step; and
+stage 04 alone: memory by the length of sequences.
 
   python benchmarks/train.py                        # on the CPU or on the GPUs that there are
   python benchmarks/train.py --only speed --rounds 5 --steps 20
@@ -10,8 +11,10 @@ Both train the same Llama (about 28 million parameters by default, random weight
 tokens with AdamW in bfloat16, as whole torchrun launches in turn; the Trainer wraps the model in
 DDP. Speed: the median of the steps after the first few, the median of the rounds. Memory: the
 largest resident set of a rank, less what it was before the model was built (on a GPU: the peak of
-the allocator), at a vocabulary of 128k and 2,048 tokens. Start: from torchrun to the end of the
-first step, beside the seconds that the imports and the reading of the weights take by themselves.
+the allocator), at a vocabulary of 128k and 2,048 tokens. Start: from torchrun to the log line of
+the first step of a longer run, and where it goes, beside the seconds that torchrun takes to have as
+many ranks import what is needed, and the reading of the weights. Lengths: the largest resident set
+of a rank, less what it was before the model, for each kind of activation checkpointing.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -32,6 +36,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 _WARM = 3  # steps left out
+_IMPORTS = """import torch, transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+import torch.distributed.fsdp, torch.distributed.checkpoint
+"""
+# What stage 04 prints, and what has been done then.
+_MARKS = {"model: ": "torchrun", "tokens: ": "imports, the model without memory",
+          "sharded: ": "process group, sharding", "weights: ": "weights",
+          "'global_step': 1,": "first step"}
 
 
 def main() -> None:
@@ -46,7 +59,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="samples per rank and step")
     parser.add_argument("--steps", type=int, default=12, help="steps of a launch")
     parser.add_argument("--rounds", type=int, default=3, help="launches of each")
-    parser.add_argument("--only", default="speed,memory,start", help="parts, with commas")
+    parser.add_argument("--only", default="speed,memory,start,lengths", help="parts, with commas")
+    parser.add_argument("--lengths", default="512,1024,2048,4096,8192", help="tokens per sample")
     parser.add_argument("--ours", default="", help="further options for stage 04")
     parser.add_argument("--work", type=Path, help="where to put files (default: temporary)")
     parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
@@ -59,7 +73,7 @@ def main() -> None:
         print(f"{platform.machine()}, {os.cpu_count()} cores, {_device()}, {args.ranks} ranks, "
               f"load before the start {os.getloadavg()[0]:.1f}\n", flush=True)
         for part in args.only.split(","):
-            {"speed": speed, "memory": memory, "start": start}[part](args)
+            {"speed": speed, "memory": memory, "start": start, "lengths": lengths}[part](args)
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -101,64 +115,114 @@ def start(args: argparse.Namespace) -> None:
     """Print the seconds from torchrun to the first step beside those that cannot be avoided."""
     make_model(args, args.vocab)
     make_data(args, args.vocab, args.seq_length)
-    imports = min(_timed([sys.executable, "-c", "import torch, transformers\n"
-                          "from transformers import AutoModelForCausalLM\n"
-                          "from transformers.models.llama import modeling_llama\n"
-                          "import torch.distributed.fsdp, torch.distributed.checkpoint"])
-                  for _ in range(3))
+    script = args.trainer / "imports.py"
+    script.write_text(_IMPORTS)
     weights = map(str, args.trainer.glob("model/*.safetensors"))
     read = [sys.executable, "-c", "import sys\nfor p in sys.argv[1:]: open(p, 'rb').read()",
             *weights]
-    reading = min(_timed(read) for _ in range(3))
-    runs = [launch("stage 04", argparse.Namespace(**vars(args) | {"steps": 1}), f"start-{i}")
-            for i in range(3)]
-    first = min(run["first_step_s"] for run in runs)
-    print(f"from torchrun to the first step's end: {first:.1f} s; imports alone {imports:.1f} s, "
-          f"reading the weights {reading:.1f} s: ratio {first / (imports + reading):.2f}\n")
+    short = argparse.Namespace(**vars(args) | {"steps": 3})
+    alone, together, reading, runs = [], [], [], []
+    for number in range(args.rounds):
+        alone.append(_timed([sys.executable, str(script)]))
+        together.append(_timed([*_torchrun(args), str(script)]))
+        reading.append(_timed(read) - _timed([sys.executable, "-c", "pass"]))
+        runs.append(launch("stage 04", short, f"start-{number}"))
+    imports, weights_s = min(together), max(0.0, min(reading))
+    best = min(runs, key=lambda run: run["at first step"])
+    print(f"from torchrun to the first step: {best['at first step']:.1f} s; imports by torchrun on "
+          f"{args.ranks} ranks {imports:.1f} s (in one process without it {min(alone):.1f} s), "
+          f"reading the weights {weights_s:.1f} s: ratio "
+          f"{best['at first step'] / (imports + weights_s):.2f}\n")
+    print("| until | seconds | since the last |\n|---|---|---|")
+    before = 0.0
+    for name in _MARKS.values():
+        print(f"| {name} | {best[f'at {name}']:.2f} | {best[f'at {name}'] - before:.2f} |")
+        before = best[f"at {name}"]
+    print(flush=True)
+
+
+def lengths(args: argparse.Namespace) -> None:
+    """Print the memory of a rank by the length of sequences and the kind of checkpointing."""
+    kinds = ("none", "selective", "full")
+    sizes = [int(part) for part in args.lengths.split(",")]
+    args = argparse.Namespace(**vars(args) | {"batch": 1, "steps": 2, "seq_length": max(sizes)})
+    make_model(args, args.vocab)
+    make_data(args, args.vocab, args.seq_length)
+    print(f"Peak memory of a rank over that before the model, MB (foretold), and seconds per step: "
+          f"{args.layers} layers of {args.hidden}, vocabulary {args.vocab:,}, 1 × tokens per rank, "
+          f"{args.ranks} ranks\n")
+    print(f"| tokens | {' | '.join(kinds)} |\n|---|{'---|' * len(kinds)}", flush=True)
+    for size in sizes:
+        cells = []
+        for kind in kinds:
+            given = argparse.Namespace(**vars(args) | {
+                "seq_length": size, "ours": f"--activation-checkpointing {kind} {args.ours}"})
+            # Blocks that were freed go back at once, so that what is resident is what lives.
+            run = launch("stage 04", given, f"{kind}-{size}", MALLOC_MMAP_THRESHOLD_="1000000")
+            cells.append(f"{run['peak_mb']:,.0f} ({run['foretold_mb']:,.0f}), "
+                         f"{run['time/total'] / 1000:.1f} s")
+        print(f"| {size:,} | {' | '.join(cells)} |", flush=True)
+    print()
 
 
 # --- the contestants ------------------------------------------------------------------------
 
-def launch(name: str, args: argparse.Namespace, tag: str) -> dict[str, float]:
+def launch(name: str, args: argparse.Namespace, tag: str, **env: str) -> dict[str, float]:
     """Run one contestant as a torchrun launch of its own and return its figures."""
     work = args.trainer
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                f"--nproc-per-node={args.ranks}"]
     if name == "stage 04":
-        command = [*torchrun, ROOT / "04_train_fsdp.py", "-e", tag, "-d", work / "data", "-m",
-                   work / "model", "--save-dir", work / "outputs", "--cache-dir", work / ".cache",
-                   "-s", args.seq_length, "-b", args.batch, "--max-steps", args.steps,
-                   "--precision", "bf16", "--log-freq", 1, "--ckpt-freq", 10**6, "--overwrite",
-                   *shlex.split(args.ours)]
+        command = [*_torchrun(args), ROOT / "04_train_fsdp.py", "-e", tag, "-d", work / "data",
+                   "-m", work / "model", "--save-dir", work / "outputs",
+                   "--cache-dir", work / ".cache", "-s", args.seq_length, "-b", args.batch,
+                   "--max-steps", args.steps, "--precision", "bf16", "--log-freq", 1,
+                   "--ckpt-freq", 10**6, "--overwrite", *shlex.split(args.ours)]
     else:
-        command = [*torchrun, __file__, "--trainer", work, "--batch", args.batch,
+        command = [*_torchrun(args), __file__, "--trainer", work, "--batch", args.batch,
                    "--seq-length", args.seq_length, "--steps", args.steps]
-    began = time.time()
-    done = subprocess.run(list(map(str, command)), cwd=work, capture_output=True, text=True,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    printed = _watch(name, list(map(str, command)), work, env)
     if name == "stage 04":
-        return _ours(work / "outputs" / tag, began)
+        return _ours(work / "outputs" / tag, printed)
     return _theirs(json.loads((work / "trainer.json").read_text()), args)
 
 
-def _ours(experiment: Path, began: float) -> dict[str, float]:
+def _torchrun(args: argparse.Namespace) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={args.ranks}"]
+
+
+def _watch(name: str, command: list[str], cwd: Path, env: dict[str, str],
+           ) -> list[tuple[float, str]]:
+    """Run a command and return each line it printed with the seconds from the start."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+           "PYTHONUNBUFFERED": "1", **env}
+    began, printed = time.monotonic(), []
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True,
+                              env=env) as process:
+            for line in process.stdout:
+                printed.append((time.monotonic() - began, line))
+        if process.returncode:
+            errors.seek(0)
+            shown = "".join(line for _, line in printed)
+            sys.exit(f"{name} failed:\n{shown[-2000:]}\n{errors.read()[-4000:]}")
+    return printed
+
+
+def _ours(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float]:
     rows = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (experiment / "events.jsonl").read_text().splitlines()]
-    steady = rows[_WARM:] or rows
+    steady = rows[_WARM:] or rows[-1:]
     figures = {key: statistics.median(row[key] for row in steady)
                for key in steady[0] if key.startswith(("time/", "perf/"))}
+    for text, name in _MARKS.items():
+        figures[f"at {name}"] = next(at for at, line in printed if text in line)
+    told = "".join(line for _, line in printed if line.startswith("  memory "))
+    peak, foretold = (float(found[1]) if (found := re.search(rf"{kind} ([\d.e-]+) GiB", told))
+                      else float("nan") for kind in ("peak", "foretold"))  # late in a short run
     return figures | {
         "tokens_per_s": figures["perf/tokens_per_sec"], "mfu": figures["perf/mfu"],
         "data": figures["time/data"] / figures["time/total"],
         "memory_mb": max(row["memory/peak_gib"] for row in rows) * 1024,
-        "first_step_s": _timestamp(events[-1]["time"]) - began if len(rows) == 1 else 0.0}
-
-
-def _timestamp(value: Any) -> float:
-    from datetime import datetime
-    return value if isinstance(value, float) else datetime.fromisoformat(value).timestamp()
+        "peak_mb": peak * 1024, "foretold_mb": foretold * 1024}
 
 
 def _theirs(steps: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -347,6 +348,10 @@ def test_packed_documents(project: Path):
     one = (*COMMON, "--max-steps", 6, "--packing", "documents", "-s", 100)
     done = run_stage("04_train_fsdp.py", "-e", "one", *one, "-b", 4, cwd=project)
     assert "% padding" in done.stdout
+    told = re.search(r"without padding +about ([\d,]+) tokens, ([\d,]+) of them", done.stdout)
+    tokens, labels = (int(number.replace(",", "")) for number in told.groups())
+    assert labels < tokens < 6 * 400
+    assert tokens == pytest.approx(metrics(project, "one")[-1]["train/tokens_seen"], rel=0.03)
     run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 1, "--grad-accum-steps", 2, cwd=project,
               ranks=2)
     assert losses(project, "two") == pytest.approx(losses(project, "one"), rel=1e-4)

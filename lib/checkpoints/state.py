@@ -5,6 +5,7 @@
     optimizer.exp_avg.<parameter>   first and second moments of AdamW
     optimizer.exp_avg_sq.<parameter>
 
+or what else the optimizer's states are, if they are tensors sharded like the parameter.
 Learning rate and betas are functions of the options and the step, so they are not saved.
 """
 
@@ -20,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -32,15 +32,25 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the moments of every parameter, making them (zeros) where no step was taken yet."""
-    tensors = {}
+    """Return the states of every parameter, making them (zeros) where no step was taken yet.
+
+    optimizer: torch's AdamW, or one whose `new_state(parameter)` returns such states.
+    """
+    new_state, tensors = getattr(optimizer, "new_state", _adamw_state), {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
-        tensors |= {f"{OPTIMIZER}{moment}.{name}": state[moment] for moment in _MOMENTS}
+            state.update(new_state(parameter))
+        tensors |= {f"{OPTIMIZER}{key}.{name}": value for key, value in state.items()
+                    if key != "step"}
     return tensors
+
+
+def _adamw_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what a fused AdamW begins with."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

@@ -22,6 +22,11 @@ def tokens_root(cache_dir: Path) -> Path:
     return cache_dir / "tokens"
 
 
+def scratch_root(cache_dir: Path) -> Path:
+    """Return the directory where stage 04 keeps configs and tokenizers that it made itself."""
+    return cache_dir / "scratch"
+
+
 def streaming_root(cache_dir: Path, dataset_name: str) -> Path:
     """Return the directory where stage 04 keeps what it fetched of a dataset with --online."""
     return cache_dir / "streaming" / model_dir_name(dataset_name)

@@ -163,6 +163,12 @@ class Mixture(Samples):
         each = [self.parts[i].counts(numbers) for i, numbers in self._by_corpus(samples)[1]]
         return sum(labels for labels, _ in each), sum(tokens for _, tokens in each)
 
+    def means(self) -> tuple[float, float]:
+        """Return the label tokens and the tokens without padding of a sample on average."""
+        each = np.array([part.means() for part in self.parts])
+        labels, tokens = np.average(each, axis=0, weights=self.weights)
+        return float(labels), float(tokens)
+
     def describe(self, numbers: int) -> dict[str, str]:
         """Return a line per corpus: its share, and how often `numbers` samples run through it."""
         rows = {}

@@ -36,8 +36,9 @@ class Packs(Samples):
     padding carry no label.
     """
 
-    def __init__(self, tokens: Numbers, index: dict[str, Numbers], seq_length: int) -> None:
-        self.tokens, self.seq_length, self._index = tokens, seq_length, index
+    def __init__(self, split: Split, index: dict[str, Numbers], seq_length: int) -> None:
+        self.tokens, self.seq_length, self._index = split.tokens, seq_length, index
+        self._documents = len(split.ends)
 
     def __len__(self) -> int:
         return max(0, len(self._index["packs"]) - 1)
@@ -65,6 +66,14 @@ class Packs(Samples):
                      for p in samples)
         return int(self._index["labels"][samples].sum()), tokens
 
+    def means(self) -> tuple[float, float]:
+        """Return the label tokens and the tokens without padding of a sample on average.
+
+        All but the last token of a document have a label. Reads nothing of the index.
+        """
+        tokens, samples = len(self.tokens), max(1, len(self))
+        return (tokens - self._documents) / samples, tokens / samples
+
     def _pieces(self, pack: int) -> Iterator[tuple[int, int, bool]]:
         """Yield start, length and whether a document ends there, which its negative length says."""
         first, last = self._index["packs"][pack:pack + 2]
@@ -86,7 +95,7 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
         log.info(f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
                  f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
                  "documents cut")
-    return {name: Packs(split.tokens, _open(target, name, tokens.reads), seq_length)
+    return {name: Packs(split, _open(target, name, tokens.reads), seq_length)
             for name, split in tokens.splits.items()}
 
 

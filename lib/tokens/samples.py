@@ -39,6 +39,10 @@ class Samples(ABC):
         """Return what a plan for `numbers` samples says beside their number."""
         return {}
 
+    @abstractmethod
+    def means(self) -> tuple[float, float]:
+        """Return the label tokens and the tokens without padding of a sample on average."""
+
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
         """Return which samples the numbers [first, first + count) of the endless stream stand for.
         """

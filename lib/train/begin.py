@@ -88,7 +88,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     log.info("sharded: " + sharding.shard(model, world.mesh, setting.precision, offload, small))
     before = memory.usage(world.device)["memory/current_gib"]
     sharding.materialise(model, world.device, offload)
-    adamw = optimizer.adamw(model, opts.lr, (opts.beta1, opts.beta2), opts.weight_decay)
+    adamw = optimizer.build(opts.optimizer, model, opts.lr, (opts.beta1, opts.beta2),
+                            opts.weight_decay)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              f"{flops_per_token / 1e9:.4g} GFLOP per token")
     run = Run(opts, experiment, run_plan, world, model, adamw,
@@ -210,7 +211,7 @@ def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data) -> No
     held_out = " + ".join(f"{len(part.samples):,}" for part in data.held_out)
     no_split = "none with --streaming" if data.samples is None else \
         "none that fills a sample (stage 02 makes a split with --validation-percent)"
-    log.table({"model": inputs.model_dir, "dataset": startup.dataset_of(inputs),
+    log.table({"model": startup.model_of(opts, inputs), "dataset": startup.dataset_of(inputs),
                "validation": f"{held_out} samples" if held_out else no_split,
                **startup.describe(run_plan, data)})
 

@@ -6,7 +6,7 @@ module's name and a checkpoint fits whatever was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,14 @@ from lib.models.architecture import decoder_layers
 
 # What selective checkpointing keeps: the results that are dear to compute again. The rest (norms,
 # activations, rotations) costs memory traffic alone.
-_KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
+_KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
          "aten::_scaled_dot_product_flash_attention", "torch_attn::_varlen_attn",
          "aten::_scaled_dot_product_efficient_attention",
          "aten::_scaled_dot_product_cudnn_attention",
-         "aten::_scaled_dot_product_flash_attention_for_cpu")
+         "aten::_scaled_dot_product_flash_attention_for_cpu"}
+# To these, transformers (5.23) adds the biases of experts in place. PyTorch refuses to keep what
+# changes, and rightly: the biases would be added twice.
+_BIASED = {"aten::bmm", "aten::_grouped_mm"}
 
 
 def prepare(model: nn.Module, recompute: str, compiled: bool) -> None:
@@ -37,7 +40,7 @@ def prepare(model: nn.Module, recompute: str, compiled: bool) -> None:
     for block in decoder_layers(model).values():
         forward = block.forward
         if recompute != "none":
-            forward = _recomputing(forward, recompute == "selective")
+            forward = _recomputing(forward, _kept(block) if recompute == "selective" else None)
         if compiled:
             # Sizes are the same in every step but for the number of packed documents.
             forward = torch.compile(forward)
@@ -45,9 +48,15 @@ def prepare(model: nn.Module, recompute: str, compiled: bool) -> None:
             block.forward = forward
 
 
-def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} \
-        if selective else {}
+def _kept(block: nn.Module) -> Set[str]:
+    """Return the operations whose results a block keeps with selective checkpointing."""
+    is_biased = any(getattr(module, "has_bias", False) for module in block.modules())
+    return _KEPT - _BIASED if is_biased else _KEPT
+
+
+def _recomputing(forward: Callable[..., Any], kept: Set[str] | None) -> Callable[..., Any]:
+    contexts = {} if kept is None else {
+        "context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, kept))}
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -56,6 +65,6 @@ def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., 
     return recomputed
 
 
-def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    keep = operation.name().partition(".")[0] in _KEPT
+def _policy(kept: Set[str], _: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    keep = operation.name().partition(".")[0] in kept
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

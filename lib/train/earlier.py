@@ -50,6 +50,10 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
                  with_changes: bool = False) -> list[str]:
     """Return every difference between a run and this one; UsageError if that forbids to resume."""
     changed = publish.differences(earlier, now)
+    if with_changes and (other := [line for line in changed if line.startswith("--optimizer:")]):
+        raise UsageError(f"{where} holds states of another optimizer, which this one cannot take "
+                         "over", found="\n".join(other),
+                         run="keep --optimizer, or begin another run with -m an export of this one")
     if changed and not with_changes:
         raise UsageError(f"{where} was begun with other settings", found="\n".join(changed),
                          run="use the same settings, another --experiment-name, --overwrite to "

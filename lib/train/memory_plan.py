@@ -34,7 +34,7 @@ def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: floa
     return Case(ranks, shard_size, opts.batch_size, setting.seq_length, setting.precision,
                 opts.activation_checkpointing, per_step > opts.batch_size * ranks, offload,
                 not offload and sharding.may_stay_gathered(setting.model, has),
-                by_mask and opts.packing == "documents")
+                by_mask and opts.packing == "documents", optimizer=opts.optimizer)
 
 
 class Estimates:

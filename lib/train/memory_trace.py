@@ -26,9 +26,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from lib.checkpoints import state
 from lib.models.architecture import decoder_layers
 from lib.tokens.loader import MicroBatch
-from lib.train import blocks, loss, optimizer, sharding
+from lib.train import adamw8bit, blocks, loss, optimizer, sharding
 from lib.train.memory_tracker import KINDS, SHARDED, Bytes, Tracker
 
 # It prints a traceback of what fails here, which whoever asked for the trace hears of anyway.
@@ -41,7 +42,7 @@ class Case:
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
     pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
-    have without a varlen kernel. chunked: the output layer makes the loss.
+    have without a varlen kernel. chunked: the output layer makes the loss. optimizer: its kind.
     """
 
     ranks: int
@@ -55,6 +56,7 @@ class Case:
     keep_gathered: bool = False
     masked: bool = False
     chunked: bool = True
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
     if case.chunked:
         head = model.get_output_embeddings()
         head.forward = loss.LossHead(head)
-    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case.masked):
+    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case.masked), \
+            mock.patch.dict(adamw8bit.AT_ONCE, clear=True):  # as on a GPU, not many small pieces
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
             sharding.materialise(model, torch.device("cpu"), offload=False)
@@ -125,7 +128,7 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
 
 def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
     """Run a step of a sharded model, fake or real, and return what was counted."""
-    adamw = optimizer.adamw(model, 1e-5, (0.9, 0.95), 0.1)
+    adamw = optimizer.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
     _mark(model, tracker)
     batch = _batch(case.batch, case.seq_length, case.masked)
     for last in (False, True) if case.accumulates else (True,):
@@ -140,6 +143,8 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
     # Not fp16's guard, which looks at the norm: there is none to look at.
     optimizer.StepGuard("fp32", 0.0, torch.device("cpu")).clip(adamw, 1.0)
     tracker.making = "optimizer"
+    state.optimizer_tensors(model, adamw)
+    tracker.making = "workspace"
     adamw.step()
     for moment in passes:  # in the first step there are no states until now, in others there are
         moment["optimizer"] = tracker.largest["optimizer"]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from lib.train.adamw8bit import AdamW8bit
+
+
+def build(kind: str, model: nn.Module, lr: float, betas: tuple[float, float],
+          weight_decay: float) -> torch.optim.Optimizer:
+    """Return the optimizer of --optimizer, over the parameters of a sharded model."""
+    if kind == "adamw":
+        return adamw(model, lr, betas, weight_decay)
+    return AdamW8bit(_groups(model, weight_decay), lr, betas)
 
 
 def adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float,
@@ -15,11 +25,15 @@ def adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay:
 
     Norms and biases (all tensors of one dimension) are not decayed, as in the Hugging Face Trainer.
     """
+    return torch.optim.AdamW(_groups(model, weight_decay), lr=lr, betas=betas, fused=True)
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay},
               {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+    return [group for group in groups if group["params"]]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

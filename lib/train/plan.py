@@ -15,6 +15,8 @@ from lib.train.schedule import Schedule
 # Options that change the result; a run that resumes must be given the same.
 _DECISIVE = ("seed", "lr", "min_lr", "warmup_steps", "lr_scheduler", "weight_decay", "beta1",
              "beta2", "grad_clip", "spike_factor", "from_scratch", "packing")
+# The same, but only where they are not the default: runs older than the option go on.
+_DECISIVE_IF_GIVEN = {"optimizer": "adamw", "model_size": None, "vocab_size": None}
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def identity(options: Options, inputs: dict[str, str], seq_length: int, precisio
              global_batch: int) -> dict[str, Any]:
     """Return what decides the result of a run, in the form publish.py compares."""
     decisive = {key: getattr(options, key) for key in _DECISIVE}
+    decisive |= {key: given for key, default in _DECISIVE_IF_GIVEN.items()
+                 if (given := getattr(options, key)) != default}
     return {"options": {**decisive, "seq_length": seq_length, "precision": precision,
                         "global_batch_size": global_batch}, "inputs": inputs}
 

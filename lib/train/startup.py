@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SEQ_LENGTH = 1024
-_CHECKPOINTED = 12  # bytes per parameter: float32 masters and AdamW's two moments
+# Bytes per parameter: float32 masters and the two moments (with a scale for 256 numbers).
+_CHECKPOINTED = {"adamw": 12.0, "adamw8bit": 4 + 2 * (1 + 4 / 256)}
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ class Setting:
         return self.model.config.get_text_config().vocab_size
 
 
-def find_inputs(opts: Options, experiment: Experiment) -> Inputs:
+def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inputs:
     """Find and check model and dataset without importing torch, and fill in the learning rates.
 
-    Without -m, a run that has begun keeps its model. Raises UsageError or ArtifactError, telling
-    all that is wrong at once.
+    made: the model of --model-size. Without it and -m, a run that has begun keeps its model.
+    Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
     streaming.check_options(opts)
     problems = Problems()
@@ -93,7 +94,7 @@ def find_inputs(opts: Options, experiment: Experiment) -> Inputs:
     name, began_with = opts.model_name, begun.get("model_dir")
     if name is None and began_with and Path(began_with).is_dir():
         name = began_with
-    model_dir = problems.collect(lambda: resolve.resolve(name, opts.cache_dir))
+    model_dir = made or problems.collect(lambda: resolve.resolve(name, opts.cache_dir))
     corpora = [] if opts.streaming else \
         problems.collect(lambda: mixture.open_corpora(opts.dataset_name))
     shards = problems.collect(lambda: streaming.open_shards(opts, begun)) \
@@ -194,13 +195,13 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
     """Print what a run would do; touches nothing."""
     parameters = sum(p.numel() for p in setting.model.parameters())
     log.info("plan:")
-    log.table({"model": f"{inputs.model_dir} ({setting.model.config.model_type}, "
+    log.table({"model": f"{model_of(opts, inputs)} ({setting.model.config.model_type}, "
                         f"{units.count(parameters)} parameters)",
                "weights": weights_of(opts, inputs), "dataset": dataset_of(inputs),
                "precision": f"float32 masters, {setting.precision} compute"})
     for gpus in opts.plan_gpus or [plans.launched_size()]:
         log.table({f"on {gpus} GPU{'s' * (gpus > 1)}": goodput.describe(
-            parameters * _CHECKPOINTED, gpus, opts)})
+            round(parameters * _CHECKPOINTED[opts.optimizer]), gpus, opts)})
     if opts.plan_gpus:
         _plan_memory(opts, setting)
     if inputs.shards:
@@ -242,7 +243,16 @@ def _plan_memory(opts: Options, setting: Setting) -> None:
 def describe(plan: Plan, data: Data) -> dict[str, str]:
     """Return the derived numbers of a run, for a mixture those of each corpus too."""
     numbers = plan.total_steps * plan.division.global_batch
-    return plan.describe() | data.train.describe(numbers)
+    return plan.describe() | data.train.describe(numbers) | _without_padding(numbers, data.train)
+
+
+def _without_padding(numbers: int, train: Samples | Stream) -> dict[str, str]:
+    """Return how many of the tokens of so many samples are text, where that is not all of them."""
+    if isinstance(train, Stream):
+        return {}
+    labels, tokens = train.means()
+    return {"without padding": f"about {numbers * tokens:,.0f} tokens, {numbers * labels:,.0f} of "
+                               "them with a label"} if labels < tokens else {}
 
 
 def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length: int) -> Data:
@@ -253,6 +263,12 @@ def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length:
     train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
     return Data(train, mixture.held_out(inputs.corpora, train,
                                         [split.get("validation") for split in splits]))
+
+
+def model_of(opts: Options, inputs: Inputs) -> str:
+    """Name the model of a run."""
+    return f"{opts.model_size} from scratch with the tokenizer of {opts.tokenizer}" \
+        if opts.model_size else str(inputs.model_dir)
 
 
 def weights_of(opts: Options, inputs: Inputs) -> str:

@@ -58,6 +58,9 @@ def test_every_token_once_and_labels_within_documents(tmp_path: Path, documents:
     rows = packs.rows(np.arange(len(packs)))
     seen = rows.inputs[rows.inputs > 0]
     assert sorted(seen.tolist()) == tokens.tolist()
+    labels, count = (mean * len(packs) for mean in packs.means())
+    assert count == pytest.approx(len(tokens))
+    assert labels == pytest.approx((rows.labels != IGNORED).sum() - documents.count(0))
     ends = set(np.cumsum(documents).tolist())  # tokens count from 1, so these end a document
     expected = np.where(np.isin(rows.inputs, [0, *ends]), IGNORED, rows.inputs + 1)
     assert np.array_equal(rows.labels, expected)

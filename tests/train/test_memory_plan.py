@@ -35,7 +35,7 @@ SMALL = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 160, "num_h
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 OPTIONS = {"batch_size": 2, "global_batch_size": None, "grad_accum_steps": None, "shard_size": None,
            "attention": "auto", "packing": "concat", "activation_checkpointing": "none",
-           "cpu_offload": False}
+           "cpu_offload": False, "optimizer": "adamw"}
 
 
 def on_meta(config: PretrainedConfig | None = None) -> PreTrainedModel:
@@ -80,6 +80,8 @@ def test_uneven_shards() -> None:
     held = Estimates(model).step(case()).largest
     assert held["gradients"] == expected
     assert held["optimizer"] == 2 * expected + 4 * len(rows)  # each has a count of steps
+    small = Estimates(model).step(case(optimizer="adamw8bit")).largest["optimizer"]
+    assert small < 0.3 * held["optimizer"]  # rows of 64 and 161 numbers have a scale each
     assert held["parameters"] == expected + 2 * 2 * 256 * 8 + 2 * 8 * 4  # tokens, rotary table
 
 
@@ -130,7 +132,7 @@ def alone() -> Iterator[DeviceMesh]:
 
 @pytest.mark.parametrize("changes", [
     {"precision": "fp32", "accumulates": True}, {"recompute": "selective"},
-    {"recompute": "full", "keep_gathered": True}], ids=str)
+    {"recompute": "full", "keep_gathered": True, "optimizer": "adamw8bit"}], ids=str)
 def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any]) -> None:
     wanted = case(ranks=1, seq_length=512, **changes)
     foretold = Estimates(on_meta()).step(wanted)

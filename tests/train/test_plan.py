@@ -23,6 +23,7 @@ OPTIONS = {
     "ckpt_freq": 500, "spike_factor": 30.0, "resume_with_changes": False,
     "ckpt_local_dir": None, "ckpt_local_freq": None,
     "shard_size": None, "plan_gpus": None, "dry_run": False,
+    "optimizer": "adamw", "model_size": None, "vocab_size": None,
 }
 
 
@@ -182,3 +183,11 @@ def test_a_division_does_not_change_the_identity() -> None:
 ])
 def test_names_of_experiments(text: str, good: bool) -> None:
     assert paths.is_name(text) is good
+
+
+def test_another_optimizer_cannot_go_on_even_with_changes() -> None:
+    before, now, where = make().identity(), make(optimizer="adamw8bit").identity(), Path("o/exp")
+    with pytest.raises(UsageError, match="begun with other settings"):
+        earlier.require_same(before, now, where)
+    with pytest.raises(UsageError, match="states of another optimizer"):
+        earlier.require_same(before, now, where, with_changes=True)

@@ -1,0 +1,64 @@
+"""Stage 04 with a model of its own: made as stage 03 makes it, resumed, exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_stage
+from tests.training import losses
+
+STAGE = "04_train_fsdp.py"
+RUN = ("-e", "own", "-d", "corpus", "-s", 32, "--precision", "fp32", "--log-freq", 1)
+TINY = ("--from-scratch", "--model-size", "tiny", "--tokenizer", "model", "--vocab-size", 500)
+
+
+@pytest.mark.slow
+def test_it_trains_without_stage_03(project: Path) -> None:
+    (project / "model" / "model.safetensors").unlink()
+    before = sorted(project.rglob("*"))
+    plan = run_stage(STAGE, *RUN, *TINY, "--dry-run", cwd=project).stdout
+    assert "tiny from scratch with the tokenizer of model" in plan
+    assert sorted(project.rglob("*")) == before
+
+    first = run_stage(STAGE, *RUN, *TINY, "--max-steps", 2, "-b", 2, cwd=project, ranks=2).stdout
+    assert "drawn from seed 0" in first and first.count("made from scratch") == 1
+    run_stage("03_download_model.py", *TINY, cwd=project)
+    for name in ("config.json", "generation_config.json", "tokenizer.json",
+                 "tokenizer_config.json"):
+        made = project / ".cache" / "models" / "scratch-tiny" / name
+        assert (project / "outputs" / "own" / "model" / name).read_bytes() == made.read_bytes()
+    assert json.loads(made.with_name("config.json").read_text())["vocab_size"] == 512
+    shutil.rmtree(project / ".cache" / "models")
+
+    done = run_stage(STAGE, *RUN, *TINY, "--max-steps", 2, "-b", 4, cwd=project).stdout
+    assert "already done" in done
+    again = run_stage(STAGE, *RUN, *TINY, "--max-steps", 3, "-b", 4, cwd=project).stdout
+    assert "resumed from" in again and "made from scratch" not in again
+    assert list(losses(project, "own")) == [1, 2, 3]
+    other = run_stage(STAGE, *RUN, *TINY, "--model-size", "350M", "--max-steps", 4, "-b", 4,
+                      "--dry-run", cwd=project, expect=2)
+    assert "--model-size: tiny there, 350M now" in other.stderr
+
+    shutil.rmtree(project / ".cache")
+    shutil.rmtree(project / "model")  # the run stands alone
+    run_stage("05_export_checkpoint.py", "-e", "own", "--out", "exported", cwd=project)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    assert AutoModelForCausalLM.from_pretrained(project / "exported").config.vocab_size == 512
+    assert len(AutoTokenizer.from_pretrained(project / "exported")) <= 500
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    (("-m", "model", "--model-size", "tiny", "--vocab-size", 9),
+     ("3 problems", "--from-scratch", "not both", "--model-size needs --tokenizer DIR")),
+    (("--from-scratch", "-m", "model", "--vocab-size", 9, "--tokenizer", "model"),
+     ("2 problems", "--vocab-size belongs to --model-size", "--tokenizer belongs to")),
+    ((*TINY, "--vocab-size", 100), ("smaller than the tokenizer",)),
+    ((*TINY, "--tokenizer", "nowhere"), ("nowhere holds no tokenizer",))], ids=str)
+def test_what_makes_no_sense_is_refused(project: Path, given: tuple, says: tuple[str, ...]) -> None:
+    done = run_stage(STAGE, *RUN, *given, cwd=project, expect=2)
+    assert not [text for text in says if text not in done.stderr], done.stderr
+    assert "Traceback" not in done.stderr and not (project / ".cache").exists()

@@ -1,0 +1,55 @@
+"""Stage 04 with 8-bit moments: losses, bytes, resume."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_stage
+from tests.training import SEQ_LENGTH, losses, metrics
+
+STEPS = 12
+ARGUMENTS = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2",
+             "--log-freq", 1, "--ckpt-freq", 4, "--max-steps", STEPS, "-b", 2,
+             "--global-batch-size", 8)
+
+
+def train(root: Path, name: str, kind: str, ranks: int = 2) -> str:
+    return run_stage("04_train_fsdp.py", "-e", name, *ARGUMENTS, "--optimizer", kind, cwd=root,
+                     ranks=ranks).stdout
+
+
+def cut(root: Path, name: str) -> None:
+    """Leave a copy of the run as it was after four steps."""
+    shutil.copytree(root / "outputs" / "small", root / "outputs" / name)
+    for step in (8, 12):
+        shutil.rmtree(root / "outputs" / name / "checkpoints" / f"step_{step:08d}")
+
+
+@pytest.mark.slow
+def test_8bit_moments(project: Path) -> None:
+    for name, kind in (("large", "adamw"), ("small", "adamw8bit")):
+        train(project, name, kind)
+    expected = losses(project, "small")
+    assert expected[STEPS] < expected[1] - 0.5
+    assert expected == pytest.approx(losses(project, "large"), rel=0.02)
+    sizes = {name: sum(path.stat().st_size for path in (
+        project / "outputs" / name / "checkpoints" / "step_00000012" / "dcp").glob("*optimizer*"))
+        for name in ("large", "small")}
+    assert sizes["small"] < 0.8 * sizes["large"]  # rows of 32 numbers; most is the file format's
+
+    cut(project, "again")
+    assert "step 4 of 12" in train(project, "again", "adamw8bit")
+    exact = ("train/loss", "train/grad_norm")
+    assert [[row[key] for key in exact] for row in metrics(project, "again")] == \
+        [[row[key] for key in exact] for row in metrics(project, "small")]
+
+    cut(project, "alone")  # on another number of ranks
+    train(project, "alone", "adamw8bit", ranks=0)
+    assert losses(project, "alone") == pytest.approx(expected, rel=1e-3)
+
+    done = run_stage("04_train_fsdp.py", "-e", "small", *ARGUMENTS, "--max-steps", 20,
+                     cwd=project, expect=2)
+    assert "--optimizer: adamw8bit there" in done.stderr
