@@ -1,27 +1,81 @@
-# make demo   the five stages on real text, from nothing to generated lines
-# make test   the quick tests          make test-slow   the long ones
-# make lint   ruff
+# make demo                the five stages on real text, from nothing to generated lines
+# make test                the quick tests          make test-slow   the long ones
+# make lint                ruff
+# make bench               every benchmark, one after the other (the better part of an hour)
+# make validate-framework  Python, packages, imports, offline guard, a small sharded step
+# make validate-setup      this machine, and everything that is prepared here
+# make test-quick          a run of about a minute from raw text to an export, with LAUNCHER
+# make run                 train: EXP, DATASET, MODEL, ARGS, with LAUNCHER
+# make status              how that run is doing             make logs-follow   its log, line by line
+# make stop                save and end it; make run goes on
+#
+# EXP=exp DATASET=hf_datasets/corpus MODEL=org/name   the run; without MODEL the one prepared last
+# ARGS='--max-steps 1000'    further options of stage 04
+# LAUNCHER=local             launch/single_node.sh on this machine; NPROC=8 sets its processes
+# LAUNCHER=slurm             launch/slurm.sbatch; NODES=4, and SBATCH='--partition=gpu' for sbatch
+# LAUNCHER=kubernetes        launch/kubernetes.py; NODES, KIND=trainjob, INSTANCE_TYPE=p5.48xlarge,
+#                            and KUBERNETES='--image … --pvc …' for it
 # VENV=DIR puts the environment elsewhere; PYTHON=python3.12 makes it with another interpreter.
+# A wheelhouse/ beside this file, as an air-gap bundle has it, is installed from without a network.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 
+LAUNCHER ?= local
+EXP ?= exp
+DATASET ?= hf_datasets/corpus
+NODES ?= 1
+KIND ?= pytorchjob
+
 # Every machine with Python has this text: the sources of its standard library.
 STDLIB = $$($(PY) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
+PIP_FROM := $(if $(wildcard wheelhouse),--no-index --find-links wheelhouse)
 
-.PHONY: demo test test-slow lint
+# Verbs that make no environment: on a cluster, and in an image, there mostly is one.
+ANY_PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+TRAIN = -e $(EXP) -d $(DATASET) $(if $(MODEL),-m $(MODEL)) $(ARGS)
+LOCAL = PYTHON=$(ANY_PY) launch/single_node.sh $(if $(NPROC),--nproc-per-node $(NPROC))
+SLURM = sbatch -N $(NODES) --job-name $(EXP) $(SBATCH)
+POD = $(ANY_PY) launch/kubernetes.py
+POD_JOB = --kind $(KIND) --job-name $(EXP) --nodes $(NODES) \
+  $(if $(INSTANCE_TYPE),--instance-type $(INSTANCE_TYPE)) $(KUBERNETES)
+
+START_local = $(LOCAL) -- $(TRAIN)
+START_slurm = $(SLURM) launch/slurm.sbatch $(TRAIN)
+START_kubernetes = $(POD) apply $(POD_JOB) -- $(TRAIN)
+# … and come back when it is over, with its exit code.
+FINISH_local = $(START_local)
+FINISH_slurm = $(SLURM) --wait launch/slurm.sbatch $(TRAIN)
+FINISH_kubernetes = $(POD) deploy $(POD_JOB) -- $(TRAIN)
+
+STATUS_local = $(ANY_PY) launch/monitor.py outputs/$(EXP) --once
+STATUS_slurm = squeue --me --name=$(EXP) && $(STATUS_local)
+STATUS_kubernetes = $(POD) status $(POD_JOB)
+LOGS_local = tail -n 40 -F outputs/$(EXP)/logs/rank_00000.log
+LOGS_slurm = $(LOGS_local)
+LOGS_kubernetes = $(POD) logs $(POD_JOB) --follow on
+STOP_local = touch outputs/$(EXP)/stop && echo "outputs/$(EXP) saves and ends after its step"
+STOP_slurm = $(STOP_local)
+STOP_kubernetes = $(POD) stop $(POD_JOB)
+
+ifeq ($(filter $(LAUNCHER),local slurm kubernetes),)
+$(error LAUNCHER is local, slurm or kubernetes, not "$(LAUNCHER)")
+endif
+
+.PHONY: demo test test-slow lint bench validate-framework validate-setup test-quick run status \
+  logs-follow stop
 
 $(VENV)/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: Python 3.10 or newer is needed; make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FROM) -r requirements.txt
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FROM) -r requirements-dev.txt
 	@touch $@
 
 demo: $(VENV)/installed
@@ -47,3 +101,46 @@ test-slow: $(VENV)/installed-dev
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
+
+bench: $(VENV)/installed-dev
+	@for script in benchmarks/*.py; do echo "$(PY) $$script"; $(PY) $$script || exit 1; done
+
+validate-framework:
+	$(ANY_PY) launch/validate.py framework
+
+validate-setup:
+	$(ANY_PY) launch/preflight.py
+	$(ANY_PY) launch/validate.py setup
+
+# Its own names, so that nothing of yours is touched; a second time it starts from nothing again.
+test-quick: $(VENV)/installed
+	rm -rf splits_test-quick outputs/test-quick
+	$(PY) 01_organize_data.py --src-dir "$(STDLIB)/json" --dst-root splits_test-quick --num-dirs 2 \
+	  --include '*.py' --mode copy
+	$(PY) 02_build_hf_dataset.py --data-folder splits_test-quick --overwrite \
+	  --save-dir hf_datasets/test-quick
+	$(PY) 03_download_model.py --from-scratch --model-size tiny --model-name test-quick \
+	  --train-tokenizer hf_datasets/test-quick --vocab-size 512 --overwrite
+	$(MAKE) --no-print-directory test-quick-run EXP=test-quick DATASET=hf_datasets/test-quick \
+	  MODEL=test-quick ARGS='--seq-length 64 --max-steps 20 --lr 3e-3 --ckpt-freq 10 --log-freq 5'
+	$(PY) launch/monitor.py outputs/test-quick --once
+	$(PY) 05_export_checkpoint.py -e test-quick --out outputs/test-quick/export/final
+	@echo "test-quick: raw text to an exported model with LAUNCHER=$(LAUNCHER)"
+
+.PHONY: test-quick-run
+test-quick-run:
+	$(FINISH_$(LAUNCHER))
+
+run:
+	$(START_$(LAUNCHER))
+
+status:
+	@$(STATUS_$(LAUNCHER))
+
+logs-follow:
+	@$(LOGS_$(LAUNCHER))
+
+stop:
+	@test -d outputs/$(EXP) || test $(LAUNCHER) = kubernetes || \
+	  { echo "error: there is no run outputs/$(EXP); make stop EXP=…"; exit 2; }
+	@$(STOP_$(LAUNCHER))

@@ -234,7 +234,8 @@ def test_what_is_imported_is_required() -> None:
     third_party = {name.split(".")[0] for path in CODE for name in imports(path)}
     third_party -= {*sys.stdlib_module_names, "lib", "launch"}
     packages = {{"yaml": "pyyaml"}.get(name, name.replace("_", "-")) for name in third_party}
-    optional = {"wandb"}  # an option wants it, and says how to install it
+    # An option wants each of these, and says how to install it.
+    optional = {"wandb", "amzn-sagemaker-checkpointing"}
     assert not packages - named - optional
     assert not named - packages - {"tensorboard"}  # which torch.utils.tensorboard imports
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from lib.core.errors import from_os_error
+from lib.core.errors import StageError, from_os_error
 
 Result = TypeVar("Result")
 
@@ -36,3 +37,17 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def together(action: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
+    """Return what the action returned on each rank, or raise on all what it raised on any."""
+    try:
+        mine: tuple[Any, Any] = (action(), None)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        known = from_os_error(error) if isinstance(error, OSError) else error
+        mine = (None, known if isinstance(known, StageError) else
+                StageError(f"{type(error).__name__}: {error}"))
+    outcomes = gather(mine, group)
+    if errors := [error for _, error in outcomes if error is not None]:
+        raise errors[0]
+    return [result for result, _ in outcomes]

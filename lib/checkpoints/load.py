@@ -88,11 +88,17 @@ def require_same(tensors: dict[str, torch.Tensor], reader: StrictReader, path: P
 
     DCP itself ignores extra keys and casts in silence.
     """
-    saved = reader.read_metadata().state_dict_metadata
+    require_described(tensors, {name: (tuple(entry.size), entry.properties.dtype) for name, entry
+                                in reader.read_metadata().state_dict_metadata.items()}, path)
+
+
+def require_described(tensors: dict[str, torch.Tensor],
+                      saved: dict[str, tuple[tuple[int, ...], torch.dtype]], path: Path) -> None:
+    """Raise ArtifactError when names, shapes or dtypes differ from those that were saved."""
     problems = [f"{name} is missing" for name in tensors.keys() - saved.keys()]
     problems += [f"{name} is not in the model" for name in saved.keys() - tensors.keys()]
     for name in tensors.keys() & saved.keys():
-        there = (tuple(saved[name].size), saved[name].properties.dtype)
+        there = saved[name]
         here = (tuple(tensors[name].shape), tensors[name].dtype)
         if there != here:
             problems.append(f"{name} is {there[1]} {list(there[0])}, the model has "

@@ -1,4 +1,4 @@
-"""The second tier: frequent checkpoints on each node's own disk, beside the shared ones.
+"""The second tier on each node's own disk.
 
 Protocol and files are those of commit.py, but that each node commits what its own ranks wrote, and
 each rank writes its shards as they are:
@@ -16,35 +16,33 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
-from lib.checkpoints import commit, load, state
-from lib.checkpoints.collective import gather, on_rank_0
+from lib.checkpoints import commit, load
+from lib.checkpoints.collective import gather, on_rank_0, together
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, facts
 from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
+from lib.checkpoints.tier import Tier, tensors_of
 from lib.core import manifest, paths, publish
-from lib.core.errors import StageError, UsageError, from_os_error
-
-Result = TypeVar("Result")
+from lib.core.errors import UsageError
 
 _KEEP = 2
-_RANDOM = "random."  # prefix of random states among the tensors
 
 
-class LocalTier:
+class LocalTier(Tier):
     """Checkpoints of one run in a directory that each node has for itself.
 
     The directory must not be that of another run: its leftovers would be taken for this one's. All
     ranks must call everything here together. `write` talks over the group `saving`, the rest over
     `control`. Raises UsageError when the directory cannot be used.
     """
+
+    where = "the nodes' own disks"
 
     def __init__(self, directory: Path, control: dist.ProcessGroup, saving: dist.ProcessGroup,
                  ) -> None:
@@ -65,9 +63,9 @@ class LocalTier:
         save = on_rank_0(lambda: f"{time.time_ns():x}", self._saving)
         attempt = self._directory / f"{paths.step_name(snapshot.step)}.tmp-{save}"
         try:
-            written = _together(lambda: self._write_shards(attempt, snapshot), self._saving)
+            written = together(lambda: self._write_shards(attempt, snapshot), self._saving)
             files = [entry for rank in self._node for entry in written[rank]]
-            _together(lambda: self._seal(attempt, snapshot, files, save), self._saving)
+            together(lambda: self._seal(attempt, snapshot, files, save), self._saving)
         except BaseException:
             shutil.rmtree(attempt, ignore_errors=True)
             raise
@@ -111,24 +109,11 @@ class LocalTier:
         """Tell whether a checkpoint is one of these."""
         return checkpoint.path.parent == self._directory
 
-    def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,
-             device: torch.device) -> dict[str, Any]:
-        """Fill model, optimizer and random states of this rank; return the train state.
-
-        Raises ArtifactError when names, shapes or dtypes differ.
-        """
-        random_states = state.random_states(device)
-        tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer) | \
-            {_RANDOM + kind: states for kind, states in random_states.items()}
-        tensors = {name: state.local(tensor) for name, tensor in tensors.items()}
+    def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         reader = StrictReader(checkpoint.path / _shards(self._rank))
         load.require_same(tensors, reader, checkpoint.path)
         with torch.no_grad(), plain_errors():
             dcp.load(tensors, storage_reader=reader, no_dist=True)
-        state.set_random_states(random_states, device)
-        train_state = checkpoint.train_state()
-        state.set_optimizer_steps(optimizer, train_state["optimizer_steps"])
-        return train_state
 
     def remove(self) -> None:
         """Delete them all: the run is complete."""
@@ -163,13 +148,11 @@ class LocalTier:
         return seen
 
     def _write_shards(self, attempt: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
-        tensors = {name: state.local(tensor) for name, tensor in snapshot.tensors.items()} | \
-            {_RANDOM + kind: states for kind, states in snapshot.random_states.items()}
         directory = attempt / _shards(self._rank)
         directory.mkdir(parents=True)
         writer = HashingWriter(directory)
         with plain_errors():
-            dcp.save(tensors, storage_writer=writer, no_dist=True)
+            dcp.save(tensors_of(snapshot), storage_writer=writer, no_dist=True)
         publish.fsync(directory)
         return writer.entries(_shards(self._rank))
 
@@ -185,17 +168,3 @@ class LocalTier:
 
 def _shards(rank: int) -> str:
     return f"{commit.TENSORS}/rank_{rank:05d}"
-
-
-def _together(action: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
-    """Return what the action returned on each rank, or raise on all what it raised on any."""
-    try:
-        mine: tuple[Any, Any] = (action(), None)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        known = from_os_error(error) if isinstance(error, OSError) else error
-        mine = (None, known if isinstance(known, StageError) else
-                StageError(f"{type(error).__name__}: {error}"))
-    outcomes = gather(mine, group)
-    if errors := [error for _, error in outcomes if error is not None]:
-        raise errors[0]
-    return [result for result, _ in outcomes]

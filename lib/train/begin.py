@@ -13,7 +13,9 @@ from torch import nn
 
 from lib.checkpoints import commit
 from lib.checkpoints.collective import gather, on_rank_0
+from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.local import LocalTier
+from lib.checkpoints.tier import Tier
 from lib.core import hashing, log, units
 from lib.core.errors import EXIT_BUG, UsageError
 from lib.core.lease import Lease
@@ -55,7 +57,8 @@ from lib.train.watchdog import Watchdog
 _SHARED_WITHIN_S = 60.0
 _ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "ckpt_async", "eval_freq", "eval_batches",
           "resume", "overwrite", "shard_size", "cpu_offload", "activation_checkpointing", "compile",
-          "attention", "rollback_after", "resume_with_changes", "ckpt_local_freq")
+          "attention", "rollback_after", "resume_with_changes", "ckpt_local_freq",
+          "ckpt_hyperpod")
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
@@ -73,9 +76,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     journal = Journal(experiment, world.rank)
     _require_agreement(opts, run_plan, world)
     lease = _claim(opts, experiment, run_plan, inputs, journal, world)
-    run_id = read_config(experiment)["run"]
-    tier = LocalTier(opts.ckpt_local_dir / f"{opts.experiment_name}-{run_id}", world.control,
-                     world.saving) if opts.ckpt_local_dir else None
+    tier = _tier(opts, read_config(experiment)["run"], world)
     log.add_file(experiment.rank_log(world.rank))
     _print_head(opts, inputs, run_plan, data)
 
@@ -119,6 +120,17 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     run.write_state("running")
     run.tell_forecast()
     return run
+
+
+def _tier(opts: Options, run: str, world: World) -> Tier | None:
+    """Return where frequent checkpoints go, if anywhere; run: the mark of this run."""
+    if opts.ckpt_hyperpod:
+        return HyperPodTier(opts.ckpt_hyperpod, opts.experiment_name, run, world.control,
+                            world.saving)
+    if opts.ckpt_local_dir:
+        return LocalTier(opts.ckpt_local_dir / f"{opts.experiment_name}-{run}", world.control,
+                         world.saving)
+    return None
 
 
 def _require_agreement(opts: Options, run_plan: Plan, world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +142,13 @@ def check_options(options: Options) -> None:
                          expected="replicas of equal size")
     if options.plan_gpus and not options.dry_run:
         problems.add("--plan-gpus plans and does not train", run="the same with --dry-run")
-    if options.ckpt_local_freq and not options.ckpt_local_dir:
-        problems.add("--ckpt-local-freq belongs to --ckpt-local-dir")
+    if options.ckpt_local_freq and not (options.ckpt_local_dir or options.ckpt_hyperpod):
+        problems.add("--ckpt-local-freq belongs to --ckpt-local-dir or --ckpt-hyperpod")
+    if options.ckpt_local_dir and options.ckpt_hyperpod:
+        problems.add("give --ckpt-local-dir or --ckpt-hyperpod, not both")
+    if not re.fullmatch(r"auto|https?://[^/@\s]+/?", options.ckpt_hyperpod or "auto"):
+        problems.add(f"--ckpt-hyperpod {options.ckpt_hyperpod} is no address",
+                     expected="auto, or one like http://host:9200")
     for name in ("beta1", "beta2"):
         if getattr(options, name) >= 1:
             problems.add(f"--{name} must be below 1, got {getattr(options, name):g}")

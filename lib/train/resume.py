@@ -83,7 +83,10 @@ def roll_back(run: Run) -> None:
     if run.world.rank == 0:
         commit.supersede(run.experiment.checkpoints, run.step, why)
     if run.saves.tier:
-        run.saves.tier.supersede(run.step, why)
+        try:
+            run.saves.tier.supersede(run.step, why)
+        except ArtifactError as error:  # at worst a resume goes back to there, and then here again
+            log.warn(error.render().removeprefix("error: "))
     run.metrics.rewind(run.step)
     run.progress.advance(run.step - diverged_at)
     run.journal.event("rollback", run.step, diverged_at=diverged_at, bad_steps=bad)

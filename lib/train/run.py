@@ -40,7 +40,7 @@ from lib.train.timers import Timers
 from lib.train.watchdog import Watchdog
 
 _COLLECT_EVERY = 100  # steps
-_LOCAL_PER_SHARED = 10  # checkpoints on the nodes' own disks for one that all share
+_LOCAL_PER_SHARED = 10  # checkpoints of the other tier for one that all share
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Run:
     def save_if_due(self, stopping: str) -> None:
         """Save this step if it is one of --ckpt-freq, the last, or if the run is stopping.
 
-        Between those, to the nodes' own disks. All ranks must call this.
+        Between those, to the other tier. All ranks must call this.
         """
         opts = self.options
         every = opts.ckpt_local_freq or max(1, opts.ckpt_freq // _LOCAL_PER_SHARED)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from lib.checkpoints import commit
 from lib.checkpoints.collective import on_rank_0
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.local import LocalTier
 from lib.checkpoints.save import Snapshot, write
 from lib.checkpoints.staging import HostCopies
+from lib.checkpoints.tier import Tier
 from lib.core import log, units
 from lib.core.errors import DiskFullError, StageError
 from lib.core.options import Options
@@ -25,12 +25,12 @@ _MOST_FAILURES = 3  # saves in a row for which there was no room
 class Saves:
     """Writes one checkpoint at a time, on a process group that nothing else uses.
 
-    tier: frequent ones on each node's own disk, None without --ckpt-local-dir. copies: None when a
-    save is written before the next step (--ckpt-async off).
+    tier: frequent ones beside the shared, None without --ckpt-local-dir or --ckpt-hyperpod. copies:
+    None when a save is written before the next step (--ckpt-async off).
     """
 
     def __init__(self, opts: Options, experiment: Experiment, journal: Journal,
-                 group: dist.ProcessGroup, tier: LocalTier | None) -> None:
+                 group: dist.ProcessGroup, tier: Tier | None) -> None:
         self._opts, self._experiment, self._journal = opts, experiment, journal
         self._group, self.tier, self._local = group, tier, False
         self.copies = HostCopies() if opts.ckpt_async else None
@@ -81,7 +81,7 @@ class Saves:
             checkpoint = pending.result()
         except StageError as error:  # the shared ones are what the run relies on
             self._journal.event("local_save_failed", self._step, reason=error.problem)
-            log.warn(f"step {self._step} is not saved on the nodes' own disks: {error.problem}")
+            log.warn(f"step {self._step} is not saved in {self.tier.where}: {error.problem}")
             return
         self._journal.event("save", self._step, path=str(checkpoint.path))
         if log.rank() == 0:

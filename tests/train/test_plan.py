@@ -21,7 +21,7 @@ OPTIONS = {
     "from_scratch": False, "packing": "concat", "num_epochs": None, "max_steps": None,
     "batch_size": 1, "global_batch_size": None, "grad_accum_steps": None, "log_freq": 10,
     "ckpt_freq": 500, "spike_factor": 30.0, "resume_with_changes": False,
-    "ckpt_local_dir": None, "ckpt_local_freq": None,
+    "ckpt_local_dir": None, "ckpt_local_freq": None, "ckpt_hyperpod": None,
     "shard_size": None, "plan_gpus": None, "dry_run": False,
     "optimizer": "adamw", "model_size": None, "vocab_size": None,
 }

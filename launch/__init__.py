@@ -1,0 +1,1 @@
+"""Starting, watching and carrying the stages: single nodes, clusters, air gaps."""

@@ -1,0 +1,358 @@
+#!/usr/bin/env python3
+"""Carry code, wheels, models, datasets and token stores to machines without a network.
+
+  python launch/airgap.py pack --out bundle --dataset corpus --model org/name --tokens corpus
+  python launch/airgap.py pack --out bundle --dataset corpus --model org/name --volume-size 20GB
+  python bundle/airgap.py verify bundle
+  python bundle/airgap.py unpack bundle --to project --install
+
+A bundle is a directory: this file, manifest.json with the SHA-256 of everything, and volume_001/ …
+with the files. Volumes may be carried one by one and are put side by side again. On the far side
+this file needs nothing but Python 3.10 or newer. Exit codes: 0 done; 2 bad usage; 3 the bundle is
+damaged; 4 no room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST, KIND, UNPACKED = "manifest.json", "bundle/1", ".bundle.json"
+_USAGE, _DAMAGED, _FULL = 2, 3, 4
+_CHUNK = 4 << 20
+_WORKERS = min(16, (os.cpu_count() or 1) + 2)
+_LINE_EVERY_S = 10.0
+
+Entry = dict[str, Any]
+
+
+class BundleError(Exception):
+    """What is wrong, in lines as they are printed; code: of the exit."""
+
+    def __init__(self, code: int, problem: str, **parts: str) -> None:
+        lines = [f"error: {problem}"]
+        for label, text in parts.items():
+            lines += [f"  {label + ':' if i == 0 else '':<9} {line}"
+                      for i, line in enumerate(text.splitlines())]
+        super().__init__("\n".join(lines))
+        self.code = code
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="pack|verify|unpack")
+    actions.add_parser("pack", add_help=False, help="make a bundle in a checkout: see pack --help")
+    verify = actions.add_parser("verify", help="hash a bundle and name all that is damaged")
+    unpack = actions.add_parser("unpack", help="verify a bundle, then make a project of it")
+    for action in (verify, unpack):
+        action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
+    unpack.add_argument("--to", type=Path, required=True, metavar="DIR",
+                        help="project directory to make; must be free")
+    unpack.add_argument("--install", action="store_true",
+                        help="make its .venv from the wheelhouse with this Python")
+    unpack.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
+    return parser.parse_args(argv)
+
+
+# --- what a bundle says it is made of
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    """Return the manifest of a bundle; BundleError (3) when it is missing or not as written."""
+    path = bundle / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["kind"] != KIND:
+            raise BundleError(_DAMAGED, f"{bundle} is no bundle", found=f"kind {content['kind']}")
+        if content_digest(content["files"], content["summary"]) != content["summary"]["digest"]:
+            raise ValueError("it does not say what was written")
+        _require_sound(content["files"])
+    except FileNotFoundError:
+        raise BundleError(_DAMAGED, f"{bundle} is no bundle (no {MANIFEST})",
+                          expected="the directory that `airgap.py pack` made") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise BundleError(_DAMAGED, f"{path} is damaged", found=lacks) from None
+    return content
+
+
+def content_digest(entries: list[Entry], summary: dict[str, Any]) -> str:
+    """Return what a manifest says of itself, so that damage to it is seen too."""
+    facts = {key: value for key, value in summary.items() if key != "digest"}
+    return hashlib.sha256(json.dumps([entries, facts], sort_keys=True).encode()).hexdigest()
+
+
+def _require_sound(entries: list[Entry]) -> None:
+    """Raise ValueError for a path that leads out of its directory, or for parts that do not fit."""
+    for entry in entries:
+        for text in filter(None, (entry["path"], entry["to"])):
+            parts = text.split("/")
+            if {"", ".", ".."} & {*parts} or "\0" in text or PurePosixPath(text).is_absolute():
+                raise ValueError(f"{text!r} leads out of its directory")
+        if entry["to"] and not 0 <= entry["mode"] <= 0o777:
+            raise ValueError(f"{entry['to']!r} has the mode {entry['mode']:o}")
+    if len({entry["path"] for entry in entries}) < len(entries):
+        raise ValueError("it names a file twice")
+    files = by_file(entries)
+    folders = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
+    for name, parts in files.items():
+        ends = [part["offset"] + part["bytes"] for part in parts]
+        if name in folders or [part["offset"] for part in parts] != [0, *ends[:-1]]:
+            raise ValueError(f"the parts of {name!r} do not make a file")
+
+
+def by_file(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return the parts of each file of the project, by its path there, in their order."""
+    files: dict[str, list[Entry]] = {}
+    for entry in sorted((e for e in entries if e["to"]), key=lambda e: e["offset"]):
+        files.setdefault(entry["to"], []).append(entry)
+    return files
+
+
+# --- verify
+
+
+def verify(bundle: Path, content: dict[str, Any]) -> None:
+    """Hash everything; BundleError (3) names each file that is damaged, missing or not listed."""
+    entries = content["files"]
+    show = _progress("verifying", sum(entry["bytes"] for entry in entries))
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        problems = [*filter(None, pool.map(lambda e: _damage(bundle, e, show), entries)),
+                    *_extra(bundle, entries)]
+    if problems:
+        raise BundleError(_DAMAGED, f"{bundle} is damaged: {len(problems)} problems",
+                          found="\n".join(problems), run="copy these again, then verify again")
+    print(f"{bundle}: {len(entries)} files, every byte as it was packed\n"
+          f"  SHA-256 of {MANIFEST}: {manifest_digest(bundle)}")
+
+
+def manifest_digest(bundle: Path) -> str:
+    """Return the SHA-256 of the manifest, which stands for the whole bundle."""
+    return hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest()
+
+
+def _damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str:
+    path = bundle / entry["path"]
+    try:
+        if path.is_symlink() or not path.is_file():
+            return f"{entry['path']} is missing" if not os.path.lexists(path) else \
+                f"{entry['path']} is no plain file"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{entry['path']} holds {size} bytes instead of {entry['bytes']}"
+        if copy_part(path, None, show) != entry["digest"]:
+            return f"{entry['path']} has other content than when it was packed"
+    except OSError as error:
+        return f"{entry['path']} cannot be read: {error.strerror}"
+    return ""
+
+
+def _extra(bundle: Path, entries: list[Entry]) -> list[str]:
+    """Name what lies in the bundle and is not listed; a volume itself may be a link."""
+    known = {entry["path"] for entry in entries} | {MANIFEST}
+    volumes = {path.partition("/")[0] for path in known if "/" in path}
+    found = [path for path in bundle.iterdir() if path.name not in volumes]
+    for top in [bundle / name for name in volumes] + [p for p in found if p.is_dir()]:
+        for folder, folders, names in os.walk(top):
+            links = [name for name in folders if Path(folder, name).is_symlink()]
+            found += [Path(folder, name) for name in names + links]
+    plain = sorted(path.relative_to(bundle).as_posix() for path in found
+                   if path.is_symlink() or not path.is_dir())
+    return [f"{name} is not part of the bundle" for name in plain if name not in known]
+
+
+def copy_part(path: Path, to: Any, show: Callable[[int], None]) -> str:
+    """Return the digest of a part while it is copied to an open file, or only read."""
+    hasher = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            hasher.update(chunk)
+            if to:
+                to.write(chunk)
+            show(len(chunk))
+    return f"sha256:{hasher.hexdigest()}"
+
+
+def _progress(what: str, total: int) -> Callable[[int], None]:
+    """Return what counts bytes and prints a line now and then."""
+    lock, state = threading.Lock(), {"done": 0, "line": time.monotonic()}
+
+    def show(count: int) -> None:
+        with lock:
+            state["done"] += count
+            if time.monotonic() - state["line"] > _LINE_EVERY_S:
+                state["line"] = time.monotonic()
+                print(f"{what}: {state['done'] / 1e9:.1f} of {total / 1e9:.1f} GB", flush=True)
+    return show
+
+
+# --- unpack
+
+
+def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
+    """Make a project of a bundle: all checks first, then everything or nothing."""
+    content = read_manifest(bundle)
+    stamp = target / UNPACKED  # a copy of the manifest
+    is_there = stamp.is_file() and stamp.read_bytes() == (bundle / MANIFEST).read_bytes()
+    if not is_there and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BundleError(_USAGE, f"{target} exists and was not unpacked from this bundle",
+                          expected="a name that is free; artifacts can then be moved together")
+    if wanted.install:
+        _require_python(content)
+    _require_space(bundle, content, target, wanted.install, is_there)
+    print(f"{bundle}: code at {content['summary']['commit'][:12]}, "
+          f"{len(by_file(content['files']))} files → {target}"
+          + (f", .venv of {sys.executable}" if wanted.install else ""), flush=True)
+    if wanted.dry_run:
+        return
+    if is_there:
+        print(f"{target} was unpacked from this bundle already")
+    else:
+        verify(bundle, content)
+        _write(bundle, content, target)
+    if wanted.install:
+        install(target)
+    _tell_next(target, content, wanted.install)
+
+
+def _require_space(bundle: Path, content: dict[str, Any], target: Path, with_venv: bool,
+                   is_there: bool) -> None:
+    needed = 0 if is_there else sum(entry["bytes"] for entry in content["files"])
+    if with_venv and not (target / ".venv" / "installed").exists():
+        needed += content["summary"]["installed_bytes"]
+    where = next(path for path in (target, *target.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(where).free) < needed:
+        raise BundleError(_FULL, f"not enough room under {where}",
+                          expected=f"{needed / 1e6:,.0f} MB free",
+                          found=f"{free / 1e6:,.0f} MB free")
+
+
+def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
+    """Write all files beside the target and rename; what was written is hashed once more."""
+    partial = target.absolute().with_name(f"{target.name}.partial-{manifest_digest(bundle)[:8]}")
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BundleError(_USAGE, f"another process is unpacking {target} now") from None
+    try:
+        for left in partial.iterdir():  # of a run that was killed
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        files = by_file(content["files"])
+        show = _progress("unpacking", sum(e["bytes"] for e in content["files"]))
+        for folder in {(partial / name).parent for name in files}:
+            folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            list(pool.map(lambda item: _write_file(bundle, partial / item[0], item[1], show),
+                          files.items()))
+        shutil.copyfile(bundle / MANIFEST, partial / UNPACKED)
+        os.sync()
+        partial.rename(target.absolute())
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _write_file(bundle: Path, path: Path, parts: list[Entry], show: Callable[[int], None]) -> None:
+    with path.open("xb") as file:
+        for part in parts:
+            if copy_part(bundle / part["path"], file, show) != part["digest"]:
+                raise BundleError(_DAMAGED, f"{bundle / part['path']} changed while it was copied",
+                                  found="other content than a moment ago: a failing medium?")
+    path.chmod(parts[0]["mode"])
+    os.utime(path, ns=(parts[0]["mtime_ns"], parts[0]["mtime_ns"]))
+
+
+# --- install
+
+
+def _require_python(content: dict[str, Any]) -> None:
+    """Raise BundleError (2) unless the wheelhouse is for this Python on this machine."""
+    wanted, tag = content["summary"]["python"], content["summary"]["platform"]
+    if not wanted:
+        raise BundleError(_USAGE, "the bundle has no wheelhouse", run="unpack without --install")
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    libc, version = platform.libc_ver()
+    glibc, _, machine = tag.removeprefix("manylinux_2_").partition("_")
+    found = f"Python {here}, {platform.machine()}, {libc or 'no glibc'} {version}"
+    is_new_enough = libc == "glibc" and int(version.split(".")[1]) >= int(glibc)
+    if here != wanted or machine != platform.machine() or not is_new_enough:
+        raise BundleError(_USAGE, "the wheelhouse is for another Python or machine",
+                          expected=f"Python {wanted}, {machine}, glibc 2.{glibc} or newer",
+                          found=found, run=f"python{wanted} airgap.py unpack … --install")
+
+
+def install(project: Path) -> None:
+    """Make the project's .venv from its wheelhouse, with the script that came along."""
+    script = project / "launch" / "install_wheels.py"
+    if subprocess.run([sys.executable, str(script)], check=False).returncode:
+        raise BundleError(_DAMAGED, f"{project / '.venv'} could not be made from the wheelhouse",
+                          found="what pip says above", run=f"{sys.executable} {script}")
+
+
+def _tell_next(target: Path, content: dict[str, Any], installed: bool) -> None:
+    activate = " && . .venv/bin/activate" if installed else ""
+    print(f"\nnext: cd {shlex.quote(str(target))}{activate}")
+    for line in content["summary"]["next"]:
+        print(f"      {line}")
+
+
+def pack(argv: list[str]) -> None:
+    """Make a bundle; this part needs the rest of the checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "lib" / "core").is_dir():
+        raise BundleError(_USAGE, "pack works in a checkout only",
+                          run="python launch/airgap.py pack … there")
+    sys.path.insert(0, str(root))
+    from launch.bundling import bundle
+    from lib.core import stage
+
+    stage.run(lambda _: bundle.main(argv))
+
+
+def main(argv: list[str]) -> int:
+    """Do what the command line says and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):  # names of files may be no text
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        if argv[:1] == ["pack"]:
+            pack(argv[1:])
+        wanted = parse(argv)
+        if wanted.action == "verify":
+            verify(wanted.bundle, read_manifest(wanted.bundle))
+        else:
+            unpack(wanted.bundle, Path(os.path.realpath(wanted.to)), wanted)
+    except BundleError as error:
+        print(error, file=sys.stderr)
+        return error.code
+    except OSError as error:
+        print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return _FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else _USAGE
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command begins again", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

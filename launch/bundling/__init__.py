@@ -1,0 +1,1 @@
+"""Making the bundle of an air-gapped site."""

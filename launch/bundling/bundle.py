@@ -1,0 +1,138 @@
+"""Make an air-gap bundle: code, wheels, models, datasets and token stores, each file hashed.
+
+  python launch/airgap.py pack --out bundle --dataset corpus --model org/name --tokens corpus
+  python launch/airgap.py pack --out bundle --dataset corpus --model org/name --volume-size 20GB
+
+Names are those of stage 04's -d and -m. Files are copied and hashed in one read, and compared with
+the digests that their stage wrote. A bundle appears under its name when it is whole; a killed run
+goes on where it was, and --overwrite takes over from the bundle there what is equal.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from launch import airgap
+from launch.bundling import contents as bundle_contents
+from launch.bundling import wheelhouse
+from launch.bundling.contents import Payload
+from launch.bundling.writer import Writer
+from lib.core import hashing, log, options, publish, units
+from lib.core.errors import UsageError
+from lib.core.options import Options
+
+_MOST_VOLUMES = 999
+
+
+def parse(argv: list[str]) -> Options:
+    """Return the options of the command line and of --config."""
+    parser = options.Parser(__doc__)
+    parser.prog = "airgap.py pack"
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to make")
+    parser.add_argument("--dataset", action="append", default=[], metavar="NAME|DIR",
+                        help="dataset, as -d of stage 04 takes it; may be repeated")
+    parser.add_argument("--model", action="append", default=[], metavar="NAME|DIR",
+                        help="model, as -m of stage 04 takes it; may be repeated")
+    parser.add_argument("--tokens", action="append", default=[], metavar="NAME|DIR",
+                        help="token store under .cache/tokens/, or the name of a dataset for all "
+                             "of its stores; may be repeated")
+    parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
+                        help="where models and token stores lie, and fetched wheels are kept")
+    parser.add_argument("--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}",
+                        metavar="X.Y", help="Python of the far side (default: this one)")
+    parser.add_argument("--platform", default=f"manylinux_2_28_{platform.machine()}",
+                        metavar="TAG", help="machine of the far side and the oldest glibc there")
+    parser.add_argument("--dev", action="store_true",
+                        help="also the wheels of requirements-dev.txt, for the tests")
+    parser.add_argument("--no-wheels", action="store_true", help="leave the wheelhouse out")
+    parser.add_argument("--volume-size", type=options.positive_size, metavar="SIZE",
+                        help="most bytes in a volume, such as 20GB or 4GiB (default: one volume)")
+    parser.add_argument("--allow-dirty", action="store_true",
+                        help="pack the last commit although files differ from it; the changes "
+                             "stay behind, and the manifest names them")
+    parser.add_common(workers="copy and hash")
+    return parser.parse(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Make the bundle that the command line asks for."""
+    opts = parse(argv)
+    if opts.out is None:
+        raise UsageError("--out is needed", run="python launch/airgap.py pack --out bundle "
+                                                "--dataset corpus --model org/name")
+    wanted = None if opts.no_wheels else wheelhouse.target(opts.python, opts.platform)
+    code = bundle_contents.code(opts.out, opts.allow_dirty)
+    artifacts = bundle_contents.artifacts(opts)
+    lists = code.requirements(opts.dev)
+    identity = {"options": {"python": wanted and wanted.python, "dev": opts.dev,
+                            "platform": wanted and wanted.platform,
+                            "volume_size": opts.volume_size},
+                "inputs": {"commit": code.commit,
+                           **{found.to: found.fingerprint for found in artifacts}}}
+    _print_plan(opts, code, artifacts, wanted, lists)
+    if publish.is_done(opts.out, airgap.KIND, identity, opts.overwrite):
+        log.info(f"already done: {opts.out}, "
+                 f"SHA-256 of its manifest {airgap.manifest_digest(opts.out)}")
+        return
+    if opts.dry_run:
+        return
+    payloads = list(code.payloads)
+    if wanted:
+        place = wheelhouse.prepare(opts.cache_dir, lists, wanted)
+        payloads += bundle_contents.directory(place, "wheelhouse").payloads
+    payloads += [payload for found in artifacts for payload in found.payloads]
+    summary = {"commit": code.commit, "changed_files_left_behind": code.changed,
+               "python": wanted and wanted.python, "platform": wanted and wanted.platform,
+               "installed_bytes": wheelhouse.installed_bytes(place) if wanted else 0,
+               "next": bundle_contents.next_commands(artifacts)}
+    _build(opts, identity, payloads, code, summary)
+
+
+def _build(opts: Options, identity: dict[str, Any], payloads: list[Payload],
+           code: bundle_contents.Code, summary: dict[str, Any]) -> None:
+    total = sum(payload.bytes for payload in payloads)
+    if opts.volume_size and total > _MOST_VOLUMES * opts.volume_size:
+        raise UsageError(f"--volume-size is too small for {units.size(total)}",
+                         expected=f"at most {_MOST_VOLUMES} volumes")
+    with publish.Build(opts.out, airgap.KIND, identity, opts.overwrite, resumable=True) as build:
+        writer = Writer(build.dir, build.target, payloads, opts.volume_size)
+        publish.require_space(build.dir, writer.missing_bytes, "the bundle")
+        entries = writer.write(opts.num_workers, not opts.no_progress)
+        script = build.dir / "airgap.py"
+        script.write_bytes(code.files["launch/airgap.py"])
+        entries.append({"path": script.name, "to": None, "bytes": script.stat().st_size,
+                        "digest": hashing.file_digest(script, "sha256")})
+        writer.forget()
+        volumes = len({entry["path"].partition("/")[0] for entry in entries}) - 1
+        summary |= {"bytes": total, "volumes": volumes}
+        summary["digest"] = airgap.content_digest(entries, summary)
+        build.publish(stage="launch/airgap.py pack", options=options.resolved(opts), files=entries,
+                      summary=summary)
+    log.info(f"{opts.out}: {len(payloads):,} files, {units.size(total)} in {volumes} volume"
+             + ("s" if volumes > 1 else "") + f"; {writer.summary()}")
+    log.info(f"SHA-256 of {airgap.MANIFEST}: {airgap.manifest_digest(opts.out)}\n"
+             "  (over there, verify prints it again: the same number, the same bundle)")
+    python, install = ("python3", "") if opts.no_wheels else (f"python{opts.python}", " --install")
+    name = shlex.quote(opts.out.name)
+    log.info(f"next, on the far side: {python} {name}/airgap.py unpack {name} --to project"
+             + install)
+
+
+def _print_plan(opts: Options, code: bundle_contents.Code, artifacts: list[Any],
+                wanted: wheelhouse.Target | None, lists: dict[str, bytes]) -> None:
+    log.info(f"bundle {opts.out}")
+    if code.changed:
+        log.warn("not as in the commit, and left behind: " + ", ".join(code.changed[:5])
+                 + (f" and {len(code.changed) - 5} more" if code.changed[5:] else ""))
+    rows = {"code": f"commit {code.commit[:12]}, {len(code.payloads)} files"}
+    if wanted:
+        rows["wheelhouse"] = f"Python {wanted.python}, {wanted.platform}, {', '.join(lists)}"
+    rows |= {found.to: f"{units.size(sum(p.bytes for p in found.payloads))} from {found.source}"
+             for found in artifacts}
+    log.table(rows)
+    for line in bundle_contents.remarks(opts, artifacts):
+        log.warn(line)

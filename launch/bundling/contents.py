@@ -1,0 +1,215 @@
+"""What goes into an air-gap bundle, and where it lies in the project on the far side."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lib.core import hashing, manifest, paths
+from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core.options import Options
+from lib.core.paths import MANIFEST
+from lib.models import resolve as models
+from lib.tokens import packing, store
+from lib.tokens import source as datasets
+
+_ROOT = Path(__file__).resolve().parents[2]
+_REQUIREMENTS = "requirements.txt", "requirements-dev.txt"
+_UNFINISHED = (".partial-", ".old-")
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A file of the project over there. to: its path. source: the file here, or its bytes.
+
+    digest: what the stage that made it wrote about it, empty when nothing is known.
+    """
+
+    to: str
+    source: Path | bytes
+    bytes: int
+    mode: int
+    mtime_ns: int
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A directory. kind: of its manifest, empty without one."""
+
+    to: str
+    source: Path
+    payloads: list[Payload]
+    fingerprint: str
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A commit. changed: files that differ from it here."""
+
+    commit: str
+    files: dict[str, bytes] = field(repr=False)
+    payloads: list[Payload] = field(repr=False)
+    changed: list[str]
+
+    def requirements(self, dev: bool) -> dict[str, bytes]:
+        """Return the requirement files by name."""
+        return {name: self.files[name] for name in _REQUIREMENTS[:2 if dev else 1]}
+
+
+def code(out: Path, allow_dirty: bool) -> Code:
+    """Return the files of the last commit; UsageError when others are here, or there is no git.
+
+    out: the bundle, which may lie in the checkout.
+    """
+    listed = _git("status", "--porcelain", "-z", "--no-renames").decode(errors="replace")
+    changed = [line[3:] for line in listed.split("\0") if line
+               and (_ROOT / line[3:]).resolve() != out.resolve()]
+    if changed and not allow_dirty:
+        raise UsageError("the code here is not that of its last commit",
+                         expected="everything committed, or --allow-dirty to leave the changes "
+                                  "behind", found="\n".join(changed[:10]))
+    files, payloads = {}, []
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as archive:
+        for member in archive:
+            if not member.isfile():
+                continue
+            data = archive.extractfile(member).read()
+            files[member.name] = data
+            payloads.append(Payload(member.name, data, len(data), 0o755 if member.mode & 0o100
+                                    else 0o644, member.mtime * 10**9))
+    return Code(_git("rev-parse", "HEAD").decode().strip(), files, payloads, changed)
+
+
+def _git(*arguments: str) -> bytes:
+    try:
+        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True)
+    except FileNotFoundError:
+        raise UsageError("git is not installed, and the code is packed as its commit") from None
+    if done.returncode:
+        raise UsageError(f"{_ROOT} is no git checkout, and the code is packed as its commit",
+                         found=done.stderr.decode(errors="replace").strip())
+    return done.stdout
+
+
+def artifacts(opts: Options) -> list[Artifact]:
+    """Return what --model, --dataset and --tokens name; raises for all that is wrong at once."""
+    problems, found = Problems(), []
+    for name in opts.model:
+        found.append(problems.collect(lambda n=name: _model(n, opts.cache_dir)))
+    for name in opts.dataset:
+        found.append(problems.collect(lambda n=name: _dataset(n)))
+    for name in opts.tokens:
+        found += problems.collect(lambda n=name: _tokens(n, opts.cache_dir)) or []
+    problems.raise_if_any()
+    places: dict[str, Artifact] = {}
+    for artifact in found:
+        there = places.setdefault(artifact.to, artifact)
+        if there.source.resolve() != artifact.source.resolve():
+            problems.add(f"{there.source} and {artifact.source} would both become {artifact.to}",
+                         expected="directories of different names")
+    problems.raise_if_any()
+    return list(places.values())
+
+
+def _model(name: str, cache_dir: Path) -> Artifact:
+    place = models.resolve(name, cache_dir)
+    is_path = (Path(name).expanduser() / "config.json").is_file()
+    own = place.resolve().name if is_path else paths.model_dir_name(name)
+    return directory(place, f".cache/models/{own}")
+
+
+def _dataset(name: str) -> Artifact:
+    place = datasets.open_source(datasets.resolve(name)).path
+    return directory(place, f"hf_datasets/{place.resolve().name}")
+
+
+def _tokens(name: str, cache_dir: Path) -> list[Artifact]:
+    """Return the store of this name with its packs, or all stores of a dataset of this name."""
+    root = paths.tokens_root(cache_dir)
+    exact = [place for place in (Path(name), root / name)
+             if manifest.kind_of(place) in (store.KIND, packing.KIND)]
+    wanted = Path(name).name
+    chosen = exact[:1] or [place for place in sorted(root.glob("*")) if (place / MANIFEST).is_file()
+                           and place.name.partition(".packs-")[0].rpartition("-")[0] == wanted]
+    if exact and manifest.kind_of(exact[0]) == store.KIND:
+        chosen += sorted(exact[0].parent.glob(f"{exact[0].name}.packs-*"))
+    chosen = [place for place in chosen if not any(mark in place.name for mark in _UNFINISHED)]
+    if not chosen:
+        there = ", ".join(sorted(path.name for path in root.glob("*"))) or "nothing"
+        raise ArtifactError(f"no token store called {name}", found=f"under {root}: {there}",
+                            run="python 04_train_fsdp.py … --prepare-only")
+    for place in chosen:
+        kind = packing.KIND if ".packs-" in place.name else store.KIND
+        content = manifest.read(place, kind, "token store")
+        manifest.check(place, content, "token store")
+    return [directory(place, f".cache/tokens/{place.resolve().name}") for place in chosen]
+
+
+def directory(place: Path, to: str) -> Artifact:
+    """Return all files of a directory; ArtifactError for what is no plain file."""
+    content = manifest.read_if_any(place)
+    digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
+    payloads = []
+    for path in sorted(place.resolve().rglob("*")):
+        name = path.relative_to(place.resolve()).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if not path.is_file():
+            raise ArtifactError(f"{path} is no plain file and cannot be packed")
+        status = path.stat()
+        payloads.append(Payload(f"{to}/{name}", path, status.st_size,
+                                0o755 if status.st_mode & 0o100 else 0o644, status.st_mtime_ns,
+                                digests.get(name, "")))
+    fingerprint = hashing.file_digest(place / MANIFEST, "sha256") if content else \
+        hashing.fingerprint([[p.to, p.bytes, p.mtime_ns] for p in payloads])
+    return Artifact(to, place, payloads, fingerprint, content["kind"] if content else "")
+
+
+def remarks(opts: Options, chosen: list[Artifact]) -> list[str]:
+    """Return what is probably missing: what stage 04 would need over there and is not chosen."""
+    places = {artifact.to: artifact for artifact in chosen}
+    data = [artifact for artifact in chosen if artifact.to.startswith("hf_datasets/")]
+    made_of = {datasets.open_source(artifact.source).fingerprint: artifact for artifact in data}
+    lines = []
+    for artifact in chosen:
+        if artifact.kind == store.KIND:
+            inputs = manifest.read(artifact.source, store.KIND, "token store")["identity"]["inputs"]
+            if inputs["dataset"] not in made_of:
+                lines.append(f"{artifact.to} is of a dataset that is not packed: stage 04 needs "
+                             "that too (--dataset)")
+    for model in (a for a in chosen if a.to.startswith(".cache/models/")):
+        for dataset in data:
+            there = _store_of(opts.cache_dir, dataset.source, model.source)
+            if there and f".cache/tokens/{there.name}" not in places:
+                lines.append(f"the tokens of {dataset.to} for {model.to} are here and not packed: "
+                             f"--tokens {there.name}, or they are made again over there")
+    return lines
+
+
+def _store_of(cache_dir: Path, dataset: Path, model: Path) -> Path | None:
+    """Return the finished token store of a dataset and a model, if there is one."""
+    source = datasets.open_source(dataset)
+    try:
+        there = store.directory(cache_dir, source, store.identity(source, model))
+    except ArtifactError:  # a model without a tokenizer
+        return None
+    return there if (there / MANIFEST).is_file() else None
+
+
+def next_commands(chosen: list[Artifact]) -> list[str]:
+    """Return what to type over there."""
+    data = [a.to for a in chosen if a.to.startswith("hf_datasets/")]
+    named = [a for a in chosen if a.to.startswith(".cache/models/")]
+    lines = ["make validate-framework"]
+    if data and named:
+        model: Any = named[0].to if not named[0].kind else Path(named[0].to).name
+        words = ["torchrun", "04_train_fsdp.py", "-e", "exp", "-d", data[0], "-m", model]
+        lines.append(shlex.join(words))
+    return lines

@@ -1,0 +1,187 @@
+"""The files of a bundle in volumes: cut, copied, hashed, and taken over where they are equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from launch import airgap
+from launch.bundling.contents import Payload
+from lib.core import hashing, manifest, publish, units
+from lib.core.errors import ArtifactError
+from lib.core.progress import Progress
+
+_JOURNAL = "progress.jsonl"
+_CHUNK = 4 << 20
+_JOURNALED = 1 << 20  # a killed run's smaller files are copied again: faster than to make durable
+
+Entry = dict[str, Any]
+
+
+def layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, list[Entry]]:
+    """Return the parts of each file: one after the other into volumes, cut where one is full.
+
+    At most one part of a file lies in a volume; that of a cut file under `.parts/` in it.
+    """
+    parts: dict[str, list[Entry]] = {}
+    volume, free = 1, volume_bytes or sum(payload.bytes for payload in payloads)
+    for payload in payloads:
+        cuts, offset = [], 0
+        while not cuts or offset < payload.bytes:
+            if volume_bytes and not free:
+                volume, free = volume + 1, volume_bytes
+            size = min(payload.bytes - offset, free)
+            cuts.append((volume, offset, size))
+            offset, free = offset + size, free - size
+        folder = "/.parts" if len(cuts) > 1 else ""
+        parts[payload.to] = [
+            {"path": f"volume_{number:03d}{folder}/{payload.to}", "to": payload.to, "offset": at,
+             "bytes": size, "mode": payload.mode, "mtime_ns": payload.mtime_ns}
+            for number, at, size in cuts]
+    return parts
+
+
+class Writer:
+    """Fills the directory of a bundle in the making.
+
+    earlier: a finished bundle of the same name, whose equal files are linked, not copied.
+    missing_bytes: what has to be copied.
+    """
+
+    def __init__(self, place: Path, earlier: Path, payloads: Sequence[Payload],
+                 volume_bytes: int | None) -> None:
+        self._place, self._payloads = place, payloads
+        self._layout = layout(payloads, volume_bytes)
+        self._lock, self._began, self._seconds = threading.Lock(), time.monotonic(), 0.0
+        self._done = self._take_over(place, _journal(place / _JOURNAL))
+        self._remove_others()
+        linked = manifest.read_if_any(earlier) if earlier.is_dir() else None
+        if linked and linked["kind"] == airgap.KIND:
+            self._done |= self._take_over(earlier, linked["files"])
+        self._kept = sum(p.bytes for p in payloads if p.to in self._done)
+        self.missing_bytes = sum(p.bytes for p in payloads) - self._kept
+
+    def write(self, workers: int, show_progress: bool) -> list[Entry]:
+        """Copy what is missing and return the entries of all files, in the order of the layout."""
+        missing = [payload for payload in self._payloads if payload.to not in self._done]
+        with Progress("packing", self.missing_bytes, "B", show_progress) as progress, \
+                (self._place / _JOURNAL).open("a", encoding="utf-8") as journal, \
+                ThreadPoolExecutor(workers) as pool:
+            def advance(count: int) -> None:
+                with self._lock:
+                    progress.advance(count)
+
+            def copy(payload: Payload) -> None:
+                entries = self._copy(payload, advance)
+                with self._lock:
+                    self._done[payload.to] = entries
+                    if payload.bytes >= _JOURNALED:
+                        journal.write(json.dumps(entries) + "\n")
+                        journal.flush()
+            try:
+                list(pool.map(copy, missing))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        self._seconds = time.monotonic() - self._began
+        return [entry for payload in self._payloads for entry in self._done[payload.to]]
+
+    def forget(self) -> None:
+        """Remove the journal: the manifest takes its place."""
+        (self._place / _JOURNAL).unlink()
+
+    def summary(self) -> str:
+        """Return how much was copied and how fast."""
+        rate = self.missing_bytes / max(self._seconds, 1e-9)
+        kept = f", {units.size(self._kept)} taken over" if self._kept else ""
+        return f"{units.size(self.missing_bytes)} copied at {units.size(rate)}/s{kept}"
+
+    def _take_over(self, place: Path, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+        """Return the entries of files that lie in a bundle as they would be packed now."""
+        taken = {}
+        for to, parts in airgap.by_file(entries).items():
+            plain = [{key: part[key] for key in part if key != "digest"} for part in parts]
+            if plain == self._layout.get(to) and all(_has_size(place, part) for part in parts):
+                for part in parts:
+                    self._link(place / part["path"], self._place / part["path"])
+                taken[to] = parts
+        return taken
+
+    def _link(self, there: Path, here: Path) -> None:
+        if there != here and not here.exists():
+            here.parent.mkdir(parents=True, exist_ok=True)
+            here.hardlink_to(there)
+
+    def _remove_others(self) -> None:
+        """Delete what a killed run left half-written, or for another layout."""
+        known = {part["path"] for parts in self._done.values() for part in parts}
+        for folder, _, names in os.walk(self._place, topdown=False):
+            for name in names:
+                path = Path(folder, name)
+                if path.relative_to(self._place).as_posix() not in {*known, _JOURNAL}:
+                    path.unlink()
+
+    def _copy(self, payload: Payload, advance: Callable[[int], None]) -> list[Entry]:
+        """Write the parts of a file; ArtifactError when it is not what its stage wrote."""
+        parts, algorithm = self._layout[payload.to], payload.digest.partition(":")[0]
+        is_told = len(parts) == 1 and algorithm == "sha256"  # by the hash of the only part
+        whole = hashing.new(algorithm) if algorithm and not is_told else None
+        entries = []
+        for part in parts:
+            path, hasher = self._place / part["path"], hashlib.sha256()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for chunk in _chunks(payload, part["offset"], part["bytes"]):
+                    for each in filter(None, (hasher, whole)):
+                        each.update(chunk)
+                    file.write(chunk)
+                    advance(len(chunk))
+            if payload.bytes >= _JOURNALED:
+                publish.fsync(path)
+            entries.append({**part, "digest": f"sha256:{hasher.hexdigest()}"})
+        found = entries[0]["digest"] if is_told else whole and hashing.digest(whole, algorithm)
+        is_grown = isinstance(payload.source, Path) \
+            and payload.source.stat().st_size != payload.bytes
+        if is_grown or (found and found != payload.digest):
+            raise ArtifactError(f"{payload.source} has other content than when it was written",
+                                run="python 03_download_model.py --verify names all that is "
+                                    "damaged in .cache/; then make it again")
+        return entries
+
+
+def _chunks(payload: Payload, offset: int, size: int) -> Any:
+    if isinstance(payload.source, bytes):
+        yield payload.source[offset:offset + size]
+        return
+    with payload.source.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while size:
+            chunk = file.read(min(size, _CHUNK))
+            if not chunk:
+                raise ArtifactError(f"{payload.source} became shorter while it was packed")
+            size -= len(chunk)
+            yield chunk
+
+
+def _has_size(place: Path, part: Entry) -> bool:
+    path = place / part["path"]
+    return path.is_file() and path.stat().st_size == part["bytes"]
+
+
+def _journal(path: Path) -> list[Entry]:
+    """Return the entries that a killed run finished; a torn last line is left out."""
+    entries: list[Entry] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                entries += json.loads(line)
+            except ValueError:
+                break
+    return entries

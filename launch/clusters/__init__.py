@@ -1,0 +1,1 @@
+"""What cluster.py looks at."""

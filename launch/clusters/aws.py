@@ -1,0 +1,128 @@
+"""What AWS says of an EKS or HyperPod cluster, where its command line is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from typing import Any
+
+from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
+from lib.core.errors import UsageError
+
+_TIMEOUT_S = 60
+_ARN = re.compile(r"arn:aws[\w-]*:eks:(?P<region>[\w-]+):\d+:cluster/(?P<name>[\w-]+)")
+_ADDONS = {"aws-fsx-csi-driver": "storage on FSx for Lustre",
+           "eks-pod-identity-agent": "rights of pods"}
+
+
+class AwsError(UsageError):
+    """A call that AWS refused or did not answer."""
+
+
+def text(*arguments: str, region: str = "") -> str:
+    """Return what a call of the AWS command line says; AwsError when it fails."""
+    where = ["--region", region] if region else []
+    call = f"aws {' '.join(arguments[:2])}"
+    try:
+        done = subprocess.run(["aws", *arguments, *where], capture_output=True, text=True,
+                              timeout=_TIMEOUT_S)
+    except FileNotFoundError:
+        raise AwsError("the AWS command line (aws) is not installed",
+                       expected="aws on the PATH, and credentials") from None
+    except subprocess.TimeoutExpired:
+        raise AwsError(f"no answer of `{call}` in {_TIMEOUT_S} s") from None
+    if done.returncode:
+        raise AwsError(f"`{call}` failed", found=(done.stderr or done.stdout).strip()[-500:],
+                       run="aws sts get-caller-identity")
+    return done.stdout
+
+
+def aws(*arguments: str, region: str = "") -> Any:
+    """Return what a call says, read as JSON; AwsError when it fails."""
+    said = text(*arguments, "--output", "json", region=region)
+    return json.loads(said) if said.strip() else {}
+
+
+def cluster_of(context: str) -> tuple[str, str]:
+    """Return name and region of the EKS cluster that a kubectl context names, else empty ones."""
+    match = _ARN.search(context)
+    return (match["name"], match["region"]) if match else ("", "")
+
+
+def connect(cluster: str, region: str) -> None:
+    """Write a kubectl context for a cluster and make it the current one; AwsError when refused."""
+    aws("eks", "update-kubeconfig", "--name", cluster, region=region)
+
+
+def discover(region: str) -> str:
+    """Return the only EKS cluster of the account and region; UsageError when there is not one."""
+    found = aws("eks", "list-clusters", region=region).get("clusters", [])
+    if len(found) != 1:
+        raise UsageError("which cluster?" if found else "there is no EKS cluster here",
+                         expected="--cluster-name", found=", ".join(found) or "none in this region")
+    return found[0]
+
+
+def check(cluster: str, region: str, kind: str) -> list[Finding]:
+    """Return what AWS says of a cluster, or why it was not asked."""
+    if not shutil.which("aws"):
+        return [not_checked("EKS", "the AWS command line is not installed")]
+    if not cluster:
+        return [not_checked("EKS", "the context names no EKS cluster (--cluster-name does)")]
+    try:
+        return [*_eks(cluster, region), *(_hyperpod(cluster, region) if kind == "hyperpod" else ())]
+    except AwsError as error:
+        return [not_checked("EKS", f"{error.problem}: {error.found.splitlines()[-1]}"
+                            if error.found else error.problem)]
+
+
+def _eks(cluster: str, region: str) -> Iterable[Finding]:
+    told = aws("eks", "describe-cluster", "--name", cluster, region=region)["cluster"]
+    status = told.get("status")
+    yield Finding(INFO if status == "ACTIVE" else ERROR, "EKS",
+                  f"{cluster} is {status}, Kubernetes {told.get('version')}",
+                  "" if status == "ACTIVE" else "wait until it is ACTIVE")
+    for group in aws("eks", "list-nodegroups", "--cluster-name", cluster,
+                     region=region).get("nodegroups", []):
+        info = aws("eks", "describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name",
+                   group, region=region)["nodegroup"]
+        for issue in info.get("health", {}).get("issues", []):
+            yield Finding(WARNING, "EKS node group", f"{group}: {issue.get('code')}: "
+                          f"{issue.get('message')}", "see the node group in the EKS console")
+    there = aws("eks", "list-addons", "--cluster-name", cluster, region=region).get("addons", [])
+    for addon, purpose in _ADDONS.items():
+        if addon not in there:
+            yield Finding(INFO, "EKS add-on", f"{addon} is not installed ({purpose})",
+                          f"aws eks create-addon --cluster-name {cluster} --addon-name {addon}")
+
+
+def _hyperpod(cluster: str, region: str) -> Iterable[Finding]:
+    """Find the HyperPod cluster that an EKS cluster orchestrates, and judge its instance groups."""
+    for summary in aws("sagemaker", "list-clusters", region=region).get("ClusterSummaries", []):
+        told = aws("sagemaker", "describe-cluster", "--cluster-name", summary["ClusterName"],
+                   region=region)
+        arn = told.get("Orchestrator", {}).get("Eks", {}).get("ClusterArn", "")
+        if arn.endswith(f"/{cluster}"):
+            yield from _instance_groups(told)
+            return
+    yield Finding(ERROR, "HyperPod", f"no HyperPod cluster runs on the EKS cluster {cluster}",
+                  "choose --kind pytorchjob or trainjob, or name the cluster with --cluster-name")
+
+
+def _instance_groups(told: dict[str, Any]) -> Iterable[Finding]:
+    status = told.get("ClusterStatus")
+    usable = status == "InService"
+    yield Finding(INFO if usable else WARNING, "HyperPod", f"{told.get('ClusterName')} is {status}",
+                  "" if usable else "wait until it is InService")
+    if told.get("NodeRecovery") == "None":
+        yield Finding(WARNING, "HyperPod", "broken nodes are not replaced (NodeRecovery is None)",
+                      "aws sagemaker update-cluster --node-recovery Automatic")
+    for group in told.get("InstanceGroups", []):
+        now, target = group.get("CurrentCount"), group.get("TargetCount")
+        if now != target:
+            yield Finding(WARNING, "HyperPod", f"{group.get('InstanceGroupName')}: {now} of "
+                          f"{target} {group.get('InstanceType')} are there",
+                          "wait, or check the account's quota")

@@ -1,0 +1,199 @@
+"""What a job needs of a Kubernetes cluster besides nodes: operator, rights, storage, quota, secret.
+
+Each check asks kubectl for itself, so that one which is not allowed leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from launch.clusters.nodes import EFA, GPU, Node, Wanted, quantity
+from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
+from launch.kube.kubectl import Kubectl, KubectlError
+from lib.core.options import Options
+
+# Each kind: its CRD, the version that launch/kubernetes/ is written in, who acts on it.
+KINDS = {
+    "pytorchjob": ("pytorchjobs.kubeflow.org", "v1", "training-operator",
+                   "install the Kubeflow training operator, release 1.9"),
+    "trainjob": ("trainjobs.trainer.kubeflow.org", "v1alpha1", "kubeflow-trainer",
+                 "install the Kubeflow trainer, release 2.3, with its runtimes"),
+    "hyperpod": ("hyperpodpytorchjobs.sagemaker.amazonaws.com", "v1", "hp-training-operator",
+                 "install the EKS add-on amazon-sagemaker-hyperpod-training-operator"),
+}
+_FSX = "fsx.csi.aws.com"
+
+
+def guarded(check: str, of: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return what a check finds, or that it could not be made and why."""
+    found: list[Finding] = []
+    try:
+        found.extend(of())
+    except KubectlError as error:
+        why = "not allowed" if error.is_forbidden else error.text.strip().splitlines()[-1][:200]
+        found.append(not_checked(check, why))
+    return found
+
+
+def server(kube: Kubectl) -> Finding:
+    """Tell the version of the cluster, or that it does not answer."""
+    try:
+        told = json.loads(kube.run("version", "-o", "json", "--request-timeout=20s"))
+    except KubectlError as error:
+        return Finding(ERROR, "API server", error.text.strip().splitlines()[-1][:300],
+                       "kubectl config get-contexts; on EKS: "
+                       "aws eks update-kubeconfig --name CLUSTER --region REGION")
+    version = told.get("serverVersion", {}).get("gitVersion", "an unknown version")
+    return Finding(INFO, "API server", f"Kubernetes {version}")
+
+
+def namespace(kube: Kubectl) -> Iterable[Finding]:
+    """Tell when the namespace is missing."""
+    if kube.find("namespace", kube.namespace) is None:
+        yield Finding(ERROR, "namespace", f"there is no namespace {kube.namespace}",
+                      f"kubectl create namespace {kube.namespace}")
+
+
+def rights(kube: Kubectl, kind: str) -> Iterable[Finding]:
+    """Tell what the caller may not do that a launch does; all is asked in one call."""
+    name, _, group = KINDS[kind][0].partition(".")
+    asked = [("create", name, group), ("delete", name, group), ("get", "pods", ""),
+             ("get", "pods/log", ""), ("list", "events", ""), ("create", "secrets", "")]
+    reviews = {"apiVersion": "v1", "kind": "List",
+               "items": [_review(kube.namespace, *right) for right in asked]}
+    told = kube.run("create", "--validate=false", "-f", "-", "-o",
+                    'jsonpath={.status.allowed}{"\\n"}', given=json.dumps(reviews))
+    for (verb, resource, _), allowed in zip(asked, told.split(), strict=True):
+        if allowed != "true":
+            yield Finding(ERROR, "rights", f"you may not {verb} {resource} in {kube.namespace}",
+                          "ask for a RoleBinding there")
+
+
+def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, Any]:
+    plural, _, sub = resource.partition("/")
+    return {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {
+                "namespace": namespace, "verb": verb, "group": group, "resource": plural,
+                **({"subresource": sub} if sub else {})}}}
+
+
+def operator(kube: Kubectl, kind: str) -> Iterable[Finding]:
+    """Tell whether the kind of job exists, in the version written here, and someone acts on it."""
+    crd, version, controller, remedy = KINDS[kind]
+    definition = kube.find("customresourcedefinition", crd)
+    if definition is None:
+        yield Finding(ERROR, "operator", f"the cluster knows no {kind} (no CRD {crd})",
+                      f"{remedy}, or choose another --kind")
+        return
+    served = [v["name"] for v in definition["spec"]["versions"] if v.get("served")]
+    if version not in served:
+        yield Finding(ERROR, "operator", f"{crd} is served as {', '.join(served)}, not {version}",
+                      remedy)
+    running = [item for item in kube.items("deployments", "--all-namespaces")
+               if item["metadata"]["name"].startswith(controller)]
+    if not running:
+        yield Finding(WARNING, "operator", f"no deployment called {controller}* was found",
+                      remedy)
+    for item in running:
+        name = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+        if not item.get("status", {}).get("availableReplicas"):
+            yield Finding(ERROR, "operator", f"{name} has no available replica",
+                          f"kubectl -n {item['metadata']['namespace']} describe deployment "
+                          f"{item['metadata']['name']}")
+        else:
+            yield Finding(INFO, "operator", f"{crd} ({version}), run by {name}")
+
+
+def storage(kube: Kubectl, claim: str) -> Iterable[Finding]:
+    """Tell whether the claim that the job mounts is there, bound, and for many nodes."""
+    found = kube.find("persistentvolumeclaim", claim)
+    if found is None:
+        classes = kube.items("storageclasses")
+        drivers = {item["provisioner"] for item in classes}
+        names = ", ".join(item["metadata"]["name"] for item in classes) or "none"
+        yield Finding(ERROR, "storage", f"no claim {claim} in {kube.namespace} (storage classes: "
+                      f"{names})", "create it with access mode ReadWriteMany, or name another with "
+                      "--pvc" + ("" if _FSX in drivers else f"; for FSx install the driver {_FSX}"))
+        return
+    phase, modes = found.get("status", {}).get("phase"), found["spec"].get("accessModes", [])
+    if phase != "Bound":
+        yield Finding(ERROR, "storage", f"claim {claim} is {phase}",
+                      f"kubectl -n {kube.namespace} describe pvc {claim}")
+    elif "ReadWriteMany" not in modes:
+        yield Finding(ERROR, "storage", f"claim {claim} is {', '.join(modes)}: not for many nodes",
+                      "use one with access mode ReadWriteMany (FSx for Lustre, EFS, NFS)")
+    else:
+        size = found.get("status", {}).get("capacity", {}).get("storage", "unknown size")
+        yield Finding(INFO, "storage", f"claim {claim}, {size}, {', '.join(modes)}")
+
+
+def quota(kube: Kubectl, wanted: Wanted) -> Iterable[Finding]:
+    """Tell when the namespace's quotas leave too little for the job."""
+    needed = {f"requests.{GPU}": wanted.nodes * wanted.gpus,
+              f"requests.{EFA}": wanted.nodes * wanted.efa,
+              "pods": wanted.nodes, "count/pods": wanted.nodes}
+    for item in kube.items("resourcequotas"):
+        hard = item.get("status", {}).get("hard", {})
+        used = item.get("status", {}).get("used", {})
+        for resource, amount in needed.items():
+            if resource not in hard:
+                continue
+            left = quantity(hard[resource]) - quantity(used.get(resource, "0"))
+            if left < amount:
+                yield Finding(ERROR, "quota", f"{item['metadata']['name']} leaves {left} of "
+                              f"{resource}, the job needs {amount}",
+                              "raise the quota, end other jobs, or ask for fewer --nodes")
+
+
+def pull_secret(kube: Kubectl, name: str, image: str) -> Iterable[Finding]:
+    """Tell whether nodes can fetch the image; no secret's content is read, only its type."""
+    if name:
+        try:
+            kind = kube.run("get", "secret", name, "-o", "jsonpath={.type}").strip()
+        except KubectlError as error:
+            if not error.is_missing:
+                raise
+            yield Finding(ERROR, "image pull secret", f"no secret {name} in {kube.namespace}",
+                          f"kubectl -n {kube.namespace} create secret docker-registry {name} "
+                          "--docker-server=… --docker-username=… --docker-password=…")
+            return
+        if kind != "kubernetes.io/dockerconfigjson":
+            yield Finding(ERROR, "image pull secret", f"{name} is of type {kind}",
+                          "create it with `kubectl create secret docker-registry`")
+        return
+    if not image or ".dkr.ecr." in image:
+        return  # the nodes' role, or whatever the default service account has
+    account = kube.find("serviceaccount", "default") or {}
+    if not account.get("imagePullSecrets"):
+        yield Finding(INFO, "image pull secret", f"none: {image} must be public, or the nodes must "
+                      "have credentials of their own", "name one with --image-pull-secret")
+
+
+def drivers(nodes: list[Node]) -> Iterable[Finding]:
+    """Tell which nodes' driver is too old for the torch of requirements.txt."""
+    from launch.images.versions import driver_problem, torch_pin
+
+    told = {node.driver: node.name for node in nodes if node.driver}
+    if not told:
+        yield not_checked("driver", "the nodes do not tell theirs (NVIDIA's GPU feature discovery "
+                                    "would)")
+    for version, node in told.items():
+        if problem := driver_problem(torch_pin(), version):
+            yield Finding(ERROR, "driver", f"{node}: {problem}",
+                          f"update it, or build the image with --driver-version {version} "
+                          "--auto-fix")
+
+
+def wanted_of(opts: Options, instances: dict[str, Any]) -> Wanted:
+    """Return what a job of these options will ask for; numbers given win over the table's.
+
+    HyperPod puts `ml.` before the instance types of EC2.
+    """
+    kind = opts.instance_type.removeprefix("ml.")
+    known = instances.get(kind, {})
+    gpus, efa = opts.gpus_per_node, opts.efa_per_node
+    return Wanted(nodes=opts.nodes, gpus=known.get("gpus", 1) if gpus is None else gpus,
+                  efa=known.get("efa", 0) if efa is None else efa,
+                  instance_type=f"ml.{kind}" if kind and opts.kind == "hyperpod" else kind)

@@ -1,0 +1,146 @@
+"""Nodes of a Kubernetes cluster: which can take a pod of the job, with how many GPUs and EFAs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from launch.common.findings import ERROR, INFO, WARNING, Finding
+from lib.core import units
+
+GPU, EFA, HUGE_PAGES = "nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi"
+_TYPE = "node.kubernetes.io/instance-type"
+_HEALTH = "sagemaker.amazonaws.com/node-health-status"
+_TOLERATED = {GPU}
+_BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+_DECIMAL = {"k": 10 ** 3, "M": 10 ** 6, "G": 10 ** 9, "T": 10 ** 12}
+HUGE_PAGES_NEEDED = 5 << 30  # what a job's pod asks for (launch/kubernetes/pod.yaml)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a job will ask for. gpus, efa: per node. instance_type: empty for any."""
+
+    nodes: int = 1
+    gpus: int = 1
+    efa: int = 0
+    instance_type: str = ""
+
+
+@dataclass
+class Node:
+    """A node. unfit: why no pod can go there, empty when one can. driver: empty if not told."""
+
+    name: str
+    instance_type: str
+    unfit: str
+    gpus: int
+    efa: int
+    huge_pages: int
+    driver: str
+    gpus_used: int = 0
+
+    @property
+    def gpus_free(self) -> int:
+        """Return the GPUs that no pod has."""
+        return self.gpus - self.gpus_used
+
+
+def quantity(text: str) -> int:
+    """Return a Kubernetes quantity as a number: `8`, `500m`, `5120Mi`, `1k`."""
+    for suffixes in (_BINARY, _DECIMAL):
+        for suffix, factor in suffixes.items():
+            if text.endswith(suffix):
+                return int(float(text.removesuffix(suffix)) * factor)
+    return int(float(text.removesuffix("m")) / 1000) if text.endswith("m") else int(float(text))
+
+
+def read(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[Node]:
+    """Return the nodes as `kubectl get` gives them, with what pods that run or wait use."""
+    found = {item["metadata"]["name"]: _node(item) for item in nodes}
+    for pod in pods:
+        if (node := found.get(pod["spec"].get("nodeName", ""))) and \
+                pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
+            node.gpus_used += sum(
+                quantity(container.get("resources", {}).get("limits", {}).get(GPU, "0"))
+                for container in pod["spec"]["containers"])
+    return list(found.values())
+
+
+def _node(item: dict[str, Any]) -> Node:
+    labels = item["metadata"].get("labels", {})
+    has = item["status"].get("allocatable", {})
+    return Node(name=item["metadata"]["name"], instance_type=labels.get(_TYPE, "unknown"),
+                unfit=_unfit(item, labels), gpus=quantity(has.get(GPU, "0")),
+                efa=quantity(has.get(EFA, "0")), huge_pages=quantity(has.get(HUGE_PAGES, "0")),
+                driver=_driver(labels))
+
+
+def _driver(labels: dict[str, str]) -> str:
+    """Return the driver version that NVIDIA's feature discovery wrote on a node."""
+    if full := labels.get("nvidia.com/cuda.driver-version.full"):
+        return full
+    parts = [labels.get(f"nvidia.com/cuda.driver.{part}", "") for part in ("major", "minor", "rev")]
+    return ".".join(filter(None, parts))
+
+
+def _unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
+    states = {condition["type"]: condition["status"]
+              for condition in item["status"].get("conditions", [])}
+    pressed = [kind for kind, status in states.items() if kind != "Ready" and status == "True"]
+    taints = [taint["key"] for taint in item["spec"].get("taints", [])
+              if taint["effect"] in ("NoSchedule", "NoExecute") and taint["key"] not in _TOLERATED]
+    reasons = [*(["not ready"] if states.get("Ready") != "True" else []), *pressed,
+               *(["cordoned"] if item["spec"].get("unschedulable") else []),
+               *([f"HyperPod health: {labels[_HEALTH]}"]
+                 if labels.get(_HEALTH, "Schedulable") != "Schedulable" else []),
+               *(f"taint {key}" for key in taints if not key.startswith("node.kubernetes.io/"))]
+    return ", ".join(reasons)
+
+
+def judge(nodes: list[Node], wanted: Wanted, grows: bool) -> Iterable[Finding]:
+    """Tell whether a job fits. grows: an autoscaler adds nodes."""
+    candidates = [node for node in nodes if wanted.instance_type in ("", node.instance_type)
+                  and (node.gpus or wanted.instance_type or not wanted.gpus)]
+    label = wanted.instance_type or ("nodes with GPUs" if wanted.gpus else "nodes")
+    for node in candidates:
+        if node.unfit:
+            yield Finding(WARNING, "nodes", f"{node.name} takes no pods: {node.unfit}",
+                          f"kubectl describe node {node.name}")
+    fit = [node for node in candidates if not node.unfit]
+    suited = [node for node in fit if node.gpus >= wanted.gpus and node.efa >= wanted.efa]
+    yield from _devices(fit, wanted)
+    free = [node for node in suited if node.gpus_free >= wanted.gpus]
+    need = f"{wanted.nodes} with {wanted.gpus} GPUs and {wanted.efa} EFA each"
+    if len(suited) < wanted.nodes:
+        yield Finding(WARNING if grows else ERROR, "capacity",
+                      f"{len(suited)} of {len(candidates)} {label} can take a pod, the job needs "
+                      f"{need}" + (" (an autoscaler may add some)" if grows else ""),
+                      "add nodes, or ask for fewer --nodes or --gpus-per-node")
+    elif len(free) < wanted.nodes:
+        yield Finding(WARNING, "capacity",
+                      f"{len(free)} {label} are free now, the job needs {need}",
+                      "it will wait; `kubectl get pods -A -o wide` shows who has them")
+    else:
+        yield Finding(INFO, "capacity", f"{len(free)} {label} are free, the job needs {need}")
+
+
+def _devices(fit: list[Node], wanted: Wanted) -> Iterable[Finding]:
+    """Tell which nodes lack devices that they should show."""
+    if wanted.gpus and (bare := [node.name for node in fit if not node.gpus]):
+        yield Finding(ERROR, "GPUs", f"no {GPU} on {_some(bare)}",
+                      "install NVIDIA's device plugin or GPU operator; "
+                      "kubectl get daemonsets -A | grep nvidia")
+    if wanted.efa and (bare := [node.name for node in fit if node.efa < wanted.efa]):
+        yield Finding(ERROR, "EFA", f"fewer than {wanted.efa} {EFA} on {_some(bare)}",
+                      "install the EFA device plugin (aws-efa-k8s-device-plugin), and launch the "
+                      "nodes with EFA interfaces")
+    if wanted.efa and (bare := [node for node in fit if node.huge_pages < HUGE_PAGES_NEEDED]):
+        yield Finding(WARNING, "huge pages", f"{units.size(bare[0].huge_pages)} on "
+                      f"{_some([node.name for node in bare])}, EFA pods ask for 5120Mi",
+                      "use an EKS accelerated AMI, or reserve them: sysctl vm.nr_hugepages=5128")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")

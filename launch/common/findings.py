@@ -1,0 +1,82 @@
+"""What a check of a machine or a cluster found: how bad, what, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lib.core import log, manifest
+from lib.core.errors import StageError
+
+ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
+EXIT_WARNING, EXIT_ERROR = 5, 6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check has to say.
+
+    severity: `error` (training will fail or be wrong), `warning` (it will be slow, or may fail)
+    or `info`. check: what was looked at. remedy: what to do, as a command where there is one.
+    """
+
+    severity: str
+    check: str
+    text: str
+    remedy: str = ""
+
+
+class NotReady(StageError):
+    """A check found something at least as severe as the caller tolerates."""
+
+    def __init__(self, problem: str, code: int) -> None:
+        super().__init__(problem)
+        self.code = code
+
+
+def not_checked(check: str, why: str) -> Finding:
+    """Return the finding of a check that could not be made here."""
+    return Finding(INFO, check, f"not checked: {why}")
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings in order of severity; equal ones keep theirs."""
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def show(findings: Iterable[Finding]) -> None:
+    """Print findings, the worst first, each with its remedy below."""
+    for found in worst_first(findings):
+        log.info(f"{found.severity:<8} {found.check}: {found.text}")
+        for line in found.remedy.splitlines():
+            log.info(f"{'':<8}   → {line}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every command that ends in findings."""
+    parser.add_argument("--fail-on", choices=(ERROR, WARNING), default=ERROR,
+                        help=f"least severity that fails the command; it then exits with "
+                             f"{EXIT_ERROR} for an error, {EXIT_WARNING} for a warning")
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="also write everything that was found to a file")
+
+
+def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:
+    """Write findings, the worst first, and whatever else was measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(path, {"findings": [asdict(f) for f in worst_first(findings)], **more})
+
+
+def conclude(findings: Iterable[Finding], fail_on: str, what: str) -> None:
+    """Say whether `what` is ready; NotReady when something is at least as severe as `fail_on`."""
+    counted = Counter(finding.severity for finding in findings)
+    told = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name in (ERROR, WARNING)
+                     if (n := counted[name]))
+    if counted[ERROR]:
+        raise NotReady(f"{what} is not ready: {told}", EXIT_ERROR)
+    if counted[WARNING] and fail_on == WARNING:
+        raise NotReady(f"{what} is not ready: {told}", EXIT_WARNING)
+    log.info(f"{what} is ready" + (f", with {told}" if told else ""))

@@ -1,0 +1,197 @@
+"""What the files of a run say about it: read again and again, whole or torn, by any process."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from lib.core import lease
+from lib.core.paths import Experiment, step_of
+
+SILENT_S = 40.0  # a lock that is held is renewed every ten seconds
+_COMMIT = "COMMIT.json"
+_LOG_TAIL = 16 << 10
+_WARNINGS = 6
+_TELLING = {"quarantine", "fallback", "signal", "skip_step", "rollback", "disk_full", "failed"}
+_LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR) (.*)")
+_HEAVY_START = "Traceback (most recent call last):"
+
+Row = dict[str, Any]
+
+
+class Lines:
+    """A file of JSON lines that grows; what is torn or no object is left out until it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset = path, -1, 0
+        self.rows: list[Row] = []
+
+    def update(self) -> list[Row]:
+        """Return all rows, having read only what is new; a file that was replaced is read anew."""
+        try:
+            with self._path.open("rb") as file:
+                status = self._path.stat()
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._inode, self._offset, self.rows = status.st_ino, 0, []
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            self._inode, self._offset, self.rows = -1, 0, []
+            return []
+        whole = new[:new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                self.rows.append({k: math.nan if v is None else v for k, v in row.items()})
+        return self.rows
+
+
+class RunFiles:
+    """The files of `outputs/<exp>/` as they are now."""
+
+    def __init__(self, root: Path) -> None:
+        self.experiment = Experiment(root.parent, root.name)
+        self._metrics, self._events = (Lines(self.experiment.metrics),
+                                       Lines(self.experiment.events))
+        self._seen: dict[Path, tuple[int, list[str]]] = {}
+        self.state: Row = {}
+        self.rows: list[Row] = []
+        self.events: list[Row] = []
+        self.evaluations: list[Row] = []
+
+    def update(self) -> None:
+        """Read what is new."""
+        self.state = _read_json(self.experiment.state)
+        every = self._metrics.update()
+        self.rows = [row for row in every if "train/loss" in row]
+        self.evaluations = [row for row in every if "eval/loss" in row]
+        self.events = self._events.update()
+
+    def status(self) -> str:
+        """Return what the run is doing, in words that begin with a status of state.json."""
+        said = str(self.state.get("status", ""))
+        record = _read_json(self.experiment.lock)
+        quiet = time.time() - max((path.stat().st_mtime for path in self._written()), default=0)
+        if not said:
+            if record and self._is_held(record):
+                return "starting"
+            return "stopped before its first step" if self.experiment.config.exists() \
+                else "not begun"
+        if said != "running":
+            return said
+        who = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
+        if not record or not self._is_held(record):
+            return f"died: {who if record else 'its process'} is gone, and state.json still says " \
+                   "running; the same command goes on from the last checkpoint"
+        if quiet > self._patience():
+            return f"running, but silent for {quiet / 60:.0f} min: a long save or evaluation, or " \
+                   f"it hangs ({who})"
+        return "running"
+
+    def is_over(self) -> bool:
+        """Tell whether nothing more is to come."""
+        return self.state.get("status") == "complete"
+
+    def ranks(self) -> int:
+        """Return the number of ranks of the last start, 0 when it is not known."""
+        counts = [e["ranks"] for e in self.events if isinstance(e.get("ranks"), int)]
+        return counts[-1] if counts else 0
+
+    def checkpoints(self) -> list[tuple[int, float]]:
+        """Return step and age in seconds of the finished checkpoints, the newest last."""
+        found = []
+        for path in self.experiment.checkpoints.glob(f"step_*/{_COMMIT}"):
+            try:
+                step = step_of(path.parent.name)
+                if step is not None:
+                    found.append((step, time.time() - path.stat().st_mtime))
+            except OSError:
+                continue  # pruned in this moment
+        return sorted(found)
+
+    def warnings(self) -> list[str]:
+        """Return the last things that want attention: events, and warnings of any rank's log."""
+        found = [(str(e.get("time", "")).replace("T", " ").rstrip("Z"), _event_line(e))
+                 for e in self.events if e.get("event") in _TELLING]
+        logs = [(path, _rank_of(path)) for path in sorted(self.experiment.logs.glob("rank_*.log"))]
+        for path, rank in logs:
+            found += [(line[:19], f"rank {rank}: {line[20:]}") for line in self._complaints(path)]
+        found += [("", f"stacks of a rank that hung: {path}")
+                  for path in sorted(self.experiment.logs.glob("*.stacks.txt"))]
+        return [f"{when}  {what}".strip() for when, what in sorted(found)[-_WARNINGS:]]
+
+    def _complaints(self, path: Path) -> list[str]:
+        """Return the warnings at the end of a log, which is read again only when it has grown."""
+        try:
+            size = path.stat().st_size
+            if self._seen.get(path, (-1, []))[0] != size:
+                with path.open("rb") as file:
+                    file.seek(max(0, size - _LOG_TAIL))
+                    text = file.read().decode("utf-8", "replace")
+                self._seen[path] = size, _complaints(text)
+            return self._seen[path][1]
+        except OSError:
+            return []
+
+    def _written(self) -> list[Path]:
+        exp = self.experiment
+        paths = [exp.state, exp.metrics, exp.events, exp.config, exp.rank_log(0)]
+        return [path for path in paths if path.exists()]
+
+    def _is_held(self, record: Row) -> bool:
+        """Tell whether the process that wrote the lock is alive, as far as can be seen here."""
+        alive = lease.is_alive(record)
+        try:
+            age = time.time() - self.experiment.lock.stat().st_mtime
+        except OSError:
+            return False
+        return age < SILENT_S if alive is None else alive
+
+    def _patience(self) -> float:
+        """Return how long the run may be silent, in seconds: several times its usual pause."""
+        last = self.rows[-2:]
+        if len(last) < 2:
+            return 600.0
+        usual = (last[1]["step"] - last[0]["step"]) * last[1].get("time/total", 0.0) / 1000
+        return max(60.0, 5 * usual)
+
+
+def _complaints(text: str) -> list[str]:
+    """Return `time text` of each warning and error; of a traceback, its last line."""
+    found: deque[str] = deque(maxlen=_WARNINGS)
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if match := _LOG_LINE.match(line):
+            said = match[3]
+            if said.startswith(_HEAVY_START):
+                rest = [after for after in lines[number + 1:] if after.strip()]
+                said = next((after for after in rest if not after.startswith(" ")), said)
+            found.append(f"{match[1]} {said}")
+    return list(found)
+
+
+def _event_line(event: Row) -> str:
+    facts = ", ".join(f"{key} {value}" for key, value in event.items()
+                      if key not in ("time", "event", "step"))
+    return f"{event['event']} at step {event['step']:,}" + (f": {facts}" if facts else "")
+
+
+def _rank_of(path: Path) -> str:
+    return path.stem.removeprefix("rank_").lstrip("0") or "0"
+
+
+def _read_json(path: Path) -> Row:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,1 @@
+"""What build_image.py is made of."""

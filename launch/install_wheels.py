@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""Make .venv from wheelhouse/, both beside the code, without a network and without a compiler.
+
+  python3.11 launch/install_wheels.py
+
+`airgap.py unpack --install` runs it; it needs nothing but Python. Again: nothing is done when it
+was finished, else it starts over. Exit codes: 0 done; 2 no wheelhouse, or pip refused.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTS = "requirements.txt", "requirements-dev.txt"
+MARKS = "installed", "installed-dev"  # in .venv, as the Makefile names them
+
+
+def main() -> int:
+    """Install what the wheelhouse was made for and return the exit code."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
+    venv, wheels = ROOT / ".venv", ROOT / "wheelhouse"
+    lists = [wheels / name for name in LISTS if (wheels / name).exists()]
+    pip = next(wheels.glob("pip-*.whl"), None)
+    if not lists or pip is None:
+        print(f"error: {wheels} is no wheelhouse\n  expected: one that `airgap.py pack` made",
+              file=sys.stderr)
+        return 2
+    if (venv / MARKS[0]).exists():
+        print(f"{venv} is installed already")
+        return 0
+    # Neither ensurepip (Debian leaves it out) nor pip's configuration of this machine takes part.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    run_pip = [str(venv / "bin" / "python"), str(pip / "pip")]
+    wanted = [word for path in lists for word in ("-r", str(path))]
+    for command in ([sys.executable, "-m", "venv", "--clear", "--without-pip", str(venv)],
+                    [*run_pip, "install", "--quiet", "--no-index", "--no-cache-dir",
+                     "--find-links", str(wheels), "pip", *wanted],
+                    [*run_pip, "check"]):
+        print("$ " + " ".join(command), flush=True)
+        if subprocess.run(command, env=environment, check=False).returncode:
+            return 2
+    for mark in MARKS[:len(lists)]:
+        (venv / mark).touch()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

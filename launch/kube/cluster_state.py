@@ -1,0 +1,112 @@
+"""A job as the cluster has it: its state, its pods, what they print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launch.kube import causes
+from launch.kube.kubectl import Kubectl, KubectlError
+from lib.core import log
+from lib.core.errors import UsageError
+
+ACTIVE, SUCCEEDED, FAILED = "active", "succeeded", "failed"
+_DONE = {"Succeeded": SUCCEEDED, "Complete": SUCCEEDED, "Completed": SUCCEEDED, "Failed": FAILED}
+_LOG_LINES = "400"
+_INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+@dataclass(frozen=True)
+class State:
+    """state: of the three above. words: the condition it is from, with the operator's message."""
+
+    state: str
+    words: str
+
+
+def of_job(job: dict[str, Any]) -> State:
+    """Return a job's state: the last condition that holds, of all that it went through."""
+    conditions = job.get("status", {}).get("conditions") or []
+    for condition in reversed(conditions):
+        if condition.get("status") == "True":
+            words = f"{condition['type']} since {condition.get('lastTransitionTime', '?')}"
+            if message := condition.get("message"):
+                words += f": {message}"
+            return State(_DONE.get(condition["type"], ACTIVE), words)
+    return State(ACTIVE, "the operator has not said anything yet")
+
+
+def require(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
+    """Return a job; UsageError when there is none."""
+    there: list[str] = []
+    try:
+        if job := kubectl.find(resource, name):
+            return job
+        there = [item["metadata"]["name"] for item in kubectl.items(resource)]
+    except KubectlError as error:
+        if not error.is_unknown_type:
+            raise
+    raise UsageError(f"no job {name} of type {resource} in namespace {kubectl.namespace}",
+                     found=", ".join(there) or "none of that type at all",
+                     run=f"kubectl get {resource} --all-namespaces")
+
+
+def pods(kubectl: Kubectl, selector: str) -> list[causes.Pod]:
+    """Return the job's pods in the order of their ranks, without those that were replaced."""
+    newest: dict[str, causes.Pod] = {}
+    for pod in sorted(kubectl.items("pods", "--selector", selector),
+                      key=lambda pod: pod["metadata"].get("creationTimestamp", "")):
+        meta = pod["metadata"]
+        # A Job leaves ended pods beside their successors, under other names.
+        newest[meta.get("labels", {}).get(_INDEX, meta["name"])] = pod
+    return causes.in_rank_order([*newest.values()])
+
+
+def end_of_log(kubectl: Kubectl, pod: causes.Pod) -> str:
+    """Return the end of what a pod printed: this time, or before its container started again."""
+    name, restarted = pod["metadata"]["name"], causes.container(pod).get("restartCount", 0)
+    has_ended = "terminated" in causes.container(pod).get("state", {})
+    for previous in (["--previous"] if restarted and not has_ended else [], []):
+        try:
+            return kubectl.run("logs", name, "--tail", _LOG_LINES, *previous)
+        except KubectlError:
+            continue  # the node is gone, or nothing was started yet
+    return ""
+
+
+def find_cause(kubectl: Kubectl, name: str, found: list[causes.Pod]) -> causes.Cause | None:
+    """Return why a job does not run, None when nothing is wrong."""
+    names = {name, *(pod["metadata"]["name"] for pod in found)}
+    try:
+        events = [event for event in kubectl.items("events")
+                  if event.get("involvedObject", {}).get("name") in names]
+    except KubectlError as error:
+        if not error.is_forbidden:
+            raise
+        events = []
+    return causes.find(found, events, lambda pod: end_of_log(kubectl, pod))
+
+
+def show_pods(found: list[causes.Pod]) -> None:
+    """Print a line for each pod."""
+    rows = [("pod", "phase", "node", "restarts", "")]
+    for pod in found:
+        status, ran = pod.get("status", {}), causes.container(pod)
+        waits = (ran.get("state", {}).get("waiting") or {}).get("reason", "")
+        code = causes.terminated(pod).get("exitCode")
+        rows.append((pod["metadata"]["name"], status.get("phase", "?"),
+                     pod["spec"].get("nodeName", "-"), str(ran.get("restartCount", 0)),
+                     waits or ("" if code is None else f"exit code {code}")))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
+        log.info(f"  {'  '.join(cells)}  {row[4]}".rstrip())
+
+
+def show_cause(cause: causes.Cause) -> None:
+    """Print what is wrong and what to do."""
+    where = f" ({cause.pod})" if cause.pod else ""
+    log.info(f"cause: {cause.name}{where}")
+    for line in cause.evidence.splitlines()[-12:]:
+        log.info(f"  | {line}")
+    log.info(f"  → {cause.remedy}")

@@ -1,0 +1,259 @@
+"""Check, submit, follow; when a job fails: find why, apply or name the cure, try again or give up.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass, replace
+
+from launch.kube import causes, cluster_state, cures, job, render
+from launch.kube.causes import Cause
+from launch.kube.cluster_state import ACTIVE, FAILED, SUCCEEDED
+from launch.kube.job import Job
+from launch.kube.kubectl import Kubectl, KubectlError
+from lib.core import log, units
+from lib.core.errors import EXIT_BUG, Problems, StageError
+
+_LONGEST_BACKOFF_S = 600.0
+_MOST_SILENT_POLLS = 20  # of a cluster that does not answer while the job runs
+_STOP_TIMEOUT_S = 420.0  # above the grace in which pods save
+# They keep a pod from running for good, or until somebody acts: no need to wait for the operator.
+_STUCK = {"image missing", "image forbidden", "missing token", "missing secret", "wrong image",
+          "driver mismatch", "no such node", "no huge pages", "no EFA", "quota", "pods refused",
+          "bad input", "damaged artifact", "disk full", "out of memory",
+          "out of GPU memory"}
+
+
+class JobFailed(StageError):
+    """The last word on a job; code: the run's, when that is known."""
+
+    def __init__(self, problem: str, code: int = EXIT_BUG, **parts: str) -> None:
+        super().__init__(problem, **parts)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Patience:
+    """attempts: submissions in all. poll, backoff, pending: seconds; pending: how long a job may
+    wait for nodes, its image or its volume.
+    """
+
+    attempts: int = 5
+    poll: float = 10.0
+    backoff: float = 30.0
+    pending: float = 1800.0
+
+
+def submit(asked: Job, kubectl: Kubectl) -> None:
+    """Create or change the job; KubectlError when the cluster refuses it."""
+    headline = f"job {asked.name}, made by launch/kubernetes.py"
+    for line in kubectl.apply(render.text(asked.manifests(), headline)).splitlines():
+        log.info(f"  {line}")
+
+
+def stop(kubectl: Kubectl, kind: str, name: str, runtime: str) -> None:
+    """Delete a job, whose pods save and end, and the runtime that was made for it."""
+    resource = job.KINDS[kind].resource
+    kubectl.run("delete", resource, name, "--ignore-not-found", "--cascade=foreground",
+                timeout=_STOP_TIMEOUT_S)
+    if kind == "trainjob":
+        kubectl.run("delete", job.RUNTIMES, runtime, "--ignore-not-found")
+
+
+def check(asked: Job, kubectl: Kubectl) -> None:
+    """Look for what the job needs in the cluster; UsageError tells all that is missing."""
+    kubectl.run("get", "--raw", "/version")  # an unreachable cluster is told once
+    problems = Problems()
+    try:
+        kubectl.items(asked.resource)
+    except KubectlError as error:
+        if error.is_transient:
+            raise
+        problems.add(f"the cluster does not take {asked.resource}", found=error.text.strip(),
+                     expected=f"the operator for --kind {asked.kind}, and leave to use it")
+    claim = _looked_up(kubectl, "pvc", asked.pvc)
+    if claim is None:
+        problems.add(f"--pvc: no claim {asked.pvc} in namespace {asked.namespace}",
+                     run=f"kubectl get pvc --namespace {asked.namespace}")
+    elif (phase := claim.get("status", {}).get("phase", "Bound")) == "Lost":
+        problems.add(f"--pvc: {asked.pvc} is {phase}")
+    if asked.pull_secret and _looked_up(kubectl, "secret", asked.pull_secret) is None:
+        problems.add(f"--image-pull-secret: no secret {asked.pull_secret}")
+    problems.raise_if_any()
+    if asked.instance_type:
+        _note_nodes(asked, kubectl)
+
+
+def _looked_up(kubectl: Kubectl, kind: str, name: str) -> dict[str, object] | None:
+    """Return an object, None when it is missing; empty where one may not look."""
+    try:
+        return kubectl.find(kind, name)
+    except KubectlError as error:
+        if error.is_forbidden:
+            return {}
+        raise
+
+
+def _note_nodes(asked: Job, kubectl: Kubectl) -> None:
+    label = "node.kubernetes.io/instance-type"
+    try:
+        nodes = kubectl.items("nodes")
+    except KubectlError as error:
+        log.info(f"nodes: not checked ({error.text.strip().splitlines()[-1]})")
+        return
+    types = [node["metadata"].get("labels", {}).get(label, "?") for node in nodes]
+    if (there := types.count(asked.instance_type)) < asked.nodes:
+        log.warn(f"{there} of {asked.nodes} nodes of type {asked.instance_type} are there; the "
+                 f"cluster has: {', '.join(sorted(set(types))) or 'no nodes'}")
+
+
+def put_token(kubectl: Kubectl, name: str, token: str) -> None:
+    """Create or replace the secret that holds the Hub's token, which no command line shows."""
+    kubectl.put(render.text([{
+        "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+        "metadata": {"name": name, "namespace": kubectl.namespace}, "stringData": {"token": token},
+    }], "made by launch/kubernetes.py"))
+    log.info(f"secret {name}: holds the token of HF_TOKEN")
+
+
+def deploy(asked: Job, kubectl: Kubectl, *, token: str = "", monitor: bool = True,
+           patience: Patience | None = None) -> None:
+    """Run a job to its end; JobFailed with the last word when it cannot be.
+
+    token: of the Hub; it goes into a secret. monitor: show the first node's log meanwhile.
+    """
+    patience = patience or Patience()
+    check(asked, kubectl)
+    if token:
+        asked = replace(asked, token_secret=asked.token_secret or f"{asked.name}-hub-token")
+    for attempt in range(1, patience.attempts + 1):
+        if token:
+            put_token(kubectl, asked.token_secret, token)
+        log.info(f"attempt {attempt} of {patience.attempts}: {asked.name}, {asked.nodes} × "
+                 f"{asked.instance_type or 'any node'}")
+        if not _is_there(asked, kubectl):
+            submit(asked, kubectl)
+        cause = _Watch(asked, kubectl, patience, monitor).until_it_ends()
+        if cause is None:
+            log.info(f"job {asked.name} is complete")
+            return
+        cluster_state.show_cause(cause)
+        cured = cures.cured(asked, cause, kubectl)
+        if attempt == patience.attempts or not (cured or cause.passes):
+            break
+        pause = min(patience.backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF_S)
+        log.info(f"trying again in {units.duration(pause)}" + (", with the cure" if cured else ""))
+        stop(kubectl, asked.kind, asked.name, asked.runtime)
+        time.sleep(pause)
+        asked = cured or asked
+    raise _give_up(asked, kubectl, cause, attempt)
+
+
+def _is_there(asked: Job, kubectl: Kubectl) -> bool:
+    """Tell whether a job of that name runs; one that has ended makes room."""
+    there = kubectl.find(asked.resource, asked.name)
+    if there is None:
+        return False
+    if cluster_state.of_job(there).state == ACTIVE:
+        log.warn(f"a job {asked.name} runs already: it is followed as it is; stop it to change it")
+        return True
+    log.info("  an ended job of that name makes room")
+    stop(kubectl, asked.kind, asked.name, asked.runtime)
+    return False
+
+
+def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFailed:
+    """Return the last word; a job that would still wait or crash is deleted, it holds GPUs."""
+    there = kubectl.find(asked.resource, asked.name)
+    left = f"kubectl describe pods --namespace {asked.namespace} --selector {asked.selector}"
+    if there and cluster_state.of_job(there).state == ACTIVE:
+        stop(kubectl, asked.kind, asked.name, asked.runtime)
+        left = "nothing of the job is left in the cluster"
+    tried = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
+    return JobFailed(f"job {asked.name} failed {tried}: {cause.name}", cause.code, run=cause.remedy,
+                     found=f"{cause.evidence.strip() or 'the operator says no more'}\n({left})")
+
+
+class _Watch:
+    """Follows one submission."""
+
+    def __init__(self, asked: Job, kubectl: Kubectl, patience: Patience, monitor: bool) -> None:
+        self._job, self._kubectl, self._patience = asked, kubectl, patience
+        self._monitor = monitor
+        self._log: subprocess.Popen[bytes] | None = None
+        self._logged = ""
+        self._told = self._told_cause = ""
+        self._silent = 0
+        self._pending_since = time.monotonic()
+
+    def until_it_ends(self) -> Cause | None:
+        """Return why the job failed, None when it is complete."""
+        try:
+            while True:
+                try:
+                    ended, cause = self._look()
+                    self._silent = 0
+                except KubectlError as error:
+                    self._endure(error)
+                    ended, cause = False, None
+                if ended:
+                    return cause
+                time.sleep(self._patience.poll)
+        finally:
+            if self._log is not None:
+                self._log.terminate()
+                self._log.wait()
+
+    def _look(self) -> tuple[bool, Cause | None]:
+        name = self._job.name
+        found = self._kubectl.find(self._job.resource, name)
+        if found is None:
+            return True, Cause("deleted", "", "the job is no longer there")
+        state = cluster_state.of_job(found)
+        pods = cluster_state.pods(self._kubectl, self._job.selector)
+        if state.words != self._told:
+            self._told = state.words
+            log.info(f"{name}: {state.words}")
+        if state.state == SUCCEEDED:
+            return True, None
+        cause = None
+        if state.state == FAILED or not self._runs(pods):
+            cause = cluster_state.find_cause(self._kubectl, name, pods)
+        if state.state == FAILED:
+            return True, cause or Cause("crash loop", "", state.words)
+        self._follow_log(pods)
+        if self._runs(pods):
+            self._pending_since = time.monotonic()
+        elif cause and (cause.name in _STUCK or any(map(causes.is_looping, pods))):
+            return True, cause
+        elif time.monotonic() - self._pending_since > self._patience.pending:
+            return True, cause or Cause("operator missing", "", "there are no pods yet" if not pods
+                                        else "the pods do not start")
+        elif cause and cause.evidence != self._told_cause:
+            self._told_cause = cause.evidence
+            log.info(f"{name}: waits: {cause.name}: {cause.evidence}")
+        return False, None
+
+    def _runs(self, pods: list[causes.Pod]) -> bool:
+        """Tell whether as many pods run as the job needs."""
+        running = [pod for pod in pods if pod.get("status", {}).get("phase") in (
+            "Running", "Succeeded") and "waiting" not in causes.container(pod).get("state", {})]
+        return len(running) >= (self._job.min_nodes or self._job.nodes)
+
+    def _endure(self, error: KubectlError) -> None:
+        """Bear with a cluster that does not answer for a while: the job goes on without it."""
+        self._silent += 1
+        if self._silent >= _MOST_SILENT_POLLS:
+            raise error
+        log.warn(f"the cluster does not answer: {error.text.strip().splitlines()[-1]}")
+
+    def _follow_log(self, pods: list[causes.Pod]) -> None:
+        """Show what the first node prints, once it runs and again when it starts anew."""
+        head = next((p for p in pods[:1] if p.get("status", {}).get("phase") == "Running"), None)
+        if not self._monitor or head is None:
+            return
+        uid = head["metadata"].get("uid", head["metadata"]["name"])
+        if self._log is None or (self._log.poll() is not None and uid != self._logged):
+            self._logged = uid
+            self._log = self._kubectl.stream("logs", "--follow", head["metadata"]["name"])

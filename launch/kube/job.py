@@ -1,0 +1,231 @@
+"""A training job as it was asked for, and the manifests that say so."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from launch.kube import render
+from lib.core.errors import Problems, UsageError
+from lib.core.options import Options
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HYPERPOD_PREFIX = "ml."
+# What is not the node network: loopback, containers, and the interfaces that EKS gives to pods.
+NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LONGEST_NAME = 45  # of 63: the operators append the role and number of a pod
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What differs between the kinds of job. resource: as kubectl names it."""
+
+    template: str
+    resource: str
+    container: str
+    port: tuple[str, int]
+
+
+KINDS = {
+    "pytorchjob": Kind("pytorchjob.yaml", "pytorchjobs.kubeflow.org", "pytorch",
+                       ("pytorchjob-port", 23456)),
+    "trainjob": Kind("trainjob.yaml", "trainjobs.trainer.kubeflow.org", "node", ("torch", 29500)),
+    "hyperpod": Kind("hyperpod.yaml", "hyperpodpytorchjobs.sagemaker.amazonaws.com", "pytorch",
+                     ("agent", 8080)),
+}
+RUNTIMES = "clustertrainingruntimes.trainer.kubeflow.org"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job with everything decided. gpus, efa: per node. train: options of stage 04.
+
+    min_nodes: 0 for a job of fixed size. slow_below: tokens per second, 0 for no limit.
+    interfaces: for NCCL_SOCKET_IFNAME, empty to let NCCL choose.
+    """
+
+    kind: str
+    name: str
+    namespace: str
+    nodes: int
+    min_nodes: int
+    spares: int
+    instance_type: str
+    gpus: int
+    efa: int
+    image: str
+    pvc: str
+    mount_path: str
+    project_dir: str
+    code_dir: str
+    max_restarts: int
+    slow_below: int
+    token_secret: str
+    pull_secret: str
+    train: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    huge_pages: bool = True
+    interfaces: str = NOT_THE_NETWORK
+
+    @property
+    def resource(self) -> str:
+        """Return the job's type as kubectl names it."""
+        return KINDS[self.kind].resource
+
+    @property
+    def runtime(self) -> str:
+        """Return the name of a TrainJob's runtime."""
+        return runtime_name(self.namespace, self.name)
+
+    @property
+    def selector(self) -> str:
+        """Return the label selector of the job's pods."""
+        return selector(self.name)
+
+    def manifests(self) -> list[render.Document]:
+        """Return the job as Kubernetes takes it."""
+        return render.documents(KINDS[self.kind].template, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        kind = KINDS[self.kind]
+        port_name, port = kind.port
+        is_hyperpod = self.kind == "hyperpod" or self.instance_type.startswith(HYPERPOD_PREFIX)
+        return {
+            "KIND": self.kind, "JOB_NAME": self.name, "NAMESPACE": self.namespace,
+            "RUNTIME": self.runtime, "CONTAINER": kind.container,
+            "PORT_NAME": port_name, "PORT": port,
+            "NUM_NODES": self.nodes, "MIN_NODES": self.min_nodes, "SPARES": self.spares,
+            "LEAST_NODES": self.min_nodes or self.nodes,
+            "INSTANCE_TYPE": self.instance_type, "HEALTH": is_hyperpod,
+            "GPU_PER_NODE": self.gpus, "PROC_PER_NODE": max(self.gpus, 1),
+            "EFA_PER_NODE": self.efa, "HUGE_PAGES": self.huge_pages and self.efa,
+            "IMAGE_URI": self.image, "PVC": self.pvc, "MOUNT_PATH": self.mount_path,
+            "PROJECT_DIR": self.project_dir, "CODE_DIR": self.code_dir,
+            "MAX_RESTARTS": self.max_restarts, "POD_RESTARTS": self.max_restarts * self.nodes,
+            "POD_RESTART": "Never" if self.kind == "trainjob" else "",
+            "SLOW_BELOW": self.slow_below, "INTERFACES": self.interfaces,
+            "TOKEN_SECRET": self.token_secret, "PULL_SECRET": self.pull_secret,
+            "MORE_ENV": [{"name": key, "value": value} for key, value in self.env.items()],
+            "TRAIN": list(self.train),
+        }
+
+
+def runtime_name(namespace: str, name: str) -> str:
+    """Return the name of a TrainJob's runtime, which belongs to the whole cluster."""
+    return f"{namespace}-{name}"
+
+
+def selector(name: str) -> str:
+    """Return the label selector of a job's pods."""
+    return f"app.kubernetes.io/name=llm-training,app.kubernetes.io/instance={name}"
+
+
+def values_file(name: str) -> Path:
+    """Return the file that --values means: one of launch/kubernetes/models/, or any other."""
+    ready = render.TEMPLATES / "models" / f"{name}.yaml"
+    if ready.is_file() or Path(name).is_file():
+        return ready if ready.is_file() else Path(name)
+    there = sorted(path.stem for path in ready.parent.glob("*.yaml"))
+    raise UsageError(f"--values: no such file: {name}", expected=f"a file, or {', '.join(there)}")
+
+
+def of_options(opts: Options, values: dict[str, Any], given: Sequence[str]) -> Job:
+    """Return the job that options ask for; UsageError tells all that is wrong with them.
+
+    values: options of stage 04 from a values file. given: those of the command line, which win.
+    """
+    bare_type = opts.instance_type.removeprefix(HYPERPOD_PREFIX)
+    known = render.read_yaml(render.TEMPLATES / "instances.yaml")
+    problems = Problems()
+    if bare_type not in known and opts.gpus_per_node is None:
+        problems.add(f"--instance-type {opts.instance_type or '(none)'} is not in the table",
+                     expected="one of " + ", ".join(known) + "; or --gpus-per-node (and "
+                     "--efa-per-node) for any other")
+    _check(opts, problems)
+    train = problems.collect(lambda: train_options(opts.job_name, values, given))
+    problems.raise_if_any()
+    has = known.get(bare_type, {})
+    is_hyperpod = opts.kind == "hyperpod" and bare_type
+    return Job(
+        kind=opts.kind, name=opts.job_name, namespace=opts.namespace, nodes=opts.nodes,
+        min_nodes=opts.min_nodes or 0, spares=opts.spares,
+        instance_type=HYPERPOD_PREFIX + bare_type if is_hyperpod else opts.instance_type,
+        gpus=has["gpus"] if opts.gpus_per_node is None else opts.gpus_per_node,
+        efa=has.get("efa", 0) if opts.efa_per_node is None else opts.efa_per_node,
+        image=opts.image, pvc=opts.pvc, mount_path=opts.mount_path,
+        project_dir=opts.project_dir or opts.mount_path, code_dir=opts.code_dir,
+        max_restarts=opts.max_restarts, slow_below=opts.slow_below,
+        token_secret=opts.token_secret, pull_secret=opts.image_pull_secret, train=tuple(train),
+        env={str(key): str(value) for key, value in has.get("env", {}).items()})
+
+
+def _check(opts: Options, problems: Problems) -> None:
+    """Note what does not go together."""
+    if not _NAME.fullmatch(opts.job_name) or len(opts.job_name) > _LONGEST_NAME:
+        problems.add(f"--job-name {opts.job_name!r} cannot name a job",
+                     expected="small letters, digits and hyphens, a letter first, at most "
+                              f"{_LONGEST_NAME}")
+    if opts.min_nodes and opts.min_nodes > opts.nodes:
+        problems.add(f"--min-nodes {opts.min_nodes} is above --nodes {opts.nodes}")
+    if opts.min_nodes and opts.kind == "trainjob":
+        problems.add("--min-nodes: a TrainJob has a fixed size",
+                     expected="--kind pytorchjob or hyperpod")
+    for option in ("spares", "slow_below"):
+        if getattr(opts, option) and opts.kind != "hyperpod":
+            problems.add(f"--{option.replace('_', '-')} is for --kind hyperpod alone")
+    if not opts.image:
+        problems.add("--image is missing", expected="the image that launch/build_image.py made")
+
+
+def train_options(name: str, values: dict[str, Any], given: Sequence[str]) -> list[str]:
+    """Return the options of stage 04: those of a file, then those given, which win.
+
+    The job's name becomes the experiment's when there is none. UsageError when stage 04 would not
+    take them.
+    """
+    asked = stage_options(given)
+    arguments: list[str] = []
+    for key, value in values.items():
+        option = f"--{key.replace('_', '-')}"
+        here = getattr(asked, key.replace("-", "_"), None)
+        if not (isinstance(here, list) and here):  # which would grow instead of being replaced
+            for item in value if isinstance(value, list) else [value]:
+                arguments += _spelled(option, item)
+    if not (stage_options(arguments).experiment_name or asked.experiment_name):
+        arguments.insert(0, f"--experiment-name={name}")
+    arguments += given
+    if not stage_options(arguments).dataset_name:
+        raise UsageError("no dataset is named", expected="-d NAME after --, or in --values")
+    return arguments
+
+
+def _spelled(option: str, value: Any) -> list[str]:
+    """Return an option as it is typed: YAML's true is `on` to some, the bare flag to others."""
+    if not isinstance(value, bool):
+        return [f"{option}={value}"]
+    try:
+        stage_options([on := f"{option}=on"])
+    except UsageError:
+        return [option] if value else []
+    return [on if value else f"{option}=off"]
+
+
+def stage_options(arguments: Sequence[str]) -> Options:
+    """Return what stage 04 makes of its options."""
+    return _stage().parse(list(arguments))
+
+
+@functools.cache
+def _stage() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("stage_04", ROOT / "04_train_fsdp.py")
+    assert spec and spec.loader
+    stage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stage)
+    return stage

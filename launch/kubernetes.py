@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Train on Kubernetes: make a job's manifest, submit it, follow it, and find out why it fails.
+
+  python launch/kubernetes.py render --job-name exp --nodes 2 --instance-type p5.48xlarge \\
+      --image REGISTRY/train:1 -- -d c4 -m meta-llama/Llama-3.1-8B --global-batch-size 256
+  python launch/kubernetes.py deploy --kind trainjob --job-name exp --values llama3_1_8b \\
+      --image REGISTRY/train:1 -- --max-steps 1000
+  python launch/kubernetes.py status|logs|stop --kind trainjob --job-name exp
+
+  from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
+
+render prints or writes the manifest; apply submits it; deploy checks the cluster, makes the secret
+of HF_TOKEN, submits, shows the log, and on a failure finds the cause, applies or names the cure and
+tries again. What stands behind `--` are options of 04_train_fsdp.py; -e is the job's name unless
+it is given. --values names a file of launch/kubernetes/models/ or any other of that shape; the
+command line wins. The volume of --pvc holds hf_datasets, .cache and outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch.build_image import build_docker_image  # noqa: E402
+from launch.cluster import manage_eks_cluster  # noqa: E402
+from lib.core import log, options, stage  # noqa: E402
+from lib.core.errors import UsageError  # noqa: E402
+from lib.core.options import Options  # noqa: E402
+
+if TYPE_CHECKING:  # imports yaml, which --help does not wait for
+    from launch.kube.deploy import Patience
+    from launch.kube.kubectl import Kubectl
+
+__all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
+
+KINDS = ("pytorchjob", "trainjob", "hyperpod")
+COMMANDS = ("render", "apply", "status", "logs", "stop", "deploy")
+_TRAIN = "train"  # key of a values file: options of stage 04
+
+
+def parser() -> options.Parser:
+    """Return the parser of everything before `--`."""
+    parser = options.Parser(__doc__)
+    parser.add_argument("command", choices=COMMANDS, help="what to do")
+    job = parser.add_argument_group("the job")
+    job.add_argument("--kind", choices=KINDS, default="pytorchjob",
+                     help="Kubeflow training operator, Kubeflow trainer, SageMaker HyperPod")
+    job.add_argument("--job-name", metavar="J", required=True, help="name of the job")
+    job.add_argument("--namespace", default="default", metavar="NS", help="where it runs")
+    job.add_argument("--context", default="", metavar="NAME",
+                     help="of the kubeconfig (default: the current one)")
+    nodes = parser.add_argument_group("the nodes")
+    nodes.add_argument("--nodes", type=options.positive_int, default=1, metavar="N", help="nodes")
+    nodes.add_argument("--min-nodes", type=options.positive_int, metavar="N",
+                       help="go on with so many when others are lost (default: all are needed)")
+    nodes.add_argument("--spares", type=options.count, default=0, metavar="N",
+                       help="nodes kept ready for those that fail (hyperpod)")
+    nodes.add_argument("--instance-type", default="", metavar="T",
+                       help="for example p5.48xlarge; HyperPod's ml. is added (default: any node)")
+    nodes.add_argument("--gpus-per-node", type=options.count, metavar="N",
+                       help="GPUs to ask for, 0 to train on the CPU (default: by instance type)")
+    nodes.add_argument("--efa-per-node", type=options.count, metavar="N",
+                       help="EFA adapters to ask for (default: by instance type)")
+    pod = parser.add_argument_group("the pods")
+    pod.add_argument("--image", default="", metavar="URI", help="image with the code")
+    pod.add_argument("--image-pull-secret", default="", metavar="NAME",
+                     help="secret with the registry's credentials")
+    pod.add_argument("--code-dir", default="/opt/pipeline", metavar="DIR",
+                     help="where 04_train_fsdp.py lies in the image")
+    pod.add_argument("--pvc", default="fsx-claim", metavar="NAME",
+                     help="claim of the volume that all nodes share")
+    pod.add_argument("--mount-path", default="/data", metavar="DIR", help="where it is mounted")
+    pod.add_argument("--project-dir", metavar="DIR",
+                     help="directory with hf_datasets, .cache and outputs there (default: the "
+                          "mount path)")
+    pod.add_argument("--token-secret", default="", metavar="NAME",
+                     help="secret whose key `token` becomes HF_TOKEN (default: none; deploy makes "
+                          "one when HF_TOKEN is set)")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--values", metavar="NAME|FILE",
+                     help="YAML file with these options, and under `train` those of stage 04")
+    run.add_argument("--max-restarts", type=options.count, default=5, metavar="M",
+                     help="restarts without progress before the job fails")
+    run.add_argument("--slow-below", type=options.count, default=0, metavar="TOK_S",
+                     help="call the job slow below so many tokens per second (hyperpod)")
+    run.add_argument("--out", type=Path, metavar="FILE", help="render: file to write")
+    run.add_argument("--node-rank", type=options.count, default=0, metavar="R",
+                     help="logs: of which node")
+    run.add_argument("--follow", type=options.on_off, default=True, metavar="on|off",
+                     help="logs: go on until the pod ends")
+    run.add_argument("--attempts", type=options.positive_int, default=5, metavar="N",
+                     help="deploy: submissions in all")
+    run.add_argument("--poll-seconds", type=options.positive, default=10.0, metavar="S",
+                     help="deploy: between two looks at the job")
+    run.add_argument("--backoff-seconds", type=options.non_negative, default=30.0, metavar="S",
+                     help="deploy: before the second attempt, doubled with each further one")
+    run.add_argument("--pending-minutes", type=options.positive, default=30.0, metavar="MIN",
+                     help="deploy: how long pods may wait for nodes, image and volume")
+    run.add_argument("--monitor", type=options.on_off, default=True, metavar="on|off",
+                     help="deploy: show the first node's log")
+    run.add_argument("--dry-run", action="store_true",
+                     help="print what would be submitted, or the kubectl command, and do nothing")
+    return parser
+
+
+def parse(argv: list[str]) -> tuple[Options, dict[str, Any], list[str]]:
+    """Return the options, those of stage 04 from --values, and those of stage 04 that are given."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    before, train = argv[:at], argv[at + 1:]
+    # --values first: it may give what the command line does not.
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--values")
+    named = finder.parse_known_args(before)[0].values
+    if named is None:
+        return parser().parse(before), {}, train
+    from launch.kube import job, render
+
+    path = job.values_file(named)
+    content = render.read_yaml(path)
+    of_stage = content.pop(_TRAIN, None) or {}
+    if not isinstance(of_stage, dict):
+        raise UsageError(f"{path}: `{_TRAIN}` must hold `key: value` lines")
+    from_file = [f"--{str(key).replace('_', '-')}={value}" for key, value in content.items()]
+    try:
+        return parser().parse([*from_file, *before]), of_stage, train
+    except UsageError as error:
+        raise UsageError(f"{error.problem} (with the options in {path})") from None
+
+
+def main(argv: list[str]) -> None:
+    """Do what the command says."""
+    opts, values, train = parse(argv)
+    # Through `finally`, where a kubectl that follows a log is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    from launch.kube import deploy, job, render
+    from launch.kube.kubectl import Kubectl
+
+    kubectl = Kubectl(opts.namespace, opts.context)
+    if opts.command in ("status", "logs", "stop"):
+        {"status": status, "logs": logs, "stop": stop}[opts.command](opts, kubectl)
+        return
+    asked = job.of_options(opts, values, train)
+    manifest = render.text(asked.manifests(), headline(argv))
+    if opts.command == "render" and opts.out and not opts.dry_run:
+        opts.out.write_text(manifest, encoding="utf-8")
+        log.info(f"{opts.out}: {asked.nodes} × {asked.gpus} GPUs, {asked.efa} EFA per node")
+        log.info(f"next: kubectl apply -f {opts.out}")
+    elif opts.command == "render" or opts.dry_run:
+        print(manifest, end="")
+    elif opts.command == "apply":
+        deploy.submit(asked, kubectl)
+        log.info(f"next: python launch/kubernetes.py logs {where(opts)}")
+    else:
+        patience = deploy.Patience(opts.attempts, opts.poll_seconds, opts.backoff_seconds,
+                                   opts.pending_minutes * 60)
+        try:
+            deploy.deploy(asked, kubectl, token=os.environ.get("HF_TOKEN", ""),
+                          monitor=opts.monitor, patience=patience)
+        except KeyboardInterrupt:
+            log.info(f"\nthe job goes on; end it: python launch/kubernetes.py stop {where(opts)}")
+            raise
+
+
+def headline(argv: Sequence[str]) -> str:
+    """Return the comment at the top of a manifest."""
+    command = shlex.join(options.redacted_argv(argv))
+    return f"made by: python launch/kubernetes.py {command}".replace("\n", " ")
+
+
+def where(opts: Options) -> str:
+    """Return the options that name a job."""
+    return f"--kind {opts.kind} --namespace {opts.namespace} --job-name {opts.job_name}"
+
+
+def status(opts: Options, kubectl: Kubectl) -> None:
+    """Print the job's state, its pods, and what is wrong with them."""
+    from launch.kube import cluster_state, job
+
+    resource = job.KINDS[opts.kind].resource
+    if opts.dry_run:
+        print(*kubectl.command("get", resource, opts.job_name, "-o", "json"))
+        return
+    found = cluster_state.require(kubectl, resource, opts.job_name)
+    state = cluster_state.of_job(found)
+    log.info(f"{opts.job_name} is {state.state}: {state.words}")
+    pods = cluster_state.pods(kubectl, job.selector(opts.job_name))
+    cluster_state.show_pods(pods)
+    if state.state != cluster_state.SUCCEEDED and (
+            cause := cluster_state.find_cause(kubectl, opts.job_name, pods)):
+        cluster_state.show_cause(cause)
+
+
+def logs(opts: Options, kubectl: Kubectl) -> None:
+    """Print what a node's pod prints; UsageError when there is no such pod."""
+    from launch.kube import cluster_state, job
+
+    follow = ["--follow"] if opts.follow else []
+    if opts.dry_run:
+        print(*kubectl.command("logs", *follow, f"POD of node {opts.node_rank}"))
+        return
+    cluster_state.require(kubectl, job.KINDS[opts.kind].resource, opts.job_name)
+    pods = cluster_state.pods(kubectl, job.selector(opts.job_name))
+    if opts.node_rank >= len(pods):
+        raise UsageError(f"--node-rank {opts.node_rank}: the job has {len(pods)} pods",
+                         run=f"python launch/kubernetes.py status {where(opts)}")
+    name = pods[opts.node_rank]["metadata"]["name"]
+    stream = kubectl.stream("logs", *follow, name)
+    try:
+        code = stream.wait()
+    finally:
+        stream.terminate()
+    if code:
+        raise UsageError(f"no log of {name} (kubectl exit code {code})",
+                         run=f"python launch/kubernetes.py status {where(opts)}")
+
+
+def stop(opts: Options, kubectl: Kubectl) -> None:
+    """Delete the job; its pods finish their step and save."""
+    from launch.kube import cluster_state, deploy, job
+
+    kind = job.KINDS[opts.kind]
+    if opts.dry_run:
+        print(*kubectl.command("delete", kind.resource, opts.job_name))
+        return
+    cluster_state.require(kubectl, kind.resource, opts.job_name)
+    log.info(f"{opts.job_name}: its pods finish their step, save and end")
+    deploy.stop(kubectl, opts.kind, opts.job_name, job.runtime_name(opts.namespace, opts.job_name))
+    log.info("stopped; the same job goes on from the checkpoint")
+
+
+def deploy_training_job(*, cluster_name: str, num_nodes: int, job_name: str, instance_type: str,
+                        image_uri: str, max_steps: int | None = None, hf_token: str | None = None,
+                        monitor: bool = True, kind: str = "pytorchjob", namespace: str = "default",
+                        values: str | None = None, train: Sequence[str] = (),
+                        patience: Patience | None = None) -> None:
+    """Do what `deploy` does; raises a StageError (launch.kube.deploy.JobFailed) with the last word.
+
+    cluster_name: of EKS, or a context of the kubeconfig. values: as --values. train: further
+    options of stage 04. patience: how often and how long to try.
+    """
+    from launch.kube import deploy, job
+    from launch.kube.kubectl import Kubectl
+
+    argv = ["deploy", "--kind", kind, "--namespace", namespace, "--job-name", job_name,
+            "--nodes", str(num_nodes), "--instance-type", instance_type, "--image", image_uri,
+            *(["--values", values] if values else []), "--", *train,
+            *([f"--max-steps={max_steps}"] if max_steps else [])]
+    opts, of_stage, given = parse(argv)
+    asked = job.of_options(opts, of_stage, given)
+    deploy.deploy(asked, Kubectl(namespace, context_of(cluster_name)), token=hf_token or "",
+                  monitor=monitor, patience=patience)
+
+
+def context_of(cluster_name: str) -> str:
+    """Return the context of a cluster; EKS's is fetched when the kubeconfig has none."""
+    def known() -> str:
+        listed = subprocess.run(["kubectl", "config", "get-contexts", "-o", "name"],
+                                capture_output=True, text=True)
+        return next((name for name in listed.stdout.split()
+                     if name == cluster_name or name.endswith(f":cluster/{cluster_name}")), "")
+    if shutil.which("kubectl") is None:
+        raise UsageError("kubectl is not installed")
+    if not (context := known()) and shutil.which("aws"):
+        subprocess.run(["aws", "eks", "update-kubeconfig", "--name", cluster_name],
+                       stdout=subprocess.DEVNULL)
+        context = known()
+    if not context:
+        raise UsageError(f"the kubeconfig has no cluster {cluster_name}",
+                         run=f"aws eks update-kubeconfig --name {cluster_name}")
+    return context
+
+
+if __name__ == "__main__":
+    stage.run(main)

@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Follow a run from its files: progress, loss curve, speed, memory, checkpoints, warnings.
+
+  python launch/monitor.py outputs/exp            live in a terminal, until complete or Ctrl-C
+  python launch/monitor.py outputs/exp --once     one look, also for a log or a mail
+
+Reads state.json, metrics.jsonl, events.jsonl, logs/ and lock.json, on any machine that sees them,
+and changes nothing. Exit codes: 0; 2 when there is no such run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from launch.common.run_files import Row, RunFiles
+from lib.core import stage, units
+from lib.core.errors import UsageError
+
+_BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "_.-~=*#@"
+_CURVE_ROWS = 8
+_RECENT = 20  # logged steps that a mean is taken over
+_STRAGGLER = 1.2  # times the usual rank
+_LABEL = 13
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", type=Path, metavar="DIR", help="outputs/<exp>")
+    parser.add_argument("--once", action="store_true", help="look once and end")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S",
+                        help="seconds between looks (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Show a run once, or until it is complete."""
+    wanted = parse(argv)
+    live = sys.stdout.isatty() and not wanted.once
+    root = wanted.experiment.resolve()
+    if not root.is_dir() and not live:
+        there = ", ".join(sorted(p.name for p in root.parent.glob("*") if p.is_dir())[:10])
+        raise UsageError(f"there is no run {wanted.experiment}",
+                         found=f"in {root.parent}: {there or 'nothing'}")
+    run = RunFiles(root)
+    if live:
+        _follow(run, max(0.2, wanted.every))
+    run.update()
+    print("\n".join(page(run, shutil.get_terminal_size((100, 40)).columns)))
+
+
+def _follow(run: RunFiles, every: float) -> None:
+    """Redraw the page until the run is complete; the terminal is left as it was."""
+    signal.signal(signal.SIGTERM, _end)
+    sys.stdout.write(_ENTER)
+    try:
+        while not run.is_over():
+            run.update()
+            width, height = shutil.get_terminal_size((100, 40))
+            lines = [line[:width - 1] for line in page(run, width - 1)][:height - 1]
+            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+            sys.stdout.flush()
+            time.sleep(every)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def page(run: RunFiles, width: int) -> list[str]:
+    """Return everything that is known about a run, as lines."""
+    ranks = f", {run.ranks():,} ranks" if run.ranks() else ""
+    lines = [_line(run.experiment.root.name, run.status() + ranks)]
+    if progress := _progress(run, width):
+        lines.append(_line("progress", progress))
+    if run.rows:
+        lines += [_line(label, text) for label, text in _figures(run) if text]
+        lines += ["", *curve([row["train/loss"] for row in run.rows], width,
+                             (run.rows[0]["step"], run.rows[-1]["step"]))]
+    saved = run.checkpoints()
+    if saved:
+        step, age = saved[-1]
+        lines.append(_line("checkpoint", f"step {step:,}, {units.duration(max(age, 0))} ago; "
+                                         f"{len(saved)} kept"))
+    elif run.rows:
+        lines.append(_line("checkpoint", "none yet"))
+    if warnings := run.warnings():
+        lines += ["", "warnings", *(f"  {text}" for text in warnings)]
+    return lines
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{_LABEL}} {text}"
+
+
+def _progress(run: RunFiles, width: int) -> str:
+    step = run.rows[-1]["step"] if run.rows else run.state.get("step", 0)
+    total = run.state.get("total_steps") or 0
+    if not total:
+        return f"step {step:,}" if run.rows else ""
+    share = min(1.0, step / total)
+    cells = max(10, min(40, width - 60))
+    full, empty = ("█", "·") if _is_unicode() else ("#", ".")
+    bar = (full * round(share * cells)).ljust(cells, empty)
+    return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{_left(run, total - step)}"
+
+
+def _left(run: RunFiles, steps: int) -> str:
+    times = [row["time/total"] for row in run.rows[-_RECENT:] if "time/total" in row]
+    if not times or steps <= 0 or not run.status().startswith("running"):
+        return ""
+    return f", {units.duration(steps * statistics.median(times) / 1000)} left"
+
+
+def _figures(run: RunFiles) -> list[tuple[str, str]]:
+    row, recent = run.rows[-1], run.rows[-_RECENT:]
+    mean = statistics.fmean(r["train/loss"] for r in recent)
+    best = min((r for r in run.evaluations if math.isfinite(r["eval/loss"])),
+               key=lambda r: r["eval/loss"], default=None)
+    validation = f"{run.evaluations[-1]['eval/loss']:.4f} at step " \
+                 f"{run.evaluations[-1]['step']:,}, the lowest {best['eval/loss']:.4f} at " \
+                 f"{best['step']:,}" if best else ""
+    return [
+        ("loss", f"{row['train/loss']:.4f}, mean of {len(recent)} logged steps {mean:.4f}; "
+                 f"gradient norm {row.get('train/grad_norm', math.nan):.3g}, "
+                 f"learning rate {row.get('train/learning_rate', math.nan):.3g}"),
+        ("validation", validation),
+        ("speed", _speed(recent)),
+        ("step time", _times(row)),
+        ("memory", _memory(row)),
+        ("slowest rank", _slowest(recent)),
+        ("tokens", f"{units.count(row.get('train/tokens_seen', 0))} seen, epoch "
+                   f"{row.get('epoch', 0):.3g}"),
+    ]
+
+
+def _speed(rows: list[Row]) -> str:
+    def median(key: str) -> float:
+        return statistics.median(r.get(key, math.nan) for r in rows)
+    return f"{median('perf/tokens_per_sec'):,.0f} tokens/s, " \
+           f"{median('perf/tokens_per_sec_per_device'):,.0f} per device; " \
+           f"{median('perf/tflops'):.3g} TFLOP/s per device, MFU {100 * median('perf/mfu'):.1f} %"
+
+
+def _times(row: Row) -> str:
+    names = ("data", "forward", "backward", "update")
+    parts = [f"{name} {row[f'time/{name}']:.0f}" for name in names if f"time/{name}" in row]
+    return f"{row.get('time/total', math.nan):.0f} ms: {', '.join(parts)}"
+
+
+def _memory(row: Row) -> str:
+    if "memory/peak_gib" not in row:
+        return ""
+    total = row.get("memory/total_gib", 0)
+    peak = row["memory/peak_gib"]
+    return f"peak {peak:.1f}" + (f" of {total:.1f} GiB ({100 * peak / total:.0f} %)" if total
+                                 else " GiB")
+
+
+def _slowest(rows: list[Row]) -> str:
+    """Return which rank keeps the others waiting, if the same one does again and again."""
+    slow = [r["perf/slowest_rank"] for r in rows if r.get("perf/slowest_ratio", 0) > _STRAGGLER]
+    if not slow or len(slow) * 2 < len(rows):
+        return ""
+    rank = statistics.mode(slow)
+    ratio = max(r.get("perf/slowest_ratio", 0) for r in rows if r.get("perf/slowest_rank") == rank)
+    return f"{rank}, in {slow.count(rank)} of the last {len(rows)}, up to {ratio:.2f} × the usual"
+
+
+def curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:
+    """Return a picture of the loss: columns are equal spans of the logged steps, each its mean."""
+    columns = max(10, min(width - _LABEL - 2, 100, len(losses)))
+    spans = [losses[i * len(losses) // columns:(i + 1) * len(losses) // columns]
+             for i in range(columns)]
+    means = [statistics.fmean(known) if (known := [x for x in span if math.isfinite(x)])
+             else math.nan for span in spans if span]
+    known = [x for x in means if math.isfinite(x)]
+    if len(known) < 2:
+        return []
+    low, high = min(known), max(known)
+    blocks = _BLOCKS if _is_unicode() else _PLAIN
+    levels = _CURVE_ROWS * len(blocks)
+    heights = [0 if not math.isfinite(x) else
+               1 + round((x - low) / ((high - low) or 1) * (levels - 1)) for x in means]
+    lines = []
+    for row in range(_CURVE_ROWS - 1, -1, -1):
+        cells = (min(max(h - row * len(blocks), 0), len(blocks)) for h in heights)
+        label = f"{high:.4f}" if row == _CURVE_ROWS - 1 else f"{low:.4f}" if row == 0 else ""
+        lines.append(f"{label:>{_LABEL}} " + "".join(blocks[c - 1] if c else " " for c in cells))
+    first, last = f"step {steps[0]:,}", f"{steps[1]:,}"
+    gap = max(len(means) - len(first) - len(last), 4)
+    return [*lines, f"{'':{_LABEL}} {first}{' to ':^{gap}}{last}", ""]
+
+
+def _is_unicode() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
+if __name__ == "__main__":
+    stage.run(main)

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Train on several machines: the same command on each of them, but for the number of the node.
+#
+#   launch/multi_node.sh --nnodes 2 --node-rank 0 --head 10.0.0.1 -- -e exp -d hf_datasets/corpus
+#   launch/multi_node.sh --nnodes 2 --node-rank 1 --head 10.0.0.1 -- -e exp -d hf_datasets/corpus
+#
+#   --nnodes N           machines (or NNODES)
+#   --node-rank R        this machine's number, 0 to N-1 (or NODE_RANK)
+#   --head ADDR          address of machine 0, as all others reach it (or HEAD_ADDR)
+#   --port P             port there that is free (default: 29500, or HEAD_PORT)
+#   --nproc-per-node K   processes on this machine (default: one per GPU, one without any)
+#   --interface IF       network interface (default: the one that leads to the head)
+#   --max-restarts M     restarts in a row without a newer checkpoint (default: 3)
+#   --dry-run            print the command and start nothing
+#
+# What stands behind `--` are options of 04_train_fsdp.py. Relative paths mean the directory you are
+# in; --save-dir has to be on a file system that all machines share. A machine that dies may come
+# back by the same command. SIGTERM, SIGINT and SIGUSR1 to any of them save and end all with 75.
+# Exit codes: those of stage 04, the same on every machine.
+#
+# From the environment: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
+
+set -euo pipefail
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+
+nnodes=${NNODES:-} node_rank=${NODE_RANK:-} head=${HEAD_ADDR:-} port=${HEAD_PORT:-29500}
+nproc=${NPROC_PER_NODE:-}
+supervise=()
+while (($#)); do
+  value=${2:-} words=2
+  if [[ $1 == --*=* ]]; then value=${1#*=} words=1; fi
+  case $1 in
+    -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --) shift; break ;;
+    --nnodes | --nnodes=*) nnodes=$value ;;
+    --node-rank | --node-rank=*) node_rank=$value ;;
+    --head | --head=*) head=$value ;;
+    --port | --port=*) port=$value ;;
+    --nproc-per-node | --nproc-per-node=*) nproc=$value ;;
+    *) supervise+=("$1") words=1 ;;
+  esac
+  shift $((words < $# ? words : $#))
+done
+
+python=${PYTHON:-python3}                     # EDIT: one that has requirements.txt
+if [[ -z ${PYTHON:-}${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then
+  python=$root/.venv/bin/python
+fi
+save_seconds=${SAVE_SECONDS:-120}             # EDIT: how long the last save may take
+backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: before the first restart, then doubled
+wait_seconds=${WAIT_SECONDS:-900}             # EDIT: how long to wait for a machine to come (back)
+if [[ -z $nproc ]]; then  # as many as there are GPUs that this process may use
+  if [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}
+  else gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep '^GPU' || true); fi
+  nproc=$(grep -c . <<<"${gpus:-the CPU}")
+fi
+
+exec "$python" "$root/launch/supervise.py" --nnodes "$nnodes" --node-rank "$node_rank" \
+  --head "$head" "${supervise[@]}" --save-seconds "$save_seconds" \
+  --backoff "$backoff_seconds" --wait-seconds "$wait_seconds" -- \
+  "$python" -m torch.distributed.run --nnodes "$nnodes" --node-rank "$node_rank" \
+  --master-addr "$head" --master-port "$port" \
+  --nproc-per-node "$nproc" --max-restarts 0 \
+  --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$save_seconds" \
+  "$root/04_train_fsdp.py" "$@"

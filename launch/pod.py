@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""Train on this pod's node: the command of every pod that launch/kubernetes.py asks for.
+
+  python launch/pod.py --kind trainjob --nnodes 4 --nproc-per-node 8 -- -e exp -d corpus
+  python launch/pod.py --kind pytorchjob --nnodes 4 --min-nodes 2 --nproc-per-node 8 -- -e exp -d c
+
+The number of the node and the head's address come from what the operator put into the environment.
+A job of fixed size runs launch/multi_node.sh, one with --min-nodes torchrun, which goes on with the
+nodes there are, one of HyperPod its hyperpodrun. Exit code: the run's, but 143 instead of 75: to
+Kubernetes, codes from 128 are worth another try and those below are final.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch.supervision import network  # noqa: E402
+from lib.core import options, stage  # noqa: E402
+from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
+from lib.core.options import Options  # noqa: E402
+
+_STAGE = str(ROOT / "04_train_fsdp.py")
+_AGAIN = 128 + signal.SIGTERM
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LOOK_EVERY_S = 2.0
+
+
+def parse(argv: list[str]) -> Options:
+    """Return the options before `--`."""
+    parser = options.Parser(__doc__)
+    parser.add_argument("--kind", choices=("pytorchjob", "trainjob", "hyperpod"), required=True,
+                        help="what the pod belongs to")
+    parser.add_argument("--nnodes", type=options.positive_int, required=True, metavar="N",
+                        help="pods of the job")
+    parser.add_argument("--min-nodes", type=options.positive_int, metavar="N",
+                        help="go on with so many pods when others are lost (default: all)")
+    parser.add_argument("--nproc-per-node", type=options.positive_int, required=True, metavar="K",
+                        help="ranks in this pod")
+    parser.add_argument("--max-restarts", type=options.count, default=3, metavar="M",
+                        help="restarts of the ranks")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print the command and start nothing")
+    return parser.parse(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Print the command, run it, and exit with its code as Kubernetes should see it."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    opts, train = parse(argv[:at]), argv[at + 1:]
+    operators = {name: os.environ.pop(name) for name in list(os.environ)
+                 if name.startswith("PET_")}  # torchrun would take them for its own options
+    command = command_of(opts, train, operators)
+    print(f"pod {platform.node()}, in {Path.cwd()}:\n  "
+          f"{shlex.join(options.redacted_argv(command))}", flush=True)
+    if opts.dry_run:
+        return
+    if opts.kind == "hyperpod":
+        os.execvp(command[0], command)  # its agent wants to be told itself to end
+    for number in _SIGNALS:  # the first process of a container ignores what it does not handle
+        signal.signal(number, lambda number, frame: sys.exit(_AGAIN))
+    if opts.nnodes > 1:
+        wait_for(head_of(operators))
+    sys.exit(follow(command))
+
+
+def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> list[str]:
+    """Return what trains on this pod. operators: PET_ variables."""
+    workers = ["--nproc-per-node", str(opts.nproc_per_node)]
+    size = str(opts.nnodes) if not opts.min_nodes else f"{opts.min_nodes}:{opts.nnodes}"
+    if opts.kind == "hyperpod":
+        return ["hyperpodrun", "--nnodes", size, *workers, "--rdzv-backend", "hyperpod",
+                "--max-restarts", str(opts.max_restarts), "--shutdown-signal", "SIGTERM",
+                "--shutdown-timeout", "240", _STAGE, *train]
+    if opts.nnodes == 1:
+        return ["bash", str(ROOT / "launch" / "single_node.sh"), *workers,
+                "--max-restarts", str(opts.max_restarts), "--", *train]
+    head = head_of(operators)
+    if not opts.min_nodes:
+        return ["bash", str(ROOT / "launch" / "multi_node.sh"), "--nnodes", size,
+                "--node-rank", str(rank_of(operators)), "--head", head, *workers,
+                "--max-restarts", str(opts.max_restarts), "--", *train]
+    # Up to torch 2.13, a pod that comes back can only join when the ranks have a store of their
+    # own, beside that of the rendezvous.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.update(network.environment(head, ""))
+    is_host = int(head.split(".")[0] in ("localhost", platform.node().split(".")[0]))
+    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", size, *workers,
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", operators.get("PET_RDZV_ENDPOINT", head),
+            "--rdzv-id", "train", "--rdzv-conf", f"is_host={is_host}",
+            "--max-restarts", str(opts.max_restarts),
+            "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "240",
+            _STAGE, *train]
+
+
+def rank_of(operators: dict[str, str]) -> int:
+    """Return the number of this node: the operator's, or that at the end of the pod's name."""
+    given = operators.get("PET_NODE_RANK") or os.environ.get("JOB_COMPLETION_INDEX")
+    ending = re.search(r"-(\d+)$", platform.node())
+    if not given and not ending:
+        raise UsageError(f"the number of this node cannot be told from its name {platform.node()}",
+                         expected="PET_NODE_RANK or JOB_COMPLETION_INDEX in the environment")
+    return int(given or ending[1])
+
+
+def head_of(operators: dict[str, str]) -> str:
+    """Return the address of node 0."""
+    head = operators.get("PET_MASTER_ADDR") or \
+        operators.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
+    if not head:
+        raise UsageError("the operator has not said where the head is",
+                         expected="PET_MASTER_ADDR or PET_RDZV_ENDPOINT in the environment")
+    return head
+
+
+def wait_for(head: str) -> None:
+    """Wait until the head's name has an address, which it gets when its pod runs."""
+    patience = float(os.environ.get("WAIT_SECONDS", "900"))
+    until, told = time.monotonic() + patience, False
+    while subprocess.run(["getent", "hosts", head], stdout=subprocess.DEVNULL).returncode:
+        if time.monotonic() > until:
+            raise StageError(f"{head} has no address after {patience:.0f} s",
+                             expected="the pod of node 0 to run; `kubectl get pods` shows it")
+        if not told:
+            print(f"waiting for {head}: it has no address yet", flush=True)
+        told = True
+        time.sleep(_LOOK_EVERY_S)
+
+
+def follow(command: list[str]) -> int:
+    """Run a command, hand signals on to it, and return the exit code for Kubernetes."""
+    signalled: list[int] = []
+    early: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        signalled.append(number)
+        if child is None:
+            early.append(number)
+        elif child.poll() is None:
+            child.send_signal(number)
+    for number in _SIGNALS:
+        signal.signal(number, hand_on)
+    child = subprocess.Popen(command)
+    for number in early:
+        child.send_signal(number)
+    code = child.wait()
+    code = code if code >= 0 else 128 - code
+    # torchrun returns 1 whatever ended it: a run that was told to end is worth another try.
+    return _AGAIN if code == EXIT_PREEMPTED or (code and signalled) else code
+
+
+if __name__ == "__main__":
+    stage.run(main)

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Check a cluster before a run: do all ranks talk, how fast, and is one node unlike the others?
+
+  torchrun --nproc-per-node 8 launch/preflight.py                          # one node
+  torchrun --nnodes 4 --node-rank R --master-addr ADDR --nproc-per-node 8 launch/preflight.py
+  srun torchrun … launch/preflight.py --min-bandwidth 300 --json preflight.json
+  python launch/preflight.py                                               # this machine alone
+
+Start it as the run will be started: same nodes, same ranks per node, same image, same directory.
+It takes under a minute, writes nothing but a probe that it removes, and opens no connection but
+those among its ranks. What a node's tools do not tell is listed as not checked. Exit code: 0 ready,
+5 a warning (with --fail-on warning), 6 an error; torchrun itself returns 1 for either.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch.common import findings  # noqa: E402
+from launch.common.findings import Finding  # noqa: E402
+from lib.core import log, options, stage  # noqa: E402
+from lib.core.options import Options  # noqa: E402
+
+if TYPE_CHECKING:  # imports torch, which --help does not wait for
+    from launch.preflights.group import Launch
+
+
+def parse(argv: list[str]) -> Options:
+    """Return the options of the command line and of --config."""
+    parser = options.Parser(__doc__)
+    parser.add_argument("--save-dir", type=Path, default=Path("outputs"), metavar="DIR",
+                        help="where experiments lie: its disk is measured, and must be shared")
+    parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
+                        help="where prepared models and token stores lie")
+    parser.add_argument("--artifact", type=Path, action="append", default=[], metavar="DIR",
+                        help="directory that must be equal on all nodes; may be repeated (default: "
+                             "all that stages 02 to 04 prepared)")
+    parser.add_argument("--min-bandwidth", type=options.positive, metavar="GB/S",
+                        help="least bus bandwidth of an all-reduce over all ranks")
+    parser.add_argument("--seconds", type=options.positive, default=30.0, metavar="S",
+                        help="time after which no further pair of nodes is measured")
+    parser.add_argument("--timeout", type=options.positive, default=30.0, metavar="S",
+                        help="time after which a rank counts as dead; a pair of nodes after half")
+    findings.add_options(parser)
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help="YAML file with options (`key: value`); the command line wins")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print what would be checked and touch nothing")
+    return parser.parse(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Meet, look at every machine, measure between them, judge, and agree on the verdict."""
+    began = time.monotonic()
+    opts = parse(argv)
+    if opts.dry_run:
+        _plan(opts)
+        return
+    from launch.preflights import bandwidth as preflight_bandwidth
+    from launch.preflights import judge as preflight_judge
+    from launch.preflights import table as preflight_table
+    from launch.preflights.group import Launch
+
+    launch = Launch(opts.timeout)
+    log.info(f"{launch.world_size} ranks on {len(launch.ranks_of)} nodes, "
+             f"{'GPUs' if launch.on_gpu else 'CPUs'}")
+    facts = examine(launch, opts)
+    speed = preflight_bandwidth.measure(launch, began + opts.seconds)
+    found: list[Finding] = []
+    if launch.rank == 0:
+        found = preflight_judge.judge(facts, speed, launch.name, opts.min_bandwidth)
+        preflight_table.show(facts, speed, launch.host_of, found)
+        log.info("")
+        findings.show(found)
+        log.info(f"took {time.monotonic() - began:.0f} s")
+        if opts.json:
+            findings.write_json(opts.json, found, nodes=facts, speed=speed, hosts=launch.host_of)
+    agreed = launch.decide("verdict", [vars(finding) for finding in found])
+    launch.barrier("end")  # rank 0 may host the store, so it leaves when all have the verdict
+    findings.conclude([Finding(**finding) for finding in agreed], opts.fail_on, "this cluster")
+
+
+def examine(launch: Launch, opts: Options) -> dict[int, dict[str, Any]]:
+    """Return on rank 0 what each node tells of itself; all ranks must call this."""
+    from launch.preflights import bandwidth as preflight_bandwidth
+    from launch.preflights import gpu as preflight_gpu
+    from launch.preflights import machine as preflight_machine
+    from launch.preflights.group import clock_offset
+
+    told: dict[str, Any] = {}
+    if launch.leads_node:  # before a rank of the node takes memory or time of its GPUs
+        told = {"gpu": preflight_gpu.gpus(), "efa": preflight_gpu.efa(),
+                "shm": preflight_machine.shm(), "disk": preflight_machine.disk(opts.save_dir),
+                "versions": preflight_machine.versions(ROOT),
+                "settings": preflight_machine.settings(),
+                "locked_memory": preflight_machine.locked_memory(),
+                "artifacts": preflight_machine.artifacts(opts.artifact, opts.cache_dir),
+                "ranks": len(launch.ranks_of[launch.node]), "shared": _sees_probe(launch, opts),
+                "clock": clock_offset(launch)}
+    launch.barrier("examined")
+    launch.share("compute", preflight_bandwidth.compute_speed(launch))
+    if launch.leads_node:
+        told["compute"] = launch.gather("compute", launch.ranks_of[launch.node])
+        told["throttled"] = preflight_gpu.throttled()
+        launch.share("facts", told)
+    launch.barrier("computed")
+    if launch.rank != 0:
+        return {}
+    return {node: launch.gather("facts", [launch.leader(node)])[launch.leader(node)]
+            for node in sorted(launch.ranks_of)}
+
+
+def _sees_probe(launch: Launch, opts: Options) -> bool:
+    """Tell whether this node sees a file that rank 0 puts beside the experiments."""
+    from launch.preflights.machine import existing
+
+    if launch.rank == 0:
+        probe = existing(opts.save_dir) / f".preflight-{time.time_ns()}"
+        try:
+            probe.touch()
+        except OSError:
+            launch.share("probe", "")
+            return True
+        launch.share("probe", probe.name)
+        leaders = [launch.leader(node) for node in launch.ranks_of if node != launch.node]
+        launch.gather("seen", leaders)
+        probe.unlink(missing_ok=True)
+        return True
+    name = launch.gather("probe", [0]).get(0, "")
+    seen = not name or (existing(opts.save_dir) / name).exists()
+    launch.share("seen", seen)
+    return seen
+
+
+def _plan(opts: Options) -> None:
+    log.table({"ranks and nodes": "as torchrun says",
+               "network": f"all ranks, each node, each pair of nodes for {opts.seconds:.0f} s",
+               "GPUs": "nvidia-smi: clocks, ECC, memory rows, NVLink, heat; matrix products",
+               "EFA": "/sys/class/infiniband, fi_info",
+               "disk": f"{opts.save_dir}: up to 512 MB for 2 s, removed again",
+               "equal on all nodes": "versions, code, NCCL settings, "
+                                     f"{', '.join(map(str, opts.artifact)) or 'all artifacts'}"})
+
+
+if __name__ == "__main__":
+    stage.run(main)

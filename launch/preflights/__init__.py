@@ -1,0 +1,1 @@
+"""What preflight.py measures and judges."""

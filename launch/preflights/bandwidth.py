@@ -1,0 +1,147 @@
+"""How fast ranks talk: all ranks together, the ranks of each node, and each pair of nodes.
+
+Bus bandwidth as nccl-tests defines it (doc/PERFORMANCE.md): bytes / time, times 2(n-1)/n for an
+all-reduce and (n-1)/n for an all-gather of n ranks; whatever n is, it is the speed
+of the slowest link.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launch.preflights.group import Launch, process_group
+
+_GPU_BYTES, _CPU_BYTES = 256 << 20, 4 << 20
+_GPU_REPEATS, _CPU_REPEATS = 10, 6
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Result = dict[str, Any]
+
+
+def compute_speed(launch: Launch) -> float:
+    """Return the TFLOP/s of this rank's matrix products (bf16 on a GPU, fp32 on a CPU)."""
+    width, dtype = (8192, torch.bfloat16) if launch.on_gpu else (384, torch.float32)
+    left = torch.ones(width, width, dtype=dtype, device=launch.device)
+    seconds = [_timed(lambda: left @ left, launch) for _ in range(20)]
+    return 2 * width ** 3 / min(seconds[2:]) / 1e12
+
+
+def measure(launch: Launch, deadline: float) -> Result:
+    """Return what all ranks, each node and each pair of nodes reach; all ranks must call this.
+
+    deadline: `time.monotonic()` of rank 0 after which no further round of pairs begins.
+    `world` and `nodes[node]`: `all_reduce`, `all_gather` in GB/s, `latency_us`, or `error`;
+    `pairs["a-b"]` likewise. On other ranks than 0 the result is empty.
+    """
+    size = _GPU_BYTES if launch.on_gpu else _CPU_BYTES
+    nodes = sorted(launch.ranks_of)
+    pairs, left_out = _pairs(launch, nodes, size, deadline)
+    if len(nodes) > 1 and len(launch.ranks_of[launch.node]) > 1:
+        _try(launch, f"node-{launch.node}", launch.ranks_of[launch.node], size, launch.timeout_s)
+    inner = {node: _result(launch, f"node-{node}", launch.ranks_of[node])
+             for node in nodes if len(nodes) > 1 and len(launch.ranks_of[node]) > 1
+             and launch.rank == 0}
+    everyone = list(range(launch.world_size))
+    failed = [pair for pair, told in pairs.items() if "error" in told]
+    if launch.decide("all-pairs-talk", not failed):
+        _try(launch, "world", everyone, size, launch.timeout_s)
+    if launch.rank != 0:
+        return {}
+    return {"world": {"error": "not tried, since some nodes do not talk"} if failed
+                     else _result(launch, "world", everyone),
+            "nodes": inner, "pairs": pairs, "rounds_left_out": left_out}
+
+
+def rounds_of(nodes: list[int]) -> list[list[tuple[int, int]]]:
+    """Return all pairs in rounds in which each node is in one pair at most (a round robin)."""
+    circle: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
+    rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in facing
+                       if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return [pairs for pairs in rounds if pairs]
+
+
+def _pairs(launch: Launch, nodes: list[int], size: int, deadline: float,
+           ) -> tuple[dict[str, Result], int]:
+    """Measure pairs round by round; return on rank 0 the results, and the rounds left out."""
+    results: dict[str, Result] = {}
+    rounds = rounds_of(nodes)
+    for number, pairs in enumerate(rounds):
+        if not launch.decide(f"round-{number}", time.monotonic() < deadline):
+            return results, len(rounds) - number
+        for a, b in pairs:
+            if launch.node in (a, b):
+                _try(launch, f"pair-{a}-{b}", _ranks(launch, a, b), size, launch.timeout_s / 2)
+        if launch.rank == 0:
+            results |= {f"{a}-{b}": _result(launch, f"pair-{a}-{b}", _ranks(launch, a, b))
+                        for a, b in pairs}
+    return results, 0
+
+
+def _ranks(launch: Launch, a: int, b: int) -> list[int]:
+    return sorted(launch.ranks_of[a] + launch.ranks_of[b])
+
+
+def _try(launch: Launch, name: str, ranks: list[int], size: int, timeout_s: float) -> None:
+    """Measure a group and publish what came out, be it a failure."""
+    try:
+        with process_group(launch, name, ranks, timeout_s):
+            result = _group_speed(launch, len(ranks), size)
+    except (dist.DistError, RuntimeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        without_source_lines = re.sub(r"\[[^ ]*\]\s*", "", first)
+        result = {"error": without_source_lines.strip()[:300]}
+    launch.share(name, result)
+
+
+def _result(launch: Launch, name: str, ranks: list[int]) -> Result:
+    """Return a group's result: the slowest rank's view, or the first failure."""
+    views = launch.gather(name, ranks)
+    if len(views) < len(ranks):
+        return {"error": f"no answer of ranks {sorted(set(ranks) - set(views))}"}
+    failed = [view for view in views.values() if "error" in view]
+    return failed[0] if failed else views[ranks[0]]
+
+
+def _group_speed(launch: Launch, ranks: int, size: int) -> Result:
+    elements = size // 4 // ranks * ranks
+    whole = torch.ones(elements, device=launch.device)
+    part = torch.ones(elements // ranks, device=launch.device)
+    tiny = torch.ones(1, device=launch.device)
+    repeats = _GPU_REPEATS if launch.on_gpu else _CPU_REPEATS
+
+    def slowest(operation: Callable[[], Any], times: int) -> float:
+        """Return the least seconds that it takes, on the slowest rank; warmed up by one more."""
+        _timed(operation, launch)
+        dist.barrier()
+        least = min(_timed(operation, launch) for _ in range(times))
+        seconds = torch.tensor([least], device=launch.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
+
+    reduce_s = slowest(lambda: dist.all_reduce(whole), repeats)
+    gather_s = slowest(lambda: _all_gather(whole, part), repeats)
+    gigabytes = 4e-9 * elements
+    return {"all_reduce": 2 * (ranks - 1) / ranks * gigabytes / reduce_s,
+            "all_gather": (ranks - 1) / ranks * gigabytes / gather_s,
+            "latency_us": 1e6 * slowest(lambda: dist.all_reduce(tiny), 20)}
+
+
+def _timed(operation: Callable[[], Any], launch: Launch) -> float:
+    if launch.on_gpu:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    operation()
+    if launch.on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

@@ -1,0 +1,176 @@
+"""The ranks of a launch and the store they share, which works before any collective does."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lib.core.errors import UsageError
+
+_PINGS = 5
+_GLOO_TRIES = 5  # gloo waits for a connection that many times its timeout (torch 2.13)
+
+
+class Launch:
+    """All ranks of this launch.
+
+    rank, world_size: of the launch; node: number of this rank's node; local_rank: on it.
+    ranks_of: the ranks of each node; host_of: its host name.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.node = int(os.environ.get("GROUP_RANK", "0"))
+        self.timeout_s = timeout_s
+        self.store = self._connect()
+        self.on_gpu = torch.cuda.is_available()
+        if self.on_gpu:
+            if self.local_rank >= torch.cuda.device_count():
+                raise UsageError("more ranks than GPUs on a node",
+                                 found=f"local rank {self.local_rank}, "
+                                       f"{torch.cuda.device_count()} GPUs on {platform.node()}",
+                                 run="torchrun with a smaller --nproc-per-node")
+            torch.cuda.set_device(self.local_rank)
+        self.device = torch.device("cuda", self.local_rank) if self.on_gpu \
+            else torch.device("cpu")
+        self.ranks_of: dict[int, list[int]] = {}
+        self.host_of: dict[int, str] = {}
+        self._meet()
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self.local_rank == 0
+
+    def leader(self, node: int) -> int:
+        """Return the rank that speaks for a node."""
+        return self.ranks_of[node][0]
+
+    def name(self, node: int) -> str:
+        """Return how a node is called in messages."""
+        return f"node {node} ({self.host_of[node]})"
+
+    def share(self, what: str, value: Any) -> None:
+        """Publish a JSON value of this rank."""
+        self.store.set(f"{what}/{self.rank}", json.dumps(value))
+
+    def gather(self, what: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """Return the values of ranks; those that publish none in time are left out."""
+        keys = {rank: f"{what}/{rank}" for rank in ranks}
+        try:
+            self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
+        except dist.DistError:
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        if not keys:
+            return {}
+        values = self.store.multi_get(list(keys.values()))
+        return {rank: json.loads(value) for rank, value in zip(keys, values, strict=True)}
+
+    def barrier(self, name: str) -> None:
+        """Wait until all ranks are here; all ranks must call this.
+
+        Raises UsageError when one is missing for long, twice the time that a rank has to appear.
+        """
+        if self.store.add(f"{name}/arrived", 1) == self.world_size:
+            self.store.set(f"{name}/all", "1")
+        try:
+            self.store.wait([f"{name}/all"], timedelta(seconds=2 * self.timeout_s))
+        except dist.DistError:
+            raise UsageError("not all ranks came this far",
+                             expected=f"{self.world_size} ranks at `{name}` within "
+                                      f"{2 * self.timeout_s:.0f} s",
+                             found=f"{self.store.add(f'{name}/arrived', 0)}") from None
+
+    def decide(self, name: str, value: Any = None) -> Any:
+        """Return what rank 0 says; all ranks must call this, rank 0 with the value."""
+        if self.rank == 0:
+            self.store.set(name, json.dumps(value))
+            return value
+        self.store.wait([name], timedelta(seconds=2 * self.timeout_s))
+        return json.loads(self.store.get(name))
+
+    def _connect(self) -> dist.Store:
+        timeout = timedelta(seconds=self.timeout_s)
+        if self.world_size == 1:
+            return dist.TCPStore("127.0.0.1", 0, 1, True, timeout)
+        try:
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise UsageError(f"{platform.node()} cannot reach the launch's store at {where}",
+                             found=str(error).splitlines()[0],
+                             run="check name resolution, firewall and --head") from None
+        # A launcher may start this twice under one agent, whose store then still holds the first.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"preflight/{attempt}", store)
+
+    def _meet(self) -> None:
+        self.share("place", [self.node, platform.node()])
+        places = self.gather("place", range(self.world_size))
+        if missing := sorted(set(range(self.world_size)) - set(places)):
+            raise UsageError(f"{len(missing)} of {self.world_size} ranks did not appear",
+                             found=f"no sign of ranks {missing[:20]}",
+                             run="look at the launcher's output on their nodes")
+        for rank in sorted(places):
+            node, host = places[rank]
+            self.ranks_of.setdefault(node, []).append(rank)
+            self.host_of[node] = host
+
+
+@contextmanager
+def process_group(launch: Launch, name: str, ranks: list[int], timeout_s: float) -> Iterator[None]:
+    """Make some ranks the default process group for a while; all of them must call this.
+
+    Raises RuntimeError or DistError when they cannot connect within timeout_s.
+    """
+    if launch.on_gpu:  # a stuck collective raises in the thread that waits, and kills nothing
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    # An attempt that failed stays counted, and the count is in the names that ranks meet under.
+    dist.distributed_c10d._world.group_count = 0
+    dist.init_process_group("nccl" if launch.on_gpu else "gloo",
+                            store=dist.PrefixStore(name, launch.store),
+                            rank=ranks.index(launch.rank), world_size=len(ranks),
+                            timeout=timedelta(seconds=timeout_s if launch.on_gpu
+                                              else timeout_s / _GLOO_TRIES),
+                            device_id=launch.device if launch.on_gpu else None)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def clock_offset(launch: Launch) -> dict[str, float]:
+    """Return how far this node's clock is ahead of rank 0's, in seconds, and how sure that is.
+
+    As NTP does: of a few questions and answers the quickest counts. Every node's leader calls
+    this, rank 0 as well, which answers them in turn.
+    """
+    if launch.rank == 0:
+        for node in launch.ranks_of:
+            for ping in range(_PINGS) if node != launch.node else ():
+                launch.store.wait([f"clock/{node}/{ping}/ask"], timedelta(seconds=30))
+                launch.store.set(f"clock/{node}/{ping}/answer", repr(time.time()))
+        return {"offset_s": 0.0, "uncertainty_s": 0.0}
+    best = (float("inf"), 0.0)
+    for ping in range(_PINGS):
+        key = f"clock/{launch.node}/{ping}"
+        asked = time.time()
+        launch.store.set(f"{key}/ask", "1")
+        theirs = float(launch.store.get(f"{key}/answer"))
+        answered = time.time()
+        # The first question also waits for rank 0's turn, so its answer is not taken.
+        if ping:
+            best = min(best, (answered - asked, (asked + answered) / 2 - theirs))
+    return {"offset_s": best[1], "uncertainty_s": best[0] / 2}

@@ -1,0 +1,86 @@
+"""The tables of preflight: a row per node, and the bandwidth of each pair of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from launch.common.findings import Finding
+from lib.core import log, units
+
+_MATRIX_NODES = 16
+_SLOWEST = 10
+
+
+def show(facts: dict[int, dict[str, Any]], speed: dict[str, Any], hosts: dict[int, str],
+         findings: list[Finding]) -> None:
+    """Print both tables; a node that an error or a warning names is marked."""
+    heads = ["node", "host", "ranks", "TFLOP/s", "all-reduce GB/s", "all-gather GB/s", "latency µs",
+             "disk write", "disk read", "/dev/shm", "clock"]
+    rows = [[str(node), hosts[node], *_cells(node, told, speed)]
+            for node, told in sorted(facts.items())]
+    marks = ["", *(_mark(node, hosts, findings) for node in sorted(facts))]
+    _print([heads, *rows], marks)
+    world = speed["world"]
+    if "error" not in world and len(facts) > 1:
+        log.info(f"all ranks together: all-reduce {world['all_reduce']:.3g} GB/s, all-gather "
+                 f"{world['all_gather']:.3g} GB/s, latency {world['latency_us']:.0f} µs")
+    if speed["pairs"]:
+        _pairs(sorted(facts), speed["pairs"])
+
+
+def _cells(node: int, told: dict[str, Any], speed: dict[str, Any]) -> list[str]:
+    """Return a node's figures; network is its best pair (one node: its ranks)."""
+    pairs = [pair for key, pair in speed["pairs"].items()
+             if str(node) in key.split("-") and "error" not in pair]
+    if not speed["pairs"] and "error" not in speed["world"]:
+        pairs = [speed["world"]]
+
+    def best(of: Callable[..., float], kind: str) -> str:
+        return f"{of(pair[kind] for pair in pairs):.3g}" if pairs else "-"
+
+    disk = told["disk"]
+    return [str(told["ranks"]),
+            f"{min(told['compute'].values()):.3g}" if told["compute"] else "-",
+            best(max, "all_reduce"), best(max, "all_gather"), best(min, "latency_us"),
+            *(f"{units.size(disk[key])}/s" if key in disk else "-" for key in ("write", "read")),
+            units.size(told["shm"]["total"]) if "total" in told["shm"] else "-",
+            f"{1000 * told['clock']['offset_s']:+.1f} ms"]
+
+
+def _mark(node: int, hosts: dict[int, str], findings: list[Finding]) -> str:
+    """Return which checks say something bad of a node alone."""
+    others = [f"node {other} (" for other in hosts if other != node]
+    checks = [found.check for found in findings if found.severity != "info"
+              and f"node {node} ({hosts[node]})" in found.text.split(";")[0]
+              and not any(other in found.text for other in others)]
+    return f"← {', '.join(dict.fromkeys(checks))}" if checks else ""
+
+
+def _pairs(nodes: list[int], pairs: dict[str, dict[str, Any]]) -> None:
+    """Print a matrix, or of many nodes the slowest pairs."""
+    if len(nodes) > _MATRIX_NODES:
+        log.info(f"\nthe {_SLOWEST} slowest pairs of {len(pairs)} (GB/s: all-reduce, all-gather)")
+        slowest = sorted(pairs.items(), key=lambda item: item[1].get("all_reduce", 0))[:_SLOWEST]
+        _print([[key, _cell(pair, "all_reduce"), _cell(pair, "all_gather")]
+                for key, pair in slowest])
+        return
+    log.info("\nGB/s between nodes: all-reduce above the diagonal, all-gather below")
+    rows = [["", *map(str, nodes)]]
+    for a in nodes:
+        rows.append([str(a), *("·" if a == b else
+                               _cell(pairs.get(f"{min(a, b)}-{max(a, b)}"),
+                                     "all_reduce" if a < b else "all_gather") for b in nodes)])
+    _print(rows)
+
+
+def _cell(pair: dict[str, Any] | None, kind: str) -> str:
+    return "-" if pair is None else f"{pair[kind]:.3g}" if kind in pair else "failed"
+
+
+def _print(rows: list[list[str]], marks: Sequence[str] = ()) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row, mark in zip_longest(rows, marks, fillvalue=""):
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        log.info("  ".join([*cells, mark]).rstrip())

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Train on this machine, on all its GPUs (or on its CPU), and go on after what passes by itself.
+#
+#   launch/single_node.sh -- -e exp -d hf_datasets/corpus
+#   launch/single_node.sh --nproc-per-node 4 -- -e exp -d hf_datasets/corpus --max-steps 1000
+#
+#   --nproc-per-node K   processes (default: one per GPU, one without any)
+#   --max-restarts M     restarts in a row without a newer checkpoint (default: 3)
+#   --dry-run            print the command and start nothing
+#
+# What stands behind `--` are options of 04_train_fsdp.py. Relative paths mean the directory you are
+# in. SIGTERM, SIGINT and SIGUSR1 save and end the run with 75. Exit codes: those of stage 04.
+#
+# From the environment: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS.
+
+set -euo pipefail
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+
+nproc=${NPROC_PER_NODE:-}
+supervise=()
+while (($#)); do
+  case $1 in
+    -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --) shift; break ;;
+    --nproc-per-node=*) nproc=${1#*=}; shift ;;
+    --nproc-per-node) nproc=${2:-}; shift $(($# > 1 ? 2 : 1)) ;;
+    *) supervise+=("$1"); shift ;;
+  esac
+done
+
+python=${PYTHON:-python3}                     # EDIT: one that has requirements.txt
+if [[ -z ${PYTHON:-}${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then
+  python=$root/.venv/bin/python
+fi
+save_seconds=${SAVE_SECONDS:-120}             # EDIT: how long the last save may take
+backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: before the first restart, then doubled
+if [[ -z $nproc ]]; then  # as many as there are GPUs that this process may use
+  if [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}
+  else gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep '^GPU' || true); fi
+  nproc=$(grep -c . <<<"${gpus:-the CPU}")
+fi
+
+exec "$python" "$root/launch/supervise.py" "${supervise[@]}" \
+  --save-seconds "$save_seconds" --backoff "$backoff_seconds" -- \
+  "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
+  --nproc-per-node "$nproc" --max-restarts 0 \
+  --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$save_seconds" \
+  "$root/04_train_fsdp.py" "$@"

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Run torchrun on this node again and again until the run is over; single_node.sh and
+multi_node.sh end in it.
+
+  python launch/supervise.py --nnodes 2 --node-rank 0 --head 10.0.0.1 -- \\
+      python -m torch.distributed.run … 04_train_fsdp.py -e exp -d hf_datasets/corpus
+
+What follows `--` is started as it stands. A lost worker, node or head and a time-out are tried
+again; bad input, a damaged artifact, a full disk, out of memory and a bug that comes back are not.
+Exit code: the run's, on every node.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from importlib import util
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launch.supervision import network
+from launch.supervision.attempt import Plan
+from launch.supervision.board import HEAD, Board
+from launch.supervision.follower import Follower
+from launch.supervision.head import Head
+from launch.supervision.node import Node
+from lib.core import options, stage
+from lib.core.errors import UsageError
+from lib.core.options import Options
+from lib.core.paths import Experiment
+
+ROOT = Path(__file__).resolve().parent.parent
+_STAGE = "04_train_fsdp.py"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def parse(argv: list[str]) -> Options:
+    """Return the options of the launcher, without the command that it is to start."""
+    parser = options.Parser(__doc__)
+    parser.add_argument("--nnodes", type=options.positive_int, default=1, metavar="N",
+                        help="nodes of the run")
+    parser.add_argument("--node-rank", type=options.count, default=0, metavar="R",
+                        help="number of this node, from 0, the head")
+    parser.add_argument("--head", default="", metavar="ADDR",
+                        help="address of the head, to find this node's network interface by")
+    parser.add_argument("--interface", default="", metavar="IF",
+                        help="network interface that reaches the other nodes")
+    parser.add_argument("--max-restarts", type=options.count, default=3, metavar="M",
+                        help="restarts in a row without a newer checkpoint")
+    parser.add_argument("--backoff", type=options.non_negative, default=5.0, metavar="S",
+                        help="seconds before the first restart, doubled with each further one")
+    parser.add_argument("--save-seconds", type=options.positive, default=120.0, metavar="S",
+                        help="how long a save may take when the run is stopped")
+    parser.add_argument("--wait-seconds", type=options.positive, default=900.0, metavar="S",
+                        help="how long to wait for nodes that are not there")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print the command and start nothing")
+    opts = parser.parse(argv)
+    if opts.node_rank >= opts.nnodes:
+        raise UsageError(f"--node-rank {opts.node_rank} is no number of {opts.nnodes} nodes",
+                         expected=f"0 to {opts.nnodes - 1}, a different one on every node")
+    if opts.nnodes > 1 and not opts.head:
+        raise UsageError("--head is needed: the address of node 0")
+    return opts
+
+
+def experiment_of(arguments: list[str]) -> Experiment:
+    """Return the experiment that the options of stage 04 mean; UsageError when they are wrong."""
+    spec = util.spec_from_file_location("stage_04", ROOT / _STAGE)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    opts = module.parse(arguments)
+    if not opts.experiment_name:
+        raise UsageError("-e is needed behind `--`: a name for the run")
+    if opts.overwrite and "--overwrite" not in arguments:
+        raise UsageError(f"{opts.config} holds `overwrite`, and each restart would begin anew",
+                         run="--overwrite behind `--`, which the first attempt alone gets")
+    return Experiment(opts.save_dir.absolute(), opts.experiment_name)
+
+
+def make_plan(opts: Options, command: list[str]) -> Plan:
+    """Return what to run here; UsageError when it is not stage 04."""
+    script = next((i for i, word in enumerate(command) if Path(word).name == _STAGE), None)
+    if script is None:
+        raise UsageError(f"the command behind `--` does not run {_STAGE}",
+                         found=shlex.join(command) or "nothing")
+    environment = {} if opts.nnodes == 1 else network.environment(opts.head, opts.interface)
+    return Plan(command, script, environment, opts.save_seconds)
+
+
+def show(opts: Options, plan: Plan) -> None:
+    """Print what is about to run."""
+    words = [*(f"{name}={value}" for name, value in plan.environment.items()),
+             shlex.join(options.redacted_argv(plan.command))]
+    print(f"launcher: node {opts.node_rank} of {opts.nnodes}, in {Path.cwd()}, at most "
+          f"{opts.max_restarts} restarts without a newer checkpoint\n  {' '.join(words)}",
+          flush=True)
+
+
+def main(argv: list[str]) -> None:
+    """Show the command and, unless that is all, keep it running; exits with the run's code."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    opts, command = parse(argv[:at]), argv[at + 1:]
+    plan = make_plan(opts, command)
+    experiment = experiment_of(command[plan.script + 1:])
+    show(opts, plan)
+    if opts.dry_run:
+        print("dry run: nothing was started")
+        return
+    directory = experiment.root.parent / ".launch" / experiment.root.name
+    board = Board(directory if opts.nnodes > 1 else None, opts.node_rank)
+    node: Node = Follower(plan, board, opts.wait_seconds) if opts.node_rank != HEAD else Head(
+        plan, board, opts.wait_seconds, opts.nnodes, experiment, opts.max_restarts, opts.backoff)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        node.signalled(signal.Signals(number).name)
+    for number in _SIGNALS:
+        signal.signal(number, note)
+    code = node.run()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    stage.run(main)

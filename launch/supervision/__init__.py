@@ -1,0 +1,1 @@
+"""What keeps a run going on one node or many: rounds, causes, restarts, and no process left."""

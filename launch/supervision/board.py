@@ -1,0 +1,101 @@
+"""Notes that the launchers of all nodes leave for each other, in a directory that they share.
+
+Each node writes one small file of its own, again and again, and reads the head's; the head reads
+them all. A file that no longer changes is that of a node that is gone: no clock is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HEAD = 0
+SILENT_S = 90.0  # network file systems may show a change a minute late
+_MOST_PAUSE_S = 5.0
+
+
+class Board:
+    """directory: None when this is the only node, and there is nobody to tell anything.
+
+    me: names this launcher, so that a node that returns is told from the one it was.
+    """
+
+    def __init__(self, directory: Path | None, node: int) -> None:
+        self.directory, self.node = directory, node
+        self.me = uuid.uuid4().hex
+        self._beat = 0
+        self._seen: dict[int, tuple[object, float, bool]] = {}
+        self._last: dict[int, dict[str, Any]] = {}
+        self._looked = time.monotonic()
+        self._pause = 0.0
+
+    def post(self, **facts: Any) -> None:
+        """Replace this node's note; a file system that refuses it now may take the next one."""
+        if self.directory is None:
+            return
+        self._beat += 1
+        path = self._path(self.node)
+        temporary = path.with_suffix(".tmp")
+        with suppress(OSError):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"me": self.me, "beat": self._beat, **facts}))
+            temporary.replace(path)
+
+    def look(self) -> None:
+        """Note that a new look at the others begins: only time spent looking counts as silence."""
+        now = time.monotonic()
+        self._pause = min(now - self._looked, _MOST_PAUSE_S)
+        self._looked = now
+
+    def read(self, node: int) -> dict[str, Any]:
+        """Return a node's note, empty when there is none; keeps account of when it last changed."""
+        note = self._read(node)
+        now = (note.get("me"), note.get("beat"))
+        before, silent, has_changed = self._seen.get(node, (now, 0.0, False))
+        if now == before:
+            self._seen[node] = now, silent + self._pause, has_changed
+        else:
+            self._seen[node] = now, 0.0, bool(note)
+        return note
+
+    def _read(self, node: int) -> dict[str, Any]:
+        if self.directory is None:
+            return {}
+        try:
+            self._last[node] = json.loads(self._path(node).read_text())
+        except FileNotFoundError:
+            self._last[node] = {}
+        except (OSError, ValueError):  # a network file system has its moments: as it was before
+            pass
+        return self._last.get(node, {})
+
+    def is_silent(self, node: int) -> bool:
+        """Tell whether a node's note has not changed for long."""
+        return self._seen.get(node, (None, 0.0, False))[1] > SILENT_S
+
+    def is_alive(self, node: int) -> bool:
+        """Tell whether a node's note has been seen to change, and not long ago."""
+        return self._seen.get(node, (None, 0.0, False))[2] and not self.is_silent(node)
+
+    def forget(self) -> None:
+        """Take down this node's note, and the board when it was the last one."""
+        if self.directory is not None:
+            with suppress(OSError):
+                self._path(self.node).unlink()
+                self.directory.rmdir()
+                self.directory.parent.rmdir()
+
+    def remove(self) -> None:
+        """Delete the board."""
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            with suppress(OSError):  # others may have theirs beside it
+                self.directory.parent.rmdir()
+
+    def _path(self, node: int) -> Path:
+        return self.directory / f"node_{node:05d}.json"

@@ -1,0 +1,185 @@
+"""Node 0: begins rounds, judges them, and tells all when to leave with which code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any
+
+from launch.supervision import outcome
+from launch.supervision.attempt import Attempt, Plan
+from launch.supervision.board import HEAD, Board
+from launch.supervision.node import OTHERS_LEAVE_WITHIN_S, TELL_AFTER_S, Node
+from launch.supervision.outcome import History, NodeOutcome, Verdict
+from lib.core import paths, units
+from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
+from lib.core.paths import Experiment
+
+_OTHERS_END_WITHIN_S = 60.0  # more than they take to end by themselves and to be killed
+_LONGEST_BACKOFF_S = 300.0
+
+
+class Head(Node):
+    """The launcher of node 0.
+
+    backoff: seconds before the first restart; doubled each time.
+    """
+
+    def __init__(self, plan: Plan, board: Board, patience: float, nodes: int,
+                 experiment: Experiment, max_restarts: int, backoff: float) -> None:
+        super().__init__(plan, board, patience)
+        self._others = range(1, nodes)
+        self._experiment, self._backoff = experiment, backoff
+        self._history = History(max_restarts, newest=self._newest())
+        self._found = self._mark()
+        self._not_before = 0.0
+        # What an earlier head left: it may have died while the others wait for this one.
+        self._before_me = board.read(HEAD)
+        self.round = self._before_me.get("round", 0)
+        self._facts = {key: self._before_me[key] for key in ("members", "found")
+                       if key in self._before_me}
+
+    def run(self) -> int:
+        """Return the exit code of the run; UsageError when another launcher is at work as this."""
+        self.require_alone()
+        while True:
+            if (verdict := self._gather()) is None:
+                verdict = self._train()
+            if verdict.code is not None:
+                return self._leave(verdict)
+            seconds = min(self._backoff * 2 ** (self._history.restarts - 1), _LONGEST_BACKOFF_S)
+            self._not_before = time.monotonic() + seconds
+            self.say(f"{verdict.why}; restart {self._history.restarts} of "
+                     f"{self._history.max_restarts} in {units.duration(seconds)}")
+
+    def _gather(self) -> Verdict | None:
+        """Wait until all nodes are ready; return why that will not be."""
+        self.round += 1
+        began, told = time.monotonic(), False
+        while True:
+            self.turn(self._others, "gather", **self._facts)
+            self._hear_stop()
+            waited = time.monotonic() - began
+            missing = [n for n in self._others if not self._is_ready(n)]
+            if self.stop:
+                return Verdict(EXIT_PREEMPTED, f"stopped by {self.stop}")
+            if not missing and time.monotonic() >= self._not_before:
+                return None
+            if missing and waited > self.patience:
+                return Verdict(EXIT_BUG, f"nodes {missing} did not come within "
+                                         f"{units.duration(self.patience)}")
+            if missing and waited > TELL_AFTER_S and not told:
+                told = True
+                self.say(f"waiting for nodes {missing}: the same command there, with its own "
+                         f"--node-rank and a --save-dir that all share ({self.board.directory})")
+
+    def _is_ready(self, node: int) -> bool:
+        return self.board.is_alive(node) and self.notes[node].get("phase") == "ready"
+
+    def _hear_stop(self) -> None:
+        for node, note in self.notes.items():
+            if note.get("stop") and self.board.is_alive(node):
+                self.stop = self.stop or note["stop"]
+
+    def _train(self) -> Verdict:
+        members = {str(node): note["me"] for node, note in self.notes.items()}
+        earlier = self._before_me.get("members", {})
+        if any(earlier.get(node) == me for node, me in members.items()):
+            self._found = self._before_me["found"]
+        has_begun, state = self._mark() != self._found, self._state_text()
+        self._facts = {"members": members, "found": self._found}
+        self.post("run", **self._facts, has_begun=has_begun)
+        self.attempt = attempt = Attempt(self.plan, HEAD, again=has_begun)
+        while not attempt.tick():
+            self.turn(self._others, "run", **self._facts, has_begun=has_begun)
+            self._hear_stop()
+            if self.stop:
+                attempt.stop(self.stop)
+            ended = [found for n in self._others if (found := self._outcome(n))]
+            if any(self._is_lost(n, members) for n in self._others) or self._is_over(ended, state):
+                attempt.abandon()
+        outcomes, lost = self._others_end([attempt.outcome()], members, state)
+        self._history.progressed(self._newest())
+        return outcome.judge(outcomes, lost, _parsed(self._state_text_if_not(state)), self.stop,
+                             has_begun, self._history)
+
+    def _is_lost(self, node: int, members: dict[str, str]) -> bool:
+        """Tell whether a node of this round is gone, or is back as another launcher."""
+        note = self.notes[node]
+        return self.board.is_silent(node) or (bool(note) and note["me"] != members[str(node)])
+
+    def _outcome(self, node: int) -> NodeOutcome | None:
+        note = self.notes[node]
+        is_ended = note.get("round") == self.round and note.get("phase") == "ended"
+        return NodeOutcome.of_note(note["outcome"]) if is_ended else None
+
+    def _is_over(self, ended: list[NodeOutcome], state: str) -> bool:
+        """Tell whether no node should go on: one that ended failed, or training is complete.
+
+        With --prepare-only some are done long before others.
+        """
+        return any(node.code != EXIT_DONE for node in ended) or \
+            bool(ended and _parsed(self._state_text_if_not(state)).get("status") == "complete")
+
+    def _others_end(self, outcomes: list[NodeOutcome], members: dict[str, str], state: str,
+                    ) -> tuple[list[NodeOutcome], list[int]]:
+        """Return how the round ended on all nodes, and which of them are lost."""
+        deadline, lost, waiting = float("inf"), [], set(self._others)
+        while waiting:
+            is_over = self._is_over(outcomes, state)
+            if is_over and deadline == float("inf"):
+                deadline = time.monotonic() + _OTHERS_END_WITHIN_S
+            self.turn(self._others, "end", **self._facts, is_over=is_over)
+            self._hear_stop()
+            for node in sorted(waiting):
+                if ended := self._outcome(node):
+                    outcomes.append(ended)
+                elif self._is_lost(node, members) or time.monotonic() > deadline:
+                    lost.append(node)
+                else:
+                    continue
+                waiting.remove(node)
+        return outcomes, lost
+
+    def _leave(self, verdict: Verdict) -> int:
+        """Tell all nodes to end with the code, and wait until they have read it."""
+        self.say(f"exit code {verdict.code}: {verdict.why}")
+        deadline = time.monotonic() + OTHERS_LEAVE_WITHIN_S
+        self.post("leave", code=verdict.code)
+        while any(note and self.board.is_alive(node) for node, note in self.notes.items()) \
+                and time.monotonic() < deadline:
+            self.turn(self._others, "leave", code=verdict.code)
+        self.board.remove()
+        return verdict.code
+
+    def _newest(self) -> int:
+        """Return the step of the newest checkpoint by its name, -1 without one."""
+        steps = [paths.step_of(path.name) for path in self._experiment.checkpoints.glob("step_*")]
+        return max((step for step in steps if step is not None), default=-1)
+
+    def _mark(self) -> str:
+        """Return what changes whenever training begins: each launch of stage 04 has a config."""
+        try:
+            return hashlib.sha256(self._experiment.config.read_bytes()).hexdigest()
+        except OSError:
+            return ""
+
+    def _state_text_if_not(self, earlier: str) -> str:
+        """Return state.json if this round has written it."""
+        text = self._state_text()
+        return text if text != earlier else ""
+
+    def _state_text(self) -> str:
+        try:
+            return self._experiment.state.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return ""
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}

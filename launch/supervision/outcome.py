@@ -1,0 +1,168 @@
+"""How a round ended, why, and whether to try again."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lib.core.errors import (
+    EXIT_ARTIFACT,
+    EXIT_BUG,
+    EXIT_DISK_FULL,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    EXIT_USAGE,
+)
+
+ERROR_FILE = "error.json"  # as torchrun names it
+_FINAL = (EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL)
+_STATUS_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+# What ranks say whose peer is gone, beside errors that stage 04 has put in words.
+_OF_THE_NETWORK = re.compile(
+    r"^torch\.distributed\.Dist|/gloo/|Connection (?:closed|reset|refused)|Broken pipe|NCCL|"
+    r"[Tt]imed? ?out|client socket has failed", re.MULTILINE)
+# After a restart, a node that was cut off may still hold the experiment for a while.
+_STILL_HELD = "another launch is training"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank ended. kind: class of its error. time: in seconds, by its node's clock."""
+
+    node: int
+    rank: int
+    time: float
+    code: int
+    kind: str
+    text: str
+
+    def is_out_of_memory(self) -> bool:
+        return self.kind in _OUT_OF_MEMORY
+
+    def is_of_the_network(self) -> bool:
+        """Tell whether this rank failed because of another one, or of what lies between them."""
+        return self.code == EXIT_BUG and (self.kind in ("StageError", "Watchdog")
+                                          or bool(_OF_THE_NETWORK.search(self.text)))
+
+    def is_bug(self) -> bool:
+        return self.code == EXIT_BUG and not self.is_of_the_network() \
+            and not self.is_out_of_memory()
+
+    def __str__(self) -> str:
+        lines = self.text.strip().splitlines() or [self.kind]
+        is_traceback = lines[0].startswith("Traceback")
+        return f"rank {self.rank} on node {self.node}: " \
+               f"{lines[-1 if is_traceback else 0].removeprefix('error: ')}"
+
+
+@dataclass
+class NodeOutcome:
+    """How a round ended on one node. code: torchrun's, None when it was killed or is not known.
+
+    killed_for_memory: whether the kernel killed a process near the end.
+    """
+
+    node: int
+    code: int | None = None
+    failures: list[Failure] = field(default_factory=list)
+    killed_for_memory: bool = False
+
+    def note(self) -> dict[str, Any]:
+        """Return it as it is posted on the board."""
+        return asdict(self)
+
+    @classmethod
+    def of_note(cls, note: dict[str, Any]) -> NodeOutcome:
+        """Return what `note` made."""
+        failures = [Failure(**failure) for failure in note["failures"]]
+        return cls(note["node"], note["code"], failures, note["killed_for_memory"])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """code: the run's, with which all launchers end; None to try again."""
+
+    code: int | None
+    why: str
+
+
+@dataclass
+class History:
+    """What earlier rounds of this launch say about the next one.
+
+    restarts: since the newest checkpoint. bug_at: step of the last bug, -1 before there was one.
+    """
+
+    max_restarts: int
+    restarts: int = 0
+    newest: int = -1
+    bug_at: int | None = -1
+
+    def progressed(self, newest: int) -> None:
+        """Count anew once there is a newer checkpoint than at the last restart."""
+        if newest > self.newest:
+            self.newest, self.restarts = newest, 0
+
+
+def read_failures(logs: Path, node: int) -> list[Failure]:
+    """Return what the ranks of this node left in torchrun's directory of logs."""
+    failures = []
+    for path in logs.rglob(ERROR_FILE):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            message = json.loads(path.read_text(encoding="utf-8"))["message"]
+            failures.append(Failure(node, message["rank"], message["time"], message["errorCode"],
+                                    message["kind"], message["message"]))
+    return failures
+
+
+def judge(nodes: list[NodeOutcome], lost: list[int], state: dict[str, Any], stop: str,
+          has_begun: bool, history: History) -> Verdict:
+    """Return whether to try again, or the code to end with.
+
+    lost: nodes that are gone, or did not tell. state: of state.json, empty when this round did not
+    write it. stop: the signal that a launcher got. has_begun: whether this launch has trained
+    before this round.
+    """
+    failures = sorted((f for node in nodes for f in node.failures), key=lambda f: f.time)
+    if not lost and all(node.code == EXIT_DONE for node in nodes):
+        return Verdict(EXIT_DONE, "done")
+    status = state.get("status", "")
+    if status in _STATUS_CODES:
+        return Verdict(_STATUS_CODES[status], f"the run is {status.replace('_', ' ')}")
+    for failure in failures:
+        if failure.code in _FINAL and not (has_begun and _STILL_HELD in failure.text):
+            return Verdict(failure.code, str(failure))
+        if failure.is_out_of_memory():
+            return Verdict(EXIT_USAGE, f"out of memory: {failure}")
+    if hungry := [node.node for node in nodes if node.killed_for_memory]:
+        return Verdict(EXIT_USAGE, f"out of memory: the kernel killed a process on node {hungry[0]}"
+                                   " (`dmesg` tells which)")
+    if stop or any(f.code == EXIT_PREEMPTED for f in failures):
+        return Verdict(EXIT_PREEMPTED, f"stopped by {stop}" if stop else "stopped after saving")
+    return _again(failures, lost, state, history)
+
+
+def _again(failures: list[Failure], lost: list[int], state: dict[str, Any], history: History,
+           ) -> Verdict:
+    bug = next((f for f in failures if f.is_bug()), None)
+    first = bug or next(iter(failures), None)
+    why = f"node {lost[0]} is lost" if lost else str(first) if first else \
+        "a rank or torchrun itself ended without a word (what there is stands above)"
+    code = first.code if first else EXIT_BUG
+    if bug:
+        step = state.get("step")
+        if step == history.bug_at:
+            return Verdict(code, f"a bug, twice in a row at the same step: {why}")
+        history.bug_at = step
+    else:
+        history.bug_at = -1
+    if history.restarts >= history.max_restarts:
+        return Verdict(code, f"no restart is left after {history.restarts} without a newer "
+                             f"checkpoint: {why}" if history.max_restarts else why)
+    history.restarts += 1
+    return Verdict(None, why)

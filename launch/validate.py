@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Is this checkout sound (framework), and is what stages 02 to 04 prepared whole (setup)?
+
+  python launch/validate.py framework        Python, packages, imports, offline guard, a small step
+  python launch/validate.py setup            datasets, models and token stores: what there is
+  python launch/validate.py setup --deep     … and every byte against its digest
+
+What the machine itself can do is told by launch/preflight.py. Exit code: 0 ready, 5 a warning (with
+--fail-on warning), 6 an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from launch import airgap
+from launch.common import findings
+from launch.common.findings import ERROR, INFO, WARNING, Finding
+from lib.core import log, manifest, options, stage
+from lib.core.errors import StageError
+from lib.core.paths import MANIFEST
+from lib.models import verify
+from lib.tokens import source
+
+ROOT = Path(__file__).resolve().parents[1]
+_OLDEST, _NEWEST = (3, 10), (3, 12)
+_TORCH = (2, 11), (2, 13)
+_OPTIONAL = {"orjson", "gigatoken", "xxhash", "tensorboard", "matplotlib"}
+_PIN = re.compile(r'([a-z0-9-]+)==([\w.]+)(?:; python_version (>=|<) "3\.(\d+)")?')
+_TIMEOUT_S = 120
+
+_GUARD = """
+from lib.core import offline
+offline.enable()
+from huggingface_hub import constants
+assert constants.HF_HUB_OFFLINE, "huggingface_hub would go online"
+"""
+_IMPORTS = """
+import importlib, pathlib
+for path in sorted(pathlib.Path("lib").rglob("*.py")):
+    if path.stem != "__main__":
+        importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
+"""
+_STEP = """
+import os, tempfile, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+device = "cuda" if torch.cuda.is_available() else "cpu"
+store = "file://" + os.path.join(tempfile.mkdtemp(), "store")
+dist.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=0, world_size=1)
+torch.manual_seed(0)
+mesh = torch.distributed.init_device_mesh(device, (1,))
+model = fully_shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)).to(device),
+                    mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+inputs = torch.randn(64, 8, device=device)
+losses = []
+for _ in range(20):
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] / 2, f"the loss does not fall: {losses}"
+print(f"a sharded model learns on {device}: loss {losses[0]:.3f} to {losses[-1]:.3f}", flush=True)
+os._exit(0)
+"""
+
+
+def main(argv: list[str]) -> None:
+    """Check what the command line asks for, and tell all that was found."""
+    parser = options.Parser(__doc__)
+    parser.add_argument("what", choices=("framework", "setup"), help="what to check")
+    parser.add_argument("--deep", action="store_true", help="setup: hash every file")
+    parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
+                        help="where models and token stores lie")
+    findings.add_options(parser)
+    parser.add_common(workers="hash")
+    opts = parser.parse(argv)
+    if opts.dry_run:
+        log.info(f"would check the {opts.what}, and write nothing")
+        return
+    found = list(framework() if opts.what == "framework" else setup(opts))
+    findings.show(found)
+    if opts.json:
+        findings.write_json(opts.json, found)
+    findings.conclude(found, opts.fail_on, f"the {opts.what}")
+
+
+def framework() -> Iterator[Finding]:
+    """Yield what is to be said of Python, its packages and the code."""
+    here = sys.version_info[:2]
+    fits = _OLDEST <= here <= _NEWEST
+    yield Finding(INFO if fits else WARNING, "python", f"{here[0]}.{here[1]} ({sys.executable})",
+                  "" if fits else "3.10 to 3.12 are tested")
+    yield from _packages()
+    yield from _code()
+    for check, text in (("imports", _IMPORTS), ("offline guard", _GUARD), ("self-test", _STEP)):
+        yield _python(check, "-c", text)
+    for path in sorted(ROOT.glob("0[1-5]_*.py")):
+        yield _python(path.name, str(path), "--help")
+
+
+def _packages() -> Iterator[Finding]:
+    """Compare what is installed with requirements.txt."""
+    same = 0
+    for name, wanted, sign, minor in _PIN.findall((ROOT / "requirements.txt").read_text()):
+        if sign and (sys.version_info.minor >= int(minor)) != (sign == ">="):
+            continue
+        try:
+            there = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding(WARNING if name in _OPTIONAL else ERROR, name,
+                          f"not installed, {wanted} is wanted", "pip install -r requirements.txt")
+            continue
+        if there.partition("+")[0] == wanted:
+            same += 1
+        elif name == "torch" and not _TORCH[0] <= _minor(there) <= _TORCH[1]:
+            yield Finding(ERROR, name, f"{there}; 2.11 to 2.13 work",
+                          f"pip install torch=={wanted}")
+        else:
+            yield Finding(WARNING, name, f"{there} instead of {wanted}",
+                          "pip install -r requirements.txt")
+    yield Finding(INFO, "packages", f"{same} as requirements.txt names them")
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _code() -> Iterator[Finding]:
+    """Tell which code this is: a commit, or a bundle whose files are hashed."""
+    stamp = ROOT / airgap.UNPACKED
+    if not stamp.exists():
+        from lib.train.journal import git_commit
+        commit = git_commit()
+        yield Finding(INFO, "code", f"commit {commit}" if commit else "no git here: which commit "
+                                                                      "this is, is not known")
+        return
+    content = json.loads(stamp.read_text(encoding="utf-8"))
+    files = airgap.by_file(content["files"])
+    code = {name: parts for name, parts in files.items()
+            if not name.startswith((".cache/", "hf_datasets/", "wheelhouse/"))}
+    changed = [name for name, parts in code.items() if not _is_as_packed(ROOT / name, parts)]
+    text = f"commit {content['summary']['commit'][:12]}, unpacked from a bundle"
+    yield Finding(WARNING if changed else INFO, "code", text + (
+        f"; changed since: {', '.join(changed[:5])}" if changed else f", {len(code)} files whole"),
+        "unpack the bundle again, unless you changed them" if changed else "")
+
+
+def _is_as_packed(path: Path, parts: list[airgap.Entry]) -> bool:
+    if len(parts) > 1 or not path.is_file():  # a cut file of code: only with tiny volumes
+        return path.is_file()
+    return airgap.copy_part(path, None, lambda count: None) == parts[0]["digest"]
+
+
+def _python(check: str, *arguments: str) -> Finding:
+    """Run this Python on something and tell how it went."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    try:
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment,
+                              capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Finding(ERROR, check, f"not finished after {_TIMEOUT_S} s")
+    said = (done.stdout.splitlines() or [""]) if not done.returncode else \
+        (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])
+    if done.returncode:
+        return Finding(ERROR, check, said[-1])
+    return Finding(INFO, check, said[-1] if check == "self-test" else "works")
+
+
+def setup(opts: options.Options) -> Iterator[Finding]:
+    """Yield what is to be said of everything that is prepared under this directory."""
+    for path in sorted(Path("hf_datasets").glob("*")):
+        if path.is_dir() and not path.name.endswith(".parts") and ".partial-" not in path.name:
+            yield _dataset(path, opts.deep)
+    if not any(Path("hf_datasets").glob(f"*/{MANIFEST}")):
+        yield Finding(INFO, "datasets", "none under hf_datasets/",
+                      "python 02_build_hf_dataset.py --data-folder splits --save-dir "
+                      "hf_datasets/corpus")
+    try:
+        artifacts = verify.artifacts(opts.cache_dir, None)
+    except StageError as error:
+        yield Finding(INFO, str(opts.cache_dir), error.problem,
+                      "python 03_download_model.py --model-name ORG/NAME")
+        return
+    if opts.deep:
+        verify.check_all(artifacts, opts.num_workers, not opts.no_progress)
+    for artifact in artifacts:
+        wrong = artifact.problems or (artifact.content is not None and manifest.damages(
+            artifact.directory, artifact.content, deep=False))
+        yield Finding(ERROR, str(artifact.place), "\n".join(wrong), artifact.run) if wrong else \
+            Finding(INFO, str(artifact.place), "every byte as written" if opts.deep else "whole")
+    for path in verify.unfinished(opts.cache_dir):
+        yield Finding(WARNING, str(path), "not finished", "run its stage again")
+
+
+def _dataset(path: Path, deep: bool) -> Finding:
+    try:
+        found = source.open_source(path)
+        if deep:
+            source.check_content(found)
+    except StageError as error:
+        return Finding(ERROR, str(path), f"{error.problem}\n{error.found}".strip(), error.run)
+    return Finding(INFO, str(path), f"whole: {', '.join(found.splits)}")
+
+
+if __name__ == "__main__":
+    stage.run(main)

@@ -1,0 +1,81 @@
+"""The second tier: frequent checkpoints beside the shared ones, which are what a run relies on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lib.checkpoints import state
+from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.save import Snapshot
+
+_RANDOM = "random."  # prefix of random states among the tensors
+
+
+class Tier(ABC):
+    """Checkpoints of one run, each rank's state as it is, for as many ranks as wrote them.
+
+    where: the place, as a sentence names it. All ranks must call everything here together.
+    """
+
+    where: str
+
+    @abstractmethod
+    def write(self, snapshot: Snapshot) -> Checkpoint:
+        """Commit what all ranks captured, or raise on every rank what went wrong on any."""
+
+    @abstractmethod
+    def newest_valid(self, identity: dict[str, Any], after: int,
+                     quarantined: Callable[[int, str], None], before: int | None = None,
+                     ) -> Checkpoint | None:
+        """Return the newest checkpoint of which every rank's part is whole, every byte of it.
+
+        identity: as of the run now; others are left out. after: only a later step than this one.
+        before: only this step or an earlier one. Of a damaged one `quarantined(step, why)` is
+        called on rank 0.
+        """
+
+    @abstractmethod
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Tell whether a checkpoint is one of these."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Delete them all: the run is complete."""
+
+    @abstractmethod
+    def supersede(self, step: int, why: str) -> None:
+        """Put out of the way what is newer than the step that the run goes on from."""
+
+    @abstractmethod
+    def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill tensors from this rank's part; ArtifactError when they are others than those."""
+
+    def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,
+             device: torch.device) -> dict[str, Any]:
+        """Fill model, optimizer and random states of this rank; return the train state.
+
+        Raises ArtifactError when names, shapes or dtypes differ.
+        """
+        random_states = state.random_states(device)
+        tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
+        self._fill(checkpoint, _of_rank(tensors, random_states))
+        state.set_random_states(random_states, device)
+        train_state = checkpoint.train_state()
+        state.set_optimizer_steps(optimizer, train_state["optimizer_steps"])
+        return train_state
+
+
+def tensors_of(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """Return all tensors of a snapshot as this rank holds them, random states among them."""
+    return _of_rank(snapshot.tensors, snapshot.random_states)
+
+
+def _of_rank(tensors: dict[str, torch.Tensor], random_states: dict[str, torch.Tensor],
+             ) -> dict[str, torch.Tensor]:
+    return {name: state.local(tensor) for name, tensor in tensors.items()} | \
+        {_RANDOM + kind: states for kind, states in random_states.items()}

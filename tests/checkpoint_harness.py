@@ -1,0 +1,85 @@
+"""Saving and loading alone, mostly of one small tensor, with all that is saved set by the step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lib.checkpoints import commit, load, state
+from lib.checkpoints.save import Snapshot, capture, write
+
+_CPU = torch.device("cpu")
+
+
+def _group() -> dist.ProcessGroup:
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def _model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer, all of whose tensors hold a value."""
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *state.optimizer_tensors(model, optimizer).values()]:
+            tensor.fill_(value)
+    return model, optimizer
+
+
+def save(directory: str, first: str, last: str) -> None:
+    """Save the steps from `first` to `last`, and keep two after each."""
+    checkpoints, group = Path(directory), _group()
+    for step in range(int(first), int(last) + 1):
+        model, optimizer = _model(step)
+        tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
+        torch.manual_seed(step)
+        write(checkpoints, Snapshot(step, tensors, state.random_states(_CPU), {
+            "step": step, "optimizer_steps": step, "seed": 0}, {"options": {}}), group)
+        if dist.get_rank() == 0:
+            commit.prune(checkpoints, keep=2)
+
+
+def load_each(parent: str) -> None:
+    """Print `<name> <step>` for each directory in another; fails where a tensor is of another step.
+    """
+    group = _group()
+    for checkpoints in sorted(Path(parent).iterdir()):
+        commit.clean(checkpoints)
+        checkpoint = load.newest_valid(checkpoints, group, lambda step, why: None)
+        model, optimizer = _model(-1)
+        torch.manual_seed(0)
+        facts = load.load(checkpoint, model, optimizer, _CPU, group)
+        drawn = torch.rand(3)
+        torch.manual_seed(checkpoint.step)
+        values = torch.cat([tensor.flatten() for tensor in model.parameters()] + [
+            tensor.flatten() for tensor in
+            state.optimizer_tensors(model, optimizer).values()]).unique().tolist()
+        assert values == [checkpoint.step] and facts["step"] == checkpoint.step
+        assert state.optimizer_steps(optimizer) == checkpoint.step
+        assert torch.equal(drawn, torch.rand(3))
+        print(f"loaded {checkpoints.name} {checkpoint.step}")
+
+
+def load_and_save(model_dir: str, source: str, target: str) -> None:
+    """Load a checkpoint into a model sharded over these ranks, and save what is there."""
+    from lib.core.paths import step_of
+    from lib.models import architecture
+    from lib.train import attention, distributed, optimizer, sharding
+
+    world = distributed.start()
+    model = architecture.build_on_meta(Path(model_dir), attention.choose("sdpa", "concat"))
+    sharding.shard(model, world.mesh, "fp32", False, False)
+    sharding.materialise(model, world.device, False)
+    adamw = optimizer.adamw(model, 0.0, (0.9, 0.95), 0.0)
+    checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
+    facts = load.load(checkpoint, model, adamw, world.device, world.control)
+    write(Path(target), capture(checkpoint.step, model, adamw, facts, {}, world.device),
+          world.saving)
+    distributed.stop(world)

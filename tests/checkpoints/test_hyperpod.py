@@ -1,0 +1,267 @@
+"""Checkpoints in the memory of a HyperPod cluster: what is read back, and what is left."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lib.checkpoints import hyperpod, state
+from lib.checkpoints.hyperpod import HyperPodTier
+from lib.checkpoints.save import Snapshot
+from lib.core.errors import ArtifactError, StageError, UsageError
+from tests.conftest import free_port
+from tests.hyperpod_service import service
+
+pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")
+from amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions import (
+    InMemoryStorageError,
+)
+
+CPU = torch.device("cpu")
+IDENTITY: dict[str, Any] = {"options": {"seed": 0}, "inputs": {"model": "m"}}
+COMMIT = 1  # the slot after that of the only rank
+Left = list[tuple[int, str]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """Make this process a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Return the address of an empty service."""
+    with service() as url:
+        yield url
+
+
+def tier_at(address: str, run: str = "1a2b") -> HyperPodTier:
+    """Return the tier as a launch of the run makes it."""
+    return HyperPodTier(address, "an experiment", run, dist.group.WORLD, dist.group.WORLD)
+
+
+def state_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer, all of whose tensors hold a value."""
+    model = nn.Linear(4, 3, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *state.optimizer_tensors(model, optimizer).values()]:
+            tensor.fill_(value)
+    return model, optimizer
+
+
+def save(tier: HyperPodTier, *steps: int) -> None:
+    """Save steps, each with all that is saved set by its number."""
+    for step in steps:
+        model, optimizer = state_of(step)
+        torch.manual_seed(step)
+        tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
+        tier.write(Snapshot(step, tensors, state.random_states(CPU), {
+            "step": step, "optimizer_steps": step, "tokens": 10 * step}, IDENTITY))
+
+
+def newest(tier: HyperPodTier, after: int = 0, before: int | None = None,
+           identity: dict[str, Any] = IDENTITY) -> tuple[int, Left]:
+    """Load the newest; return its step (0: there is none), and what was left and why.
+
+    Fails where any of what was loaded is not of that step.
+    """
+    left: Left = []
+    found = tier.newest_valid(identity, after, lambda step, why: left.append((step, why)), before)
+    if found is None:
+        return 0, left
+    assert tier.holds(found) and found.commit()["tokens"] == 10 * found.step
+    model, optimizer = state_of(-1)
+    facts = tier.load(found, model, optimizer, CPU)
+    drawn = torch.rand(3)
+    torch.manual_seed(found.step)
+    assert torch.equal(drawn, torch.rand(3))
+    values = [tensor for tensor in state.model_tensors(model).values()]
+    values += state.optimizer_tensors(model, optimizer).values()
+    assert all((tensor == found.step).all() for tensor in values)
+    assert facts["step"] == state.optimizer_steps(optimizer) == found.step
+    return found.step, left
+
+
+def test_the_newest_is_read_back_as_it_was_written(address: str) -> None:
+    tier = tier_at(address)
+    assert newest(tier) == (0, [])
+    save(tier, 2, 4, 6)
+    again = tier_at(address)
+    assert newest(again) == (6, [])
+    assert newest(again, before=5) == (4, [])
+    assert newest(again, after=6) == (0, [])
+    assert newest(again, before=3) == (0, []), "two are kept"
+    assert newest(again, identity=IDENTITY | {"inputs": {"model": "other"}}) == (0, [])
+    assert newest(tier_at(address, run="3c4d")) == (0, []), "of another run"
+    again.remove()
+    assert newest(again) == (0, [])
+    again.remove()  # when there is nothing
+
+
+def a_bit(client: Any) -> None:
+    part = bytearray(client.get_checkpoint(6, rank=0))
+    part[-1] ^= 1
+    client.put_checkpoint(6, bytes(part), rank=0)
+
+
+def a_bit_of_the_commit(client: Any) -> None:
+    content = client.get_checkpoint(6, rank=COMMIT)
+    client.put_checkpoint(6, content.replace(b'"tokens": 60', b'"tokens": 61'), rank=COMMIT)
+
+
+def a_commit_of_another_step(client: Any) -> None:
+    client.put_checkpoint(6, client.get_checkpoint(4, rank=COMMIT), rank=COMMIT)
+
+
+def a_part_of_another_step(client: Any) -> None:
+    client.put_checkpoint(6, client.get_checkpoint(4, rank=0), rank=0)
+
+
+def a_part_that_ends_early(client: Any) -> None:
+    client.put_checkpoint(6, client.get_checkpoint(6, rank=0)[:-5], rank=0)
+
+
+def a_pickle(client: Any) -> None:
+    client.put_checkpoint(6, b"\x80\x04cos\nabort\n)R.", rank=COMMIT)
+
+
+def a_checksum_of_the_service(client: Any) -> None:
+    client._make_request("POST", client.CHECKPOINT_PATH.format(
+        namespace=client.namespace, rank=0, step=6), data=b"other", headers={
+            "Shard-Meta": '{"checksum": "AAAA", "algorithm": "xxh3_128"}'})
+
+
+def no_checksum(client: Any) -> None:
+    client._make_request("POST", client.CHECKPOINT_PATH.format(
+        namespace=client.namespace, rank=0, step=6), data=client.get_checkpoint(6, rank=0))
+
+
+def a_lost_part(client: Any) -> None:
+    client.delete_checkpoint(6, rank=0)
+
+
+@pytest.mark.parametrize("harm", [
+    a_bit, a_bit_of_the_commit, a_commit_of_another_step, a_part_of_another_step,
+    a_part_that_ends_early, a_pickle, a_checksum_of_the_service, no_checksum, a_lost_part])
+def test_what_is_not_as_written_is_left_and_told(address: str, harm: Callable[[Any], None]) -> None:
+    tier = tier_at(address)
+    save(tier, 4, 6)
+    harm(tier._client)
+    step, [(damaged, why)] = newest(tier)
+    assert (step, damaged) == (4, 6)
+    assert "in the cluster's memory" in why and ("rank 0's part" in why or "COMMIT" in why)
+    save(tier, 6)
+    assert newest(tier) == (6, []), "saved anew, it counts"
+
+
+def test_a_save_without_a_commit_is_none(address: str) -> None:
+    tier = tier_at(address)
+    save(tier, 4, 6)
+    tier._client.delete_checkpoint(6, rank=COMMIT)
+    assert newest(tier) == (4, [])
+
+
+def test_steps_of_a_course_that_was_left_do_not_come_back(address: str) -> None:
+    tier = tier_at(address)
+    save(tier, 6, 8)
+    tier.supersede(6, "the run went back")
+    assert newest(tier) == (6, [])
+    save(tier, 8, 3)  # an older one than all others, which the service would drop first
+    assert newest(tier) == (3, [])
+
+
+def test_a_save_that_fails_leaves_the_one_before(address: str,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = tier_at(address)
+    save(tier, 2, 4)
+    put = tier._client.put_checkpoint
+
+    def full(step: int, data: bytes, rank: int, timeout: float | None = None) -> None:
+        if rank == COMMIT:
+            raise InMemoryStorageError("full")
+        put(step, data, rank=rank, timeout=timeout)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._client, "put_checkpoint", full)
+        for step in (6, 8, 10):
+            with pytest.raises(StageError, match="InMemoryStorageError: full"):
+                save(tier, step)
+    assert newest(tier) == (4, [])
+
+
+def test_slots_of_other_ranks_are_not_read_and_make_way(address: str) -> None:
+    tier = tier_at(address)
+    save(tier, 4)
+    tier._ranks = 2  # as after a launch with two
+    tier._client._total_ranks = 3
+    assert newest(tier) == (0, [])
+    tier._make_namespace()
+    assert tier._client.get_namespace_config()["num_ranks"] == 3
+    assert tier._steps() == []
+
+
+def test_a_service_that_does_not_answer_is_told_and_ends_nothing() -> None:
+    port = free_port()
+    tier = tier_at(f"http://127.0.0.1:{port}")
+    with pytest.raises(StageError, match=r"refused"):
+        save(tier, 2)
+    assert newest(tier) == (0, [])
+    tier.remove()
+    with pytest.raises(ArtifactError, match="cannot be deleted in the cluster's memory"):
+        tier.supersede(0, "the run goes on from another one")
+    with service(port):
+        save(tier, 4)
+        assert newest(tier) == (4, []), "it is used again as soon as it answers"
+
+
+def test_a_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hyperpod, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = tier_at(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(StageError, match="Timeout"):
+            save(tier, 2)
+        assert newest(tier) == (0, [])
+        tier.remove()
+
+
+def test_no_other_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", "http://127.0.0.2:1/")
+            self.end_headers()
+
+    server = HTTPServer(("127.0.0.1", 0), Elsewhere)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(StageError, match="redirects"):
+        save(tier_at(f"http://127.0.0.1:{server.server_port}"), 2)
+    server.shutdown()
+    server.server_close()
+
+
+def test_no_proxy_is_asked(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("NO_PROXY", "")
+    tier = tier_at(address)
+    save(tier, 2)
+    assert newest(tier) == (2, [])
+
+
+def test_a_missing_package_is_told_with_the_command_that_installs_it(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "amzn_sagemaker_checkpointing.config.in_memory_client", None)
+    with pytest.raises(UsageError) as caught:
+        tier_at(hyperpod.CLUSTER)
+    assert "pip install amzn-sagemaker-checkpointing==" in caught.value.render()

@@ -1,0 +1,155 @@
+"""Faults at file operations: those below a directory are counted, and at one of them it happens.
+
+Operations: write fsync rename mkdir unlink rmdir, of Python code in all threads of this process.
+"""
+# What pathlib stands on is watched here:
+# ruff: noqa: PTH100, PTH104, PTH115, PTH116, PTH118, PTH120
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+_open, _fsync = io.open, os.fsync
+_AUDITED = {"os.rename": "rename", "os.mkdir": "mkdir", "os.remove": "unlink", "os.rmdir": "rmdir"}
+
+
+@dataclass
+class Fault:
+    """What happens at the `at`-th operation (from 1) below `under`; 0 counts only.
+
+    act: kill (before it), torn (half of a write, then kill), power (as kill, and what was not
+    fsynced is lost: what was written gone, renames undone), pause (for `seconds`), or the name of
+    an errno that it fails with. times: how many operations from that one on. kinds, match:
+    operations that count, and a part of their paths. report: file that gets a line `kind path` for
+    each.
+    """
+
+    under: str
+    at: int = 0
+    act: str = "kill"
+    times: int = 1
+    seconds: float = 0.0
+    kinds: tuple[str, ...] = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+    match: str = ""
+    report: str = ""
+
+    def __post_init__(self) -> None:
+        self.count = 0
+        self.unsynced: dict[tuple[int, int], int] = {}  # bytes that would be left, by file
+        self.renamed: list[tuple[str, str]] = []  # since their directory was fsynced
+
+    def install(self) -> None:
+        """Watch this process from now on."""
+        io.open = builtins.open = self._opened
+        os.fsync = self._synced
+        sys.addaudithook(self._audited)
+
+    def meet(self, kind: str, path: str) -> bool:
+        """Count an operation that is about to happen; True when a write is to be torn."""
+        if not self.is_ours(path) or kind not in self.kinds or self.match not in path:
+            return False
+        self.count += 1
+        if self.report:
+            with _open(self.report, "a") as file:
+                file.write(f"{kind} {path}\n")
+        if not 0 < self.at <= self.count < self.at + self.times:
+            return False
+        if self.act == "pause":
+            time.sleep(self.seconds)
+        elif self.act == "torn" and kind == "write":
+            return True
+        elif self.act in ("kill", "torn", "power"):
+            self.die()
+        else:
+            number = getattr(errno, self.act)
+            raise OSError(number, os.strerror(number), path)
+        return False
+
+    def die(self) -> NoReturn:
+        """End this process as a kill -9 or a power cut does."""
+        if self.act == "power":
+            for source, target in reversed(self.renamed):
+                if os.path.lexists(target) and not os.path.lexists(source):
+                    os.rename(target, source)
+            for root, _, names in os.walk(self.under):
+                for path in (os.path.join(root, name) for name in names):
+                    left = self.unsynced.get(_identity(os.stat(path)))
+                    if left is not None:
+                        os.truncate(path, left)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("killed")
+
+    def is_ours(self, path: str) -> bool:
+        """Tell whether a path is below the watched directory."""
+        return path.startswith(self.under)
+
+    def _opened(self, file: Any, mode: str = "r", *args: Any, **how: Any) -> Any:
+        opened = _open(file, mode, *args, **how)
+        path = str(file) if isinstance(file, int) else os.path.abspath(os.fspath(file))
+        return _File(opened, path, self) if self.is_ours(str(path)) and set("wax+") & set(mode) \
+            else opened
+
+    def _synced(self, descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        self.meet("fsync", path)
+        _fsync(descriptor)
+        self.unsynced.pop(_identity(os.fstat(descriptor)), None)
+        self.renamed = [pair for pair in self.renamed if os.path.dirname(pair[1]) != path]
+
+    def _audited(self, event: str, arguments: tuple) -> None:
+        if event not in _AUDITED:
+            return
+        directory = arguments[1] if event in ("os.remove", "os.rmdir") else arguments[-1]
+        base = os.readlink(f"/proc/self/fd/{directory}") if directory != -1 else ""
+        path = os.path.abspath(os.path.join(base, os.fsdecode(arguments[0])))
+        self.meet(_AUDITED[event], path)
+        if event == "os.rename" and self.is_ours(path):
+            self.renamed.append((path, os.path.abspath(os.fsdecode(arguments[1]))))
+
+
+class _File:
+    """A file that is written to, with its writes counted."""
+
+    def __init__(self, file: Any, path: str, fault: Fault) -> None:
+        self._file, self._path, self._fault = file, path, fault
+        status = os.fstat(file.fileno())
+        fault.unsynced.setdefault(_identity(status), status.st_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+    def write(self, data: Any) -> int:
+        """Write, or do what happens instead."""
+        is_torn = self._fault.meet("write", self._path)
+        status = os.fstat(self._file.fileno())
+        self._fault.unsynced.setdefault(_identity(status), status.st_size)
+        if is_torn:
+            self._file.write(data[:len(data) // 2])
+            self._file.flush()
+            self._fault.die()
+        return self._file.write(data)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def operations(report: Path) -> list[tuple[str, str]]:
+    """Return the operations that a fault reported, each as its kind and path."""
+    lines = report.read_text().splitlines() if report.exists() else []
+    return [tuple(line.split(" ", 1)) for line in lines]

@@ -1,0 +1,343 @@
+"""A small Kubernetes API server on loopback, as much of one as kubectl needs for these jobs.
+
+It keeps objects in memory and answers discovery, reading, creating, changing and deleting, pods'
+logs, dry runs and OpenAPI; custom resources are checked as a cluster would. What an operator does
+is a function of the test's: called with each new job, it may add pods, events and states.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import jsonschema
+import yaml
+
+from tests import kube_schemas
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Type:
+    """A type of resource that the server knows."""
+
+    group_version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def root(self) -> str:
+        return f"{'api' if self.group_version == 'v1' else 'apis'}/{self.group_version}"
+
+
+CUSTOM = (
+    Type("kubeflow.org/v1", "pytorchjobs", "PyTorchJob"),
+    Type("trainer.kubeflow.org/v1alpha1", "trainjobs", "TrainJob"),
+    Type("trainer.kubeflow.org/v1alpha1", "clustertrainingruntimes", "ClusterTrainingRuntime",
+         False),
+    Type("sagemaker.amazonaws.com/v1", "hyperpodpytorchjobs", "HyperPodPyTorchJob"),
+)
+CORE = (
+    Type("v1", "pods", "Pod"), Type("v1", "events", "Event"), Type("v1", "secrets", "Secret"),
+    Type("v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
+    Type("v1", "namespaces", "Namespace", False), Type("v1", "nodes", "Node", False),
+)
+_SHORT = {"persistentvolumeclaims": ["pvc"]}
+_JOBS = {"PyTorchJob", "TrainJob", "HyperPodPyTorchJob"}
+_VERBS = ["get", "list", "create", "patch", "update", "delete", "watch"]
+
+
+class Refused(Exception):
+    """An answer other than success: HTTP code, reason and message."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.reason = code, reason
+
+
+@dataclass
+class Cluster:
+    """The objects of a cluster, by (type's plural, namespace, name).
+
+    on_create: called with each job that is created. logs: lines of each pod. failing: answer so
+    many of the next requests with 503. requests: `METHOD path` of all.
+    """
+
+    types: list[Type] = field(default_factory=lambda: [*CORE, *CUSTOM])
+    objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)
+    on_create: Callable[[Cluster, Object], None] = lambda cluster, job: None
+    logs: dict[str, list[str]] = field(default_factory=dict)
+    following: set[str] = field(default_factory=set)
+    failing: int = 0
+    requests: list[str] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def add(self, plural: str, item: Object, namespace: str = "default") -> Object:
+        """Put an object there as if it had been there before."""
+        kind = next(type_ for type_ in self.types if type_.plural == plural)
+        key = (plural, namespace if kind.namespaced else "", item["metadata"]["name"])
+        with self.lock:
+            item = {"apiVersion": kind.group_version, "kind": kind.kind, **item}
+            item["metadata"] = {"uid": f"uid-{len(self.requests)}-{key[2]}",
+                                "resourceVersion": str(len(self.requests) + 1),
+                                "creationTimestamp": "2026-01-01T00:00:00Z", **item["metadata"],
+                                **({"namespace": namespace} if kind.namespaced else {})}
+            self.objects[key] = item
+        return item
+
+    def pods_of(self, job: str) -> list[Object]:
+        """Return the pods with a job's label."""
+        return [item for (plural, _, _), item in self.objects.items() if plural == "pods"
+                and item["metadata"]["labels"]["app.kubernetes.io/instance"] == job]
+
+    def delete_job(self, job: str) -> None:
+        """Delete what belongs to a job, as the garbage collector would."""
+        for pod in self.pods_of(job):
+            del self.objects["pods", pod["metadata"]["namespace"], pod["metadata"]["name"]]
+        for key, event in [*self.objects.items()]:
+            if key[0] == "events" and event["involvedObject"]["name"].startswith(job):
+                del self.objects[key]
+
+
+class Server:
+    """Serves one cluster at a time; `kubeconfig` makes the file that kubectl finds it by.
+
+    home: for what kubectl remembers of this address.
+    """
+
+    home: Path
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._handler = type("Handler", (_Handler,), {"cluster": cluster})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def serve(self, cluster: Cluster) -> Cluster:
+        """Serve another cluster from now on."""
+        self._handler.cluster = cluster
+        return cluster
+
+    def kubeconfig(self, path: Path, context: str = "test") -> Path:
+        """Write a kubeconfig whose only context is this cluster."""
+        address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        path.write_text(json.dumps({
+            "apiVersion": "v1", "kind": "Config", "current-context": context,
+            "clusters": [{"name": "c", "cluster": {"server": address}}],
+            "users": [{"name": "u", "user": {}}],
+            "contexts": [{"name": context, "context": {"cluster": "c", "user": "u"}}]}))
+        return path
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else every answer waits 40 ms for an acknowledgement
+    cluster: Cluster
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing: tests read the cluster's `requests`."""
+
+    def _handle(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = urlsplit(self.path)
+        query = {key: values[-1] for key, values in parse_qs(path.query).items()}
+        try:
+            with self.cluster.lock:
+                self.cluster.requests.append(f"{self.command} {self.path}")
+                if self.cluster.failing:
+                    self.cluster.failing -= 1
+                    raise Refused(503, "ServiceUnavailable", "etcdserver: leader changed")
+            if log := re.fullmatch(r"/api/v1/namespaces/([^/]+)/pods/([^/]+)/log", path.path):
+                self._send_log(log[2], query)
+                return
+            with self.cluster.lock:
+                answer = self._answer(path.path.strip("/"), query, body)
+            self._send(201 if self.command == "POST" else 200, answer)
+        except Refused as refused:
+            self._send(refused.code, {
+                "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": refused.code,
+                "reason": refused.reason, "message": str(refused)})
+
+    do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _handle
+
+    def _send(self, code: int, answer: Object) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _send_log(self, pod: str, query: dict[str, str]) -> None:
+        """Send a pod's lines, in chunks while it is followed and goes on."""
+        if pod not in self.cluster.logs:
+            raise Refused(404, "NotFound", f'pods "{pod}" not found')
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for chunk in self._log_lines(pod, query):
+            self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _log_lines(self, pod: str, query: dict[str, str]) -> Iterator[bytes]:
+        sent = 0
+        if "tailLines" in query:
+            sent = max(0, len(self.cluster.logs[pod]) - int(query["tailLines"]))
+        while True:
+            lines = self.cluster.logs.get(pod, [])
+            for line in lines[sent:]:
+                yield line.encode() + b"\n"
+            sent = len(lines)
+            if query.get("follow") != "true" or pod not in self.cluster.following:
+                return
+            time.sleep(0.02)
+
+    def _answer(self, path: str, query: dict[str, str], body: bytes) -> Object:
+        if (found := self._discovery(path)) is not None:
+            return found
+        type_, namespace, name = self._target(path)
+        if self.command == "GET":
+            return self._get(type_, namespace, name) if name else self._list(
+                type_, namespace, query)
+        if self.command == "DELETE":
+            return self._delete(type_, namespace, name)
+        given = yaml.safe_load(body)
+        key = (type_.plural, namespace, name or given["metadata"]["name"])
+        is_new = key not in self.cluster.objects
+        if self.command == "POST" and not is_new:
+            raise Refused(409, "AlreadyExists", f'{type_.plural} "{key[2]}" already exists')
+        if self.command == "PATCH" and "apply-patch" not in self.headers["Content-Type"]:
+            given = _merged(self._get(type_, namespace, name), given)
+        return self._store(type_, namespace, given, query, is_new)
+
+    def _store(self, type_: Type, namespace: str, item: Object, query: dict[str, str],
+               is_new: bool) -> Object:
+        if type_ in CUSTOM:
+            _check(type_, item, query.get("fieldValidation"))
+        if query.get("dryRun"):
+            return item
+        stored = self.cluster.add(type_.plural, item, namespace or "default")
+        if is_new and type_.kind in _JOBS:
+            self.cluster.on_create(self.cluster, stored)
+        return stored
+
+    def _get(self, type_: Type, namespace: str, name: str) -> Object:
+        try:
+            return self.cluster.objects[type_.plural, namespace, name]
+        except KeyError:
+            group = type_.group_version.partition("/")[0]
+            where = type_.plural + (f".{group}" if group != "v1" else "")
+            raise Refused(404, "NotFound", f'{where} "{name}" not found') from None
+
+    def _list(self, type_: Type, namespace: str, query: dict[str, str]) -> Object:
+        labels = dict(part.split("=") for part in query.get("labelSelector", "").split(",") if part)
+        fields = dict(part.split("=") for part in query.get("fieldSelector", "").split(",") if part)
+        items = [item for (plural, there, _), item in sorted(self.cluster.objects.items())
+                 if plural == type_.plural and (not namespace or there == namespace)
+                 and labels.items() <= item["metadata"].get("labels", {}).items()
+                 and all(_field(item, path) == value for path, value in fields.items())]
+        return {"kind": f"{type_.kind}List", "apiVersion": type_.group_version,
+                "metadata": {"resourceVersion": "1"}, "items": items}
+
+    def _delete(self, type_: Type, namespace: str, name: str) -> Object:
+        self._get(type_, namespace, name)
+        del self.cluster.objects[type_.plural, namespace, name]
+        if type_.kind in _JOBS:
+            self.cluster.delete_job(name)
+        return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+
+    def _target(self, path: str) -> tuple[Type, str, str]:
+        """Return type, namespace and name that a path means; empty where it has none."""
+        for type_ in self.cluster.types:
+            pattern = rf"{type_.root}(?:/namespaces/([^/]+))?/{type_.plural}(?:/([^/]+))?"
+            if match := re.fullmatch(pattern, path):
+                return type_, match[1] or "", match[2] or ""
+        raise Refused(404, "NotFound", "the server could not find the requested resource")
+
+    def _discovery(self, path: str) -> Object | None:
+        groups = sorted({t.group_version for t in self.cluster.types} - {"v1"})
+        if path == "version":
+            return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
+        if path == "api":
+            return {"kind": "APIVersions", "versions": ["v1"]}
+        if path == "apis":
+            versions = [{"groupVersion": name, "version": name.split("/")[1]} for name in groups]
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [
+                {"name": v["groupVersion"].split("/")[0], "versions": [v], "preferredVersion": v}
+                for v in versions]}
+        if path == "openapi/v3":
+            return {"paths": {t.root: {"serverRelativeURL": f"/openapi/v3/{t.root}"}
+                              for t in self.cluster.types}}
+        root = path.removeprefix("openapi/v3/")
+        types = [t for t in self.cluster.types if t.root == root]
+        if path.startswith("openapi/v3/"):
+            return _openapi(types)
+        if not types:
+            return None
+        return {"kind": "APIResourceList", "apiVersion": "v1",
+                "groupVersion": types[0].group_version,
+                "resources": [{"name": t.plural, "singularName": t.kind.lower(), "kind": t.kind,
+                               "namespaced": t.namespaced, "verbs": _VERBS,
+                               "shortNames": _SHORT.get(t.plural, [])} for t in types]}
+
+
+def _openapi(types: list[Type]) -> Object:
+    """Return as much of OpenAPI as tells kubectl that the server checks fields by itself."""
+    paths = {}
+    for type_ in types:
+        group, _, version = type_.group_version.rpartition("/")
+        scope = "namespaces/{namespace}/" if type_.namespaced else ""
+        paths[f"/{type_.root}/{scope}{type_.plural}/{{name}}"] = {"patch": {
+            "parameters": [{"name": "fieldValidation", "in": "query"},
+                           {"name": "dryRun", "in": "query"}],
+            "responses": {"200": {"description": "OK"}},
+            "x-kubernetes-group-version-kind": {"group": group, "version": version,
+                                                "kind": type_.kind}}}
+    return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "v1"}, "paths": paths}
+
+
+def _check(type_: Type, item: Object, validation: str | None) -> None:
+    """Refuse what a cluster would: unknown fields when asked to be strict, wrong values always."""
+    validator = jsonschema.Draft202012Validator(kube_schemas.schema(type_.kind))
+    for error in validator.iter_errors(item):
+        path = ".".join(map(str, error.absolute_path))
+        if error.validator != "additionalProperties":
+            raise Refused(422, "Invalid", f'{type_.kind} "{item["metadata"]["name"]}" is invalid: '
+                                          f"{path}: {error.message}")
+        if validation == "Strict":
+            raise Refused(400, "BadRequest", f"strict decoding error: unknown field in {path}: "
+                                             f"{error.message}")
+
+
+def _merged(into: Any, patch: Any) -> Any:
+    """Return what a JSON merge patch makes of a value."""
+    if not isinstance(patch, dict):
+        return patch
+    made = dict(into) if isinstance(into, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            made.pop(key, None)
+        else:
+            made[key] = _merged(made.get(key), value)
+    return made
+
+
+def _field(item: Any, path: str) -> str:
+    for part in path.split("."):
+        item = item.get(part, {}) if isinstance(item, dict) else {}
+    return item if isinstance(item, str) else ""

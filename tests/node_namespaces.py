@@ -1,0 +1,129 @@
+"""Machines that are network namespaces: own address, host name and link, one shared disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+_ENTER = """
+hostname "$1"; mount --bind "$2" /etc/hosts; mount --bind "$3" /etc/nsswitch.conf
+shift 3; exec "$@"
+"""
+
+
+class Machine:
+    """One of the namespaces. All its processes are found by the namespace they are in."""
+
+    def __init__(self, name: str, address: str, link: str, bridge: str, folder: Path) -> None:
+        self.name, self.address = name, address
+        self.link, self._bridge, self._folder = link, bridge, folder
+        self._namespace = Path("/run/netns") / link
+
+    def start(self, *command: object, output: Path, **how: object) -> subprocess.Popen:
+        """Start a command there, its output appended to a file."""
+        inside = ["nsenter", f"--net={self._namespace}", "unshare", "--uts", "--mount", "sh", "-c",
+                  _ENTER, "sh", self.name, self._folder / f"hosts-{self.name}",
+                  self._folder / "nsswitch.conf"]
+        with output.open("ab") as file:
+            return subprocess.Popen([*map(str, inside), *map(str, command)], stdout=file,
+                                    stderr=subprocess.STDOUT, **how)
+
+    def processes(self) -> dict[int, str]:
+        """Return the command line of each process that is alive there."""
+        mine, found = self._namespace.stat().st_ino, {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if (entry / "ns" / "net").stat().st_ino == mine and state not in "ZX":
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(entry.name)] = command.decode(errors="replace")
+        return found
+
+    def ranks(self) -> list[int]:
+        """Return the processes that train there."""
+        return [pid for pid in self.processes() if b"\0LOCAL_RANK=" in _environment(pid)]
+
+    def cut(self) -> None:
+        """Take the link down: what is sent is lost, and nobody is told."""
+        _ip("-n", self._bridge, "link", "set", self.link, "down")
+
+    def mend(self) -> None:
+        """Bring the link up again."""
+        _ip("-n", self._bridge, "link", "set", self.link, "up")
+
+    def die(self) -> None:
+        """Vanish as a machine without power does: no word to the others, no process left."""
+        self.cut()
+        while there := self.processes():
+            for pid in there:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+def _environment(pid: int) -> bytes:
+    with suppress(OSError):
+        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
+
+
+def require() -> None:
+    """Skip a test where machines cannot be made."""
+    if missing := [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    probe = f"probe-{os.getpid()}"
+    try:
+        _ip("netns", "add", probe)
+        _ip("netns", "del", probe)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+
+
+@contextmanager
+def machines(number: int, folder: Path) -> Iterator[list[Machine]]:
+    """Make so many machines on one bridge, 10.77.0.1 and on, and take them down afterwards."""
+    require()
+    mark = f"{os.getpid() % 100_000}"
+    bridge, made = f"br{mark}", []
+    for own in range(number):  # its own name is a loopback address, as Debian's installer has it
+        (folder / f"hosts-node-{own}").write_text("127.0.0.1 localhost\n" + "".join(
+            f"{'127.0.1.1' if i == own else f'10.77.0.{i + 1}'} node-{i}\n"
+            for i in range(number)))
+    (folder / "nsswitch.conf").write_text("hosts: files\n")
+    try:
+        _ip("netns", "add", bridge)  # the bridge has a namespace too, to stay out of this one
+        _ip("-n", bridge, "link", "add", "br0", "type", "bridge")
+        _ip("-n", bridge, "link", "set", "br0", "up")
+        for i in range(number):
+            link = f"n{i}-{mark}"
+            _ip("netns", "add", link)
+            made.append(Machine(f"node-{i}", f"10.77.0.{i + 1}", link, bridge, folder))
+            _ip("link", "add", link, "netns", bridge, "type", "veth", "peer", "name", "eth0",
+                "netns", link)
+            _ip("-n", bridge, "link", "set", link, "master", "br0", "up")
+            _ip("-n", link, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+            _ip("-n", link, "link", "set", "eth0", "up")
+            _ip("-n", link, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for machine in made:
+            with suppress(subprocess.CalledProcessError):
+                machine.die()
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", machine.link)
+        with suppress(subprocess.CalledProcessError):
+            _ip("netns", "del", bridge)

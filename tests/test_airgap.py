@@ -1,0 +1,412 @@
+"""Bundles as they cross an air gap: packed, cut, damaged, killed, unpacked, installed, trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import airgap
+from tests.conftest import ROOT, run_stage
+from tests.training import SEQ_LENGTH
+
+GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
+
+
+def check_out(place: Path, **replaced: str) -> Path:
+    """Make a repository of one commit from the files here; replaced: name → other content."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others",
+               "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs git and a checkout: the code is packed as its commit")
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, place / name)
+    for name, text in replaced.items():
+        (place / name).write_text(text)
+    for arguments in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "-m", "all"]):
+        subprocess.run([*GIT, *arguments], cwd=place, check=True)
+    return place
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a clean checkout of the code as it is now."""
+    return check_out(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="module")
+def artifacts(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with hf_datasets/corpus, model/ and the tokens of both."""
+    place = tmp_path_factory.mktemp("artifacts")
+    shutil.copytree(prepared_once, place, dirs_exist_ok=True)
+    run_stage("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH,
+              "--max-steps", 2, "--prepare-only", cwd=place)
+    return place
+
+
+def run(*command: object, cwd: Path, expect: int = 0, env: dict[str, str] | None = None,
+        ) -> subprocess.CompletedProcess:
+    """Run a Python script, assert its exit code and return what it printed."""
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True,
+                          text=True, timeout=600, env={**os.environ, **(env or {})})
+    assert done.returncode == expect, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture
+def pack(checkout: Path, artifacts: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return what packs from the directory of the artifacts into the test's own."""
+    def run_pack(*options: object, out: str = "bundle", **how: object) -> Path:
+        run(checkout / "launch" / "airgap.py", "pack", "--out", tmp_path / out, "--no-wheels",
+            *options, cwd=artifacts, **how)
+        return tmp_path / out
+    return run_pack
+
+
+def far(bundle: Path, action: str, *options: object, **how: object) -> subprocess.CompletedProcess:
+    """Run the bundle's own script as on a machine that has Python and nothing else."""
+    return run("-I", "-S", bundle / "airgap.py", action, bundle, *options, cwd=bundle.parent, **how)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Return the content of all files below a directory, but for those of git."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*")
+            if path.is_file() and ".git/" not in path.as_posix()}
+
+
+def test_everything_chosen_comes_out_as_it_was(pack: Callable[..., Path], checkout: Path,
+                                               artifacts: Path, tmp_path: Path):
+    bundle = pack("--dataset", "corpus", "--model", "model", "--tokens", "corpus",
+                  "--volume-size", "100kB")
+    volumes = sorted(bundle.glob("volume_*"))
+    assert len(volumes) > 3 and any(bundle.glob("volume_*/.parts/**/*"))
+    for volume in volumes:
+        assert sum(path.stat().st_size for path in volume.rglob("*") if path.is_file()) <= 100_000
+    carried = tmp_path / "elsewhere" / "odd name"
+    shutil.copytree(bundle, carried)
+    assert "every byte as it was packed" in far(carried, "verify").stdout
+    said = far(carried, "unpack", "--to", tmp_path / "a project").stdout
+    assert "-d hf_datasets/corpus -m .cache/models/model" in said
+    expected = files(checkout)
+    for source, to in (("hf_datasets/corpus", "hf_datasets/corpus"),
+                       ("model", ".cache/models/model"), (".cache/tokens", ".cache/tokens")):
+        expected |= {f"{to}/{name}": data for name, data in files(artifacts / source).items()}
+    found = files(tmp_path / "a project")
+    assert json.loads(found.pop(".bundle.json"))["kind"] == "bundle/1"
+    assert found == expected
+    assert os.access(tmp_path / "a project" / "launch" / "single_node.sh", os.X_OK)
+    assert not os.access(tmp_path / "a project" / "README.md", os.X_OK)
+
+
+def test_pack_again_is_done_and_another_choice_is_refused(pack: Callable[..., Path]):
+    bundle = pack("--dataset", "corpus")
+    before = {path: path.stat().st_ino for path in bundle.rglob("*") if path.is_file()}
+    stamp = (bundle / "manifest.json").stat().st_mtime_ns
+    pack("--dataset", "corpus")
+    assert (bundle / "manifest.json").stat().st_mtime_ns == stamp
+    pack("--dataset", "corpus", "--model", "model", expect=2)
+    pack("--dataset", "corpus", "--model", "model", "--overwrite")
+    after = {path: path.stat().st_ino for path in bundle.rglob("*") if path.is_file()}
+    own = {bundle / "manifest.json", bundle / "airgap.py"}
+    assert {path: after[path] for path in before.keys() - own} == \
+        {path: before[path] for path in before.keys() - own}  # linked, not copied
+    assert [path for path in after if path.name == "model.safetensors"]
+    far(bundle, "verify")
+    assert not list(bundle.parent.glob("bundle.*"))
+
+
+def test_a_killed_pack_goes_on_with_the_files_it_had(checkout: Path, artifacts: Path,
+                                                     tmp_path: Path):
+    model = tmp_path / "big"
+    shutil.copytree(artifacts / "model", model)
+    for number in range(12):
+        (model / f"extra_{number:02d}.bin").write_bytes(os.urandom(1 << 20) * 16)
+    command = [checkout / "launch" / "airgap.py", "pack", "--out", tmp_path / "bundle",
+               "--no-wheels", "--model", model, "--num-workers", 1]
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=tmp_path,
+                               stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("bundle.partial-*/volume_001/.cache/models/big/extra_03.bin")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "bundle").exists()
+    partial = next(tmp_path.glob("bundle.partial-*"))
+    kept = {path.name: path.stat().st_ino for path in partial.rglob("extra_0[0-2].bin")}
+    assert len(kept) == 3
+    said = run(*command, cwd=tmp_path).stdout
+    assert "taken over" in said
+    there = tmp_path / "bundle" / "volume_001" / ".cache" / "models" / "big"
+    assert {name: (there / name).stat().st_ino for name in kept} == kept
+    far(tmp_path / "bundle", "verify")
+
+
+def test_every_damage_is_named_and_nothing_is_unpacked(pack: Callable[..., Path], tmp_path: Path):
+    bundle = pack("--dataset", "corpus", "--model", "model", "--volume-size", "200kB")
+    code = bundle / "volume_001"
+    flipped, cut, gone, linked = (code / name for name in (
+        "README.md", "Makefile", "01_organize_data.py", "02_build_hf_dataset.py"))
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 1
+    flipped.write_bytes(content)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    gone.unlink()
+    linked.rename(tmp_path / "outside.py")
+    linked.symlink_to(tmp_path / "outside.py")
+    (code / "torch.py").write_text("import os\n")
+    (bundle / "stray").mkdir()
+    (bundle / "stray" / "file").touch()
+    part = next(path for path in bundle.glob("volume_*/.parts/**/*") if path.is_file())
+    part.write_bytes(b"")
+    (bundle / "airgap.py").write_text((bundle / "airgap.py").read_text() + "\n")
+    for action in (("verify",), ("unpack", "--to", tmp_path / "project")):
+        said = far(bundle, *action, expect=3).stderr
+        for path, what in (
+                (flipped, "has other content"), (cut, "holds"), (gone, "is missing"),
+                (linked, "is no plain file"), (part, "holds 0 bytes"),
+                (code / "torch.py", "is not part of"),
+                (bundle / "stray" / "file", "is not part of"), (bundle / "airgap.py", "holds")):
+            assert f"{path.relative_to(bundle).as_posix()} {what}" in said
+        assert "8 problems" in said
+    assert not list(tmp_path.glob("project*"))
+    shutil.rmtree(bundle / "volume_002")
+    assert "volume_002/" in far(bundle, "verify", expect=3).stderr
+
+
+def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: Path):
+    bundle = pack()
+    path = bundle / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"][1]["to"] = "lib/other.py"
+    path.write_text(json.dumps(content))
+    assert "does not say what was written" in far(bundle, "verify", expect=3).stderr
+    before = sorted(tmp_path.rglob("*"))
+    for to, why in (("../evil", "leads out"), ("/tmp/evil", "leads out"), ("a\0b", "leads out"),
+                    ("lib/../../evil", "leads out"), ("lib//x", "leads out"),
+                    ("README.md/x", "do not make a file"),
+                    ("README.md", "do not make a file")):
+        content["files"][1]["to"] = to
+        content["summary"]["digest"] = airgap.content_digest(content["files"], content["summary"])
+        path.write_text(json.dumps(content))
+        said = far(bundle, "unpack", "--to", tmp_path / "project", expect=3).stderr
+        assert "manifest.json is damaged" in said and why in said, to
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_where_it_is_unpacked(pack: Callable[..., Path], tmp_path: Path,
+                              monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    bundle, project = pack(), tmp_path / "project"
+    far(bundle, "unpack", "--to", project, "--dry-run")
+    assert not project.exists()
+    project.mkdir()
+    far(bundle, "unpack", "--to", project)
+    stamp = (project / "README.md").stat().st_mtime_ns
+    (project / "outputs").mkdir()
+    assert "already" in far(bundle, "unpack", "--to", project).stdout
+    assert (project / "README.md").stat().st_mtime_ns == stamp
+    (project / ".bundle.json").unlink()
+    assert "was not unpacked from this bundle" in \
+        far(bundle, "unpack", "--to", project, expect=2).stderr
+    no_wheels = far(bundle, "unpack", "--to", tmp_path / "b", "--install", expect=2).stderr
+    assert "no wheelhouse" in no_wheels and not (tmp_path / "b").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    assert airgap.main(["unpack", str(bundle), "--to", str(tmp_path / "c")]) == 4
+    assert "not enough room" in capsys.readouterr().err and not list(tmp_path.glob("c*"))
+
+
+def test_changes_stay_behind_and_only_when_asked(artifacts: Path, tmp_path: Path):
+    changed = check_out(tmp_path / "changed")
+    (changed / "README.md").write_text("changed")
+    (changed / "lib" / "new file.py").touch()
+    command = [changed / "launch" / "airgap.py", "pack", "--out", changed / "out", "--no-wheels"]
+    said = run(*command, cwd=artifacts, expect=2).stderr
+    assert "README.md" in said and "lib/new file.py" in said and not (changed / "out").exists()
+    said = run(*command, "--allow-dirty", cwd=artifacts).stdout
+    assert "left behind" in said
+    assert (changed / "out" / "volume_001" / "README.md").read_bytes() == \
+        (ROOT / "README.md").read_bytes()
+    assert not (changed / "out" / "volume_001" / "lib" / "new file.py").exists()
+    summary = json.loads((changed / "out" / "manifest.json").read_text())["summary"]
+    assert summary["changed_files_left_behind"] == ["README.md", "lib/new file.py"]
+
+
+def test_what_is_damaged_or_missing_is_not_packed(checkout: Path, artifacts: Path, tmp_path: Path):
+    place = tmp_path / "artifacts"
+    shutil.copytree(artifacts, place)
+    command = [checkout / "launch" / "airgap.py", "pack", "--out", "bundle", "--no-wheels"]
+    said = run(*command, "--dataset", "nothing", "--model", "none", "--tokens", "neither",
+               cwd=place, expect=3).stderr
+    assert "3 problems" in said and "nothing" in said and "none" in said and "neither" in said
+    said = run(*command, "--tokens", "corpus", cwd=place).stdout
+    assert "stage 04 needs that too (--dataset)" in said
+    shard = next((place / "hf_datasets" / "corpus" / "train").glob("*.arrow"))
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    said = run(*command, "--dataset", "corpus", "--overwrite", cwd=place, expect=3).stderr
+    assert f"{shard} has other content than when it was written" in said
+    assert (place / "bundle" / "airgap.py").exists()  # the earlier one, untouched
+    assert not (place / "bundle" / "volume_001" / "hf_datasets").exists()
+
+
+def make_wheel(place: Path, name: str, version: str, *needs: str,
+               tag: str = "py3-none-any") -> None:
+    """Write a wheel with one module that holds its version."""
+    module = name.replace("-", "_")
+    info = f"{module}-{version}.dist-info"
+    metadata = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needs)]
+    members = {f"{module}.py": f"VERSION = {version!r}\n",
+               f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]),
+               f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
+                                f"Tag: {tag}\n"}
+    record = "".join(f"{path},,\n" for path in [*members, f"{info}/RECORD"])
+    with zipfile.ZipFile(place / f"{module}-{version}-{tag}.whl", "w") as wheel:
+        for path, text in {**members, f"{info}/RECORD": record}.items():
+            wheel.writestr(path, text)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> dict[str, str]:
+    """Return the environment in which pip knows a few small wheels, and nothing else."""
+    import ensurepip
+
+    place = tmp_path / "index"
+    place.mkdir()
+    own = list((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
+    if not own:
+        pytest.skip("this Python has no wheel of pip (python3-venv brings it on Debian)")
+    shutil.copy(own[0], place)
+    make_wheel(place, "alpha", "1.0", 'before-eleven; python_version < "3.11"',
+               'for-arm; platform_machine == "aarch64"', "compiled")
+    make_wheel(place, "before-eleven", "1.0")
+    make_wheel(place, "for-arm", "1.0")
+    for tag in ("py3-none-manylinux_2_17_x86_64", "py3-none-manylinux2014_aarch64",
+                "py3-none-manylinux_2_99_x86_64"):
+        make_wheel(place, "compiled", "2.0" if "99" in tag else "1.0", tag=tag)
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(place), "PIP_CONFIG_FILE": os.devnull,
+            "PYTHONPATH": ""}
+
+
+def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index: dict[str, str]):
+    """The markers too, which pip itself evaluates for the interpreter that it runs on."""
+    small = check_out(tmp_path / "small", **{"requirements.txt": "alpha==1.0\n"})
+    command = [small / "launch" / "airgap.py", "pack", "--cache-dir", tmp_path / "cache", "--out"]
+    bundle = tmp_path / "arm"
+    run(*command, bundle, "--python", "3.10", "--platform", "manylinux_2_28_aarch64",
+        cwd=artifacts, env=index)
+    names = {path.name.partition("-")[0] for path in bundle.rglob("*.whl")}
+    assert names == {"alpha", "before_eleven", "for_arm", "compiled", "pip"}
+    assert list(bundle.rglob("compiled-1.0-*aarch64.whl"))
+    said = far(bundle, "unpack", "--to", tmp_path / "p", "--install", expect=2).stderr
+    assert "Python 3.10, aarch64" in said and not (tmp_path / "p").exists()
+    said = run(*command, tmp_path / "none", "--platform", "manylinux_2_5_x86_64", cwd=artifacts,
+               env=index, expect=2).stderr
+    assert "no complete set of wheels" in said and "compiled" in said
+    assert not list(tmp_path.glob("none*"))
+    run(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
+
+
+@pytest.mark.skipif(airgap.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
+def test_wheels_are_installed_without_a_network(artifacts: Path, tmp_path: Path,
+                                                index: dict[str, str]):
+    machine = airgap.platform.machine()
+    small = check_out(tmp_path / "small", **{"requirements.txt": "alpha==1.0\n"})
+    bundle = tmp_path / "bundle"
+    command = [small / "launch" / "airgap.py", "pack", "--out", bundle, "--cache-dir",
+               tmp_path / "cache", "--platform", f"manylinux_2_17_{machine}"]
+    run(*command, cwd=artifacts, env=index)
+    shutil.rmtree(tmp_path / "index")
+    project = tmp_path / "project"
+    far(bundle, "unpack", "--to", project, "--install")
+    done = subprocess.run([project / ".venv" / "bin" / "python", "-c",
+                           "import alpha, compiled; print(alpha.VERSION, compiled.VERSION)"],
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1.0", "1.0"]
+    assert "installed already" in far(bundle, "unpack", "--to", project, "--install").stdout
+    shutil.rmtree(tmp_path / "cache")
+    assert "already done" in run(*command, cwd=artifacts, env=index).stdout
+
+
+def isolated() -> list[str]:
+    """Return the command that runs another one without any network but its own loopback."""
+    for flags in (["--net"], ["--net", "--map-root-user"]):
+        try:
+            if subprocess.run(["unshare", *flags, "true"], capture_output=True).returncode == 0:
+                return ["unshare", *flags, sys.executable, "-c", LOOPBACK_UP]
+        except FileNotFoundError:
+            break
+    pytest.skip("network namespaces (unshare --net) are not permitted here")
+
+
+LOOPBACK_UP = """
+import fcntl, os, socket, struct, sys
+request = struct.pack("16sH14x", b"lo", 0x41)  # IFF_UP | IFF_RUNNING
+fcntl.ioctl(socket.socket(), 0x8914, request)  # SIOCSIFFLAGS
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=5)
+except OSError as error:
+    assert error.errno == 101, error  # network is unreachable
+else:
+    sys.exit("there is a network here")
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_bundle_installs_and_trains_without_a_network(checkout: Path, artifacts: Path,
+                                                        tmp_path: Path):
+    """Everything real: the wheels of requirements.txt, a fresh directory, no interface but lo."""
+    alone = isolated()
+    done = subprocess.run(
+        [sys.executable, checkout / "launch" / "airgap.py", "pack", "--out", tmp_path / "bundle",
+         "--dataset", "corpus", "--model", "model"], cwd=artifacts,
+        capture_output=True, text=True, timeout=900,
+        env={**os.environ, "PYTHONPATH": ""})  # the one step that may use a network
+    if "no complete set of wheels" in done.stderr:
+        pytest.skip(f"the wheels of requirements.txt cannot be had here:\n{done.stderr}")
+    assert done.returncode == 0, done.stderr
+    shutil.move(tmp_path / "bundle", tmp_path / "carried")
+    project = tmp_path / "project"
+
+    def offline(*command: object) -> str:
+        ended = subprocess.run([*alone, *map(str, command)], capture_output=True, text=True,
+                               timeout=900, cwd=project if project.exists() else tmp_path,
+                               env={"PATH": os.environ["PATH"], "HOME": str(tmp_path),
+                                    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        assert ended.returncode == 0, f"{command}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+        return ended.stdout
+
+    offline(sys.executable, tmp_path / "carried" / "airgap.py", "unpack", tmp_path / "carried",
+            "--to", project, "--install")
+    offline(project / ".venv" / "bin" / "torchrun", "--standalone", "--nproc-per-node", 2,
+            "04_train_fsdp.py", "-e", "far", "-d", "corpus", "-m", ".cache/models/model",
+            "-s", SEQ_LENGTH, "--max-steps", 3, "--log-freq", 1)
+    offline(project / ".venv" / "bin" / "python", "05_export_checkpoint.py", "-e", "far")
+    state = json.loads((project / "outputs" / "far" / "state.json").read_text())
+    assert (state["status"], state["step"]) == ("complete", 3)
+    assert (project / "outputs" / "far" / "export" / "step_00000003" / "model.safetensors").exists()
+
+
+def test_the_digest_of_the_manifest_stands_for_the_bundle(pack: Callable[..., Path]):
+    bundle = pack()
+    digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
+    assert digest in far(bundle, "verify").stdout
+    entries = json.loads((bundle / "manifest.json").read_text())["files"]
+    assert {f"sha256:{hashlib.sha256((bundle / e['path']).read_bytes()).hexdigest()}"
+            for e in entries} == {e["digest"] for e in entries}

@@ -1,0 +1,218 @@
+"""Damaged, missing and malicious files: never anything wrong is loaded, and never in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from lib.checkpoints import commit
+from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.storage import HashingWriter
+from lib.core import manifest
+from tests.fault_points import Fault
+from tests.faults import Server, Undisturbed, begun_at, events, run_options, valid_steps
+
+NEWEST, BEFORE = 10, 8
+FILES = ("dcp/__0_0.distcp", "dcp/__0_optimizer_0.distcp", "dcp/.metadata", "train_state.json",
+         "rng.safetensors", "manifest.json", "COMMIT.json")
+PAGE = 4096
+
+
+@pytest.fixture(scope="module")
+def stopped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return outputs/ of a run that was killed when it began to save its last step."""
+    outputs = tmp_path_factory.mktemp("stopped") / "outputs"
+    server.run(*run_options(outputs), expect=-9, faults={0: Fault(
+        str(outputs), 1, kinds=("mkdir",), match="step_00000012")})
+    assert valid_steps(outputs) == [NEWEST, BEFORE, 6]
+    names = {p.relative_to(step(outputs)).as_posix() for p in step(outputs).rglob("*")}
+    assert names == {*FILES, "dcp"}
+    return outputs
+
+
+@pytest.fixture
+def outputs(stopped: Path, tmp_path: Path) -> Path:
+    """Return a copy of that."""
+    shutil.copytree(stopped, tmp_path / "outputs")
+    return tmp_path / "outputs"
+
+
+def step(outputs: Path, number: int = NEWEST) -> Path:
+    return outputs / "run" / "checkpoints" / f"step_{number:08d}"
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def damage(path: Path, how: str) -> None:
+    size = path.stat().st_size
+    if how == "flipped bit":
+        flip(path, 8 * (size // 2) + 3)
+    elif how == "cut":
+        os.truncate(path, size - 1)
+    elif how == "empty":
+        os.truncate(path, 0)
+    elif how == "zeroed page":
+        with path.open("r+b") as file:
+            file.seek(size // 2 // PAGE * PAGE)
+            file.write(bytes(min(PAGE, size - file.tell())))
+    else:
+        path.unlink()
+
+
+def seal(checkpoint: Path) -> None:
+    """Make manifest and COMMIT fit the files there, as one who means harm would."""
+    content = json.loads((checkpoint / commit.COMMIT).read_text())
+    files = [manifest.file_entry(checkpoint, path) for path in sorted(checkpoint.rglob("*"))
+             if path.is_file() and path.name not in (commit.COMMIT, commit.MANIFEST)]
+    attempt = checkpoint.rename(checkpoint.with_name("attempt"))
+    facts = {key: value for key, value in content.items()
+             if key not in ("step", "manifest", "world_size", "identity", "digest")}
+    commit.commit(attempt, content["step"], files, content["identity"], 1, facts)
+    assert Checkpoint(checkpoint, content["step"]).problems() == []
+
+
+PAIRS = list(zip(FILES, ("flipped bit", "zeroed page", "missing", "cut", "flipped bit", "empty",
+                         "missing"), strict=True))
+HOWS = ("flipped bit", "cut", "empty", "zeroed page", "missing")
+
+
+@pytest.mark.parametrize(("name", "how"), [
+    pytest.param(name, how, marks=[] if (name, how) in PAIRS else pytest.mark.slow)
+    for name in FILES for how in HOWS])
+def test_a_damaged_file_is_told_and_the_one_before_is_taken(
+        server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str,
+        how: str):
+    damage(step(outputs) / name, how)
+    done = server.run(*run_options(outputs))
+    assert begun_at(outputs) == BEFORE and "is set aside in" in done.output
+    [told] = [e for e in events(outputs) if e["event"] == "quarantine"]
+    assert told["step"] == NEWEST and Path(name).name in told["reason"]
+    assert len(commit.quarantined(outputs / "run" / "checkpoints")) == 1
+    undisturbed().require_same(outputs)
+
+
+def test_any_flipped_bit_is_seen(outputs: Path):
+    """Unless it is one that nothing depends on: a last digit of a figure in COMMIT, too small."""
+    rng, checkpoint = random.Random(0), Checkpoint(step(outputs), NEWEST)
+    read = checkpoint.commit()
+    for name in FILES:
+        path = checkpoint.path / name
+        bits = range(8 * path.stat().st_size)
+        for bit in rng.sample(bits, 400 if name == commit.COMMIT else 40):
+            flip(path, bit)
+            seen = checkpoint.problems() or checkpoint.content_problems(0, 1)
+            assert seen or (name == commit.COMMIT and checkpoint.commit() == read), f"{name} {bit}"
+            flip(path, bit)
+    assert not checkpoint.problems() + checkpoint.content_problems(0, 1)
+
+
+def test_all_damaged_trains_nothing(server: Server, outputs: Path):
+    for number in valid_steps(outputs):
+        damage(step(outputs, number) / FILES[0], "flipped bit")
+    before = (outputs / "run" / "metrics.jsonl").read_bytes()
+    for _ in range(2):  # a launcher that tries again finds nothing else
+        done = server.run(*run_options(outputs), expect=3)
+        assert "no valid checkpoint is left" in done.output and "Traceback" not in done.output
+    assert (outputs / "run" / "metrics.jsonl").read_bytes() == before
+    assert len(commit.quarantined(outputs / "run" / "checkpoints")) == 3
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("where", ["metadata", "bytes entry"])
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "as found"])
+def test_a_malicious_pickle_runs_nothing(server: Server, outputs: Path, tmp_path: Path, where: str,
+                                         sealed: bool,
+                                         undisturbed: Callable[..., Undisturbed]):
+    """One that was put into a checkpoint and fits all digests ends the run; another is damage."""
+    harm = Malicious(f"touch {tmp_path / 'ran'}")
+    tensors = step(outputs) / "dcp"
+    if where == "metadata":
+        (tensors / ".metadata").write_bytes(pickle.dumps(harm))
+    else:
+        shutil.rmtree(tensors)
+        dcp.save({"model.x": torch.zeros(1), "model.y": harm}, no_dist=True,
+                 storage_writer=HashingWriter(tensors))
+        (tmp_path / "ran").unlink(missing_ok=True)  # what is saved may be copied, and so unpickled
+    if sealed:
+        seal(step(outputs))
+    done = server.run(*run_options(outputs), expect=3 if sealed else 0)
+    assert not (tmp_path / "ran").exists()
+    if sealed:
+        assert "nothing but the description of tensors" in done.output
+        assert "Traceback" not in done.output and valid_steps(outputs)[0] == NEWEST
+    else:
+        undisturbed().require_same(outputs)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": "comp', bytes(PAGE), b"\xff\xfe[1]"],
+                         ids=["empty", "torn", "zeros", "no text"])
+@pytest.mark.parametrize("name", ["state.json", "config.yaml", "metrics.jsonl", "events.jsonl"])
+def test_bookkeeping_may_be_torn(server: Server, undisturbed: Callable[..., Undisturbed],
+                                 outputs: Path, name: str, content: bytes):
+    """The checkpoints are the truth; what was in the figures before is lost, and no more."""
+    (outputs / "run" / name).write_bytes(content)
+    server.run(*run_options(outputs))
+    undisturbed().require_same(outputs, since=NEWEST)
+    assert json.loads((outputs / "run" / "state.json").read_text())["status"] == "complete"
+    told = (outputs / "run" / "events.jsonl").read_text(errors="replace").splitlines()
+    rows = [json.loads(line) for line in told[name == "events.jsonl" and bool(content):]]
+    assert [row["event"] for row in rows[-2:]] == ["save", "complete"] or \
+        [row["event"] for row in rows[-3:]] == ["save", "prune", "complete"]
+    assert {"event": "resume", "step": NEWEST}.items() <= \
+        [row for row in rows if row["event"] == "resume"][-1].items()
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_clock_and_file_times_decide_nothing(server: Server, outputs: Path, days: int,
+                                             undisturbed: Callable[..., Undisturbed]):
+    rng = random.Random(days)
+    for path in outputs.rglob("*"):
+        moment = rng.uniform(0, 4e9)
+        os.utime(path, (moment, moment))
+    server.run(*run_options(outputs), clock=days * 86_400)
+    assert begun_at(outputs) == NEWEST
+    undisturbed().require_same(outputs)
+    assert valid_steps(outputs) == [12, 10, 8]
+
+
+def test_what_is_no_checkpoint_is_not_taken_for_one(server: Server, outputs: Path,
+                                                    undisturbed: Callable[..., Undisturbed]):
+    checkpoints = outputs / "run" / "checkpoints"
+    shutil.copytree(step(outputs), checkpoints / "step_00000011.tmp-1")
+    shutil.copytree(step(outputs, 6), checkpoints / ".trash-step_00000004-1")
+    (checkpoints / ".trash-step_00000004-1" / commit.COMMIT).unlink()
+    (checkpoints / "step_00000099").mkdir()
+    shutil.copytree(step(outputs), checkpoints / "step_00000098")
+    (checkpoints / "step_latest").mkdir()
+    (checkpoints / "step_00000097").write_text("a file")
+    server.run(*run_options(outputs))
+    assert begun_at(outputs) == NEWEST
+    undisturbed().require_same(outputs)
+    assert valid_steps(outputs) == [12, 10, 8]
+    assert {p.name for p in checkpoints.iterdir()} == {
+        "step_00000012", "step_00000010", "step_00000008", "step_latest", "step_00000097",
+        "quarantine"}
+    assert {p.name.partition("-")[0] for p in commit.quarantined(checkpoints)} == {
+        "step_00000098", "step_00000099"}

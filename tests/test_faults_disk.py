@@ -1,0 +1,131 @@
+"""No room, errors of the disk, and directories that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lib.checkpoints import commit
+from tests.fault_points import Fault
+from tests.faults import (
+    STEPS,
+    Server,
+    Undisturbed,
+    begun_at,
+    events,
+    run_options,
+    valid_steps,
+)
+from tests.training import steps_saved
+
+KIB = 1024
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Return a function that mounts a disk of so many KiB; needs to be root."""
+    mounted: list[Path] = []
+
+    def mount(kib: int) -> Path:
+        (path := tmp_path / "disk").mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", path],
+                              capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def size_of_one(server: Server, tmp_path: Path) -> int:
+    """Return the KiB that a checkpoint takes."""
+    outputs = tmp_path / "measured" / "outputs"
+    server.run(*run_options(outputs, "--ckpt-freq", 2, steps=2))
+    [one] = commit.scan(outputs / "run" / "checkpoints")
+    return sum(p.stat().st_blocks * 512 for p in one.path.rglob("*") if p.is_file()) // KIB
+
+
+@pytest.mark.parametrize("asynchronous", ["on", "off"])
+def test_a_small_disk_keeps_the_newest(server: Server, disk: Callable[[int], Path], tmp_path: Path,
+                                       undisturbed: Callable[..., Undisturbed], asynchronous: str):
+    """All should be kept, and there is room for three and a half."""
+    outputs = disk(int(3.5 * size_of_one(server, tmp_path)) + 256) / "outputs"
+    server.run(*run_options(outputs, "--ckpt-keep", 0, "--ckpt-async", asynchronous))
+    assert valid_steps(outputs)[:2] == [12, 10]
+    undisturbed().require_same(outputs)
+
+
+@pytest.mark.parametrize("asynchronous", ["on", "off"])
+def test_a_full_disk_skips_saves_and_then_ends_the_run(
+        server: Server, disk: Callable[[int], Path], tmp_path: Path, asynchronous: str,
+        undisturbed: Callable[..., Undisturbed]):
+    size = size_of_one(server, tmp_path)
+    outputs = disk(4 * size + 512) / "outputs"
+    options = run_options(outputs, "--ckpt-async", asynchronous)
+    server.run(*options, expect=-9, faults={0: Fault(str(outputs), 1, kinds=("mkdir",),
+                                                     match="step_00000004")})
+    ballast = outputs.parent / "ballast"
+    free = os.statvfs(outputs).f_bavail * os.statvfs(outputs).f_bsize
+    ballast.write_bytes(bytes(free - size * KIB // 2))
+    done = server.run(*options, expect=4)
+    assert done.output.count("NOT SAVED") >= 2 and "Traceback" not in done.output
+    assert [e["step"] for e in events(outputs) if e["event"] == "disk_full"] == [4, 6, 8]
+    assert valid_steps(outputs) == [2]
+    ballast.unlink()
+    server.run(*options)
+    assert begun_at(outputs) == 2
+    undisturbed().require_same(outputs)
+
+
+@pytest.mark.parametrize("asynchronous", ["on", "off"])
+def test_one_rank_without_room(server: Server, tmp_path: Path, asynchronous: str,
+                               undisturbed: Callable[..., Undisturbed]):
+    """The others learn of it, nobody hangs, and the saves after it are whole."""
+    outputs = tmp_path / "outputs"
+    fault = Fault(str(outputs), 3, "ENOSPC", times=30, kinds=("write",), match="step_00000006")
+    done = server.run(*run_options(outputs, "--ckpt-keep", 0, "--ckpt-async", asynchronous),
+                      ranks=2, faults={1: fault})
+    assert done.wait() == [0, 0] and "step 6 is NOT SAVED" in done.output
+    assert steps_saved(tmp_path, "run") == [2, 4, 8, 10, 12]
+    undisturbed(ranks=2).require_same(outputs)
+
+
+@pytest.mark.parametrize("kind", ["write", "fsync", "rename"])
+@pytest.mark.parametrize("asynchronous", ["on", "off"])
+def test_an_error_of_the_disk_ends_the_run(server: Server, tmp_path: Path, asynchronous: str,
+                                           kind: str, undisturbed: Callable[..., Undisturbed]):
+    """Not in silence, and not with a half-written checkpoint; the same command goes on."""
+    outputs = tmp_path / "outputs"
+    options = run_options(outputs, "--ckpt-async", asynchronous)
+    fault = Fault(str(outputs), 2, "EIO", kinds=(kind,), match="step_00000006")
+    done = server.run(*options, expect=None, faults={0: fault})
+    assert done.wait() != [0] and "Input/output error" in done.output
+    assert [p.name for p in sorted((outputs / "run" / "checkpoints").iterdir())] \
+        == ["step_00000002", "step_00000004"]
+    server.run(*options)
+    assert begun_at(outputs) == 4
+    undisturbed().require_same(outputs)
+
+
+def test_a_read_only_disk(server: Server, disk: Callable[[int], Path],
+                          undisturbed: Callable[..., Undisturbed]):
+    """Told before anything is begun when it is so from the start, and by the save if later."""
+    outputs = disk(64 * KIB) / "outputs"
+    fault = Fault(str(outputs), 1, "EROFS", times=10**6, match="step_00000006")
+    done = server.run(*run_options(outputs), expect=2, faults={0: fault})
+    assert "Read-only file system" in done.output and "Traceback" not in done.output
+    assert valid_steps(outputs) == [4, 2]
+    subprocess.run(["mount", "-o", "remount,ro", outputs.parent], check=True)
+    done = server.run(*run_options(outputs), expect=2)
+    assert "cannot be written" in done.output and "Traceback" not in done.output
+    subprocess.run(["mount", "-o", "remount,rw", outputs.parent], check=True)
+    server.run(*run_options(outputs))
+    assert begun_at(outputs) == 4
+    undisturbed().require_same(outputs)
+    assert max(valid_steps(outputs)) == STEPS

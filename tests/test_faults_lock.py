@@ -1,0 +1,62 @@
+"""Two launches on one experiment, and what is left of one that was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fault_points import Fault, operations
+from tests.faults import STEPS, Server, Undisturbed, begun_at, run_options, valid_steps
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["new", "going on"])
+def test_of_four_at_once_one_trains(server: Server, tmp_path: Path, first: bool,
+                                    undisturbed: Callable[..., Undisturbed]):
+    """The others say who has it, and change nothing."""
+    outputs = tmp_path / "outputs"
+    if not first:
+        server.run(*run_options(outputs), expect=-9, faults={0: Fault(
+            str(outputs), 1, kinds=("mkdir",), match="step_00000006")})
+    # Each save takes a while, so that none is complete before the last has begun.
+    launches = [server.start(*run_options(outputs, "--ckpt-async", "off"), faults={0: Fault(
+        str(outputs), 1, "pause", times=10**6, seconds=0.3, kinds=("mkdir",), match="step_")})
+        for _ in range(4)]
+    codes = [launch.wait()[0] for launch in launches]
+    assert sorted(codes) == [0, 2, 2, 2]
+    for launch, code in zip(launches, codes, strict=True):
+        assert code == 0 or "another launch is training" in launch.output
+    undisturbed().require_same(outputs)
+    assert max(valid_steps(outputs)) == STEPS
+
+
+def test_a_lock_of_a_process_that_is_gone(server: Server, tmp_path: Path,
+                                          undisturbed: Callable[..., Undisturbed]):
+    """Killed, and its number given to another process: taken over at once."""
+    outputs, report = tmp_path / "outputs", tmp_path / "report"
+    launch = server.start(*run_options(outputs), faults={0: Fault(
+        str(outputs), 1, "pause", seconds=60, match="step_00000006", report=str(report))})
+    launch.until(lambda: bool(operations(report)))
+    busy = server.run(*run_options(outputs), expect=2)
+    assert "another launch is training" in busy.output
+    launch.signal(signal.SIGKILL)
+    assert launch.wait() == [-signal.SIGKILL]
+    record = outputs / "run" / "lock.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"pid": os.getpid()}))
+    server.run(*run_options(outputs))
+    assert begun_at(outputs) == 4 and not record.exists()
+    undisturbed().require_same(outputs)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"host": "a', b"\xff\xfe", b"[]"])
+def test_a_torn_lock(server: Server, tmp_path: Path, content: bytes):
+    outputs = tmp_path / "outputs"
+    (outputs / "run").mkdir(parents=True)
+    (outputs / "run" / "lock.json").write_bytes(content)
+    (outputs / "run" / "config.yaml").touch()  # an experiment, not a directory of something else
+    server.run(*run_options(outputs, steps=2))
+    assert valid_steps(outputs) == [2]

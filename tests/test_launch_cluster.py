@@ -1,0 +1,356 @@
+"""launch/cluster.py: the real kubectl asks a small API server; AWS is a stand-in on the PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import cluster
+from launch.clusters import nodes as cluster_nodes
+from launch.common.findings import Finding
+from tests import kube_server
+from tests.conftest import run_stage
+from tests.kube_server import CORE, CUSTOM, Cluster, Refused, Server, Type
+
+TYPES = [*CORE, *CUSTOM, Type("v1", "resourcequotas", "ResourceQuota"),
+         Type("v1", "serviceaccounts", "ServiceAccount"),
+         Type("apps/v1", "deployments", "Deployment"),
+         Type("authorization.k8s.io/v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview",
+              False),
+         Type("storage.k8s.io/v1", "storageclasses", "StorageClass", False),
+         Type("apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition",
+              False)]
+KINDS = {"pytorchjob": ("pytorchjobs.kubeflow.org", "v1", "training-operator"),
+         "trainjob": ("trainjobs.trainer.kubeflow.org", "v1alpha1",
+                      "kubeflow-trainer-controller-manager"),
+         "hyperpod": ("hyperpodpytorchjobs.sagemaker.amazonaws.com", "v1",
+                      "hp-training-operator-hp-training-controller-manager")}
+P5 = ("--instance-type", "p5.48xlarge", "--nodes", 2)
+
+
+class There(Cluster):
+    """A cluster that also answers access reviews; what is in `denied` is forbidden."""
+
+    def __init__(self) -> None:
+        super().__init__(types=[*TYPES])
+        self.denied: set[str] = set()
+
+
+class _Answers(kube_server._Handler):
+    def _answer(self, path: str, query: dict[str, str], body: bytes) -> dict[str, Any]:
+        if self.command == "POST" and path.endswith("selfsubjectaccessreviews"):
+            review = json.loads(body)
+            asked = review["spec"]["resourceAttributes"]
+            name = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+            review["status"] = {"allowed": f"{asked['verb']} {name}" not in self.cluster.denied}
+            return review
+        if (plural := path.rpartition("/")[2]) in self.cluster.denied:
+            raise Refused(403, "Forbidden", f"{plural} is forbidden: User cannot list {plural}")
+        query.pop("fieldSelector", None)  # only selectors with != come here; the caller filters too
+        return super()._answer(path, query, body)
+
+
+def node(name: str, **changes: Any) -> dict[str, Any]:
+    """Return a healthy p5 node, or one that differs."""
+    has = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi",
+           **changes.get("allocatable", {})}
+    return {"metadata": {"name": name, "labels": {
+                "node.kubernetes.io/instance-type": "p5.48xlarge", **changes.get("labels", {})}},
+            "spec": changes.get("spec", {}),
+            "status": {"allocatable": {key: value for key, value in has.items() if value},
+                       "conditions": changes.get("conditions",
+                                                 [{"type": "Ready", "status": "True"}])}}
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[There]:
+    """Return a cluster that is ready for a job on two p5 nodes, of each kind."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed (Debian: kubernetes-client)")
+    made = There()
+    for crd, version, controller in KINDS.values():
+        made.add("customresourcedefinitions", {"metadata": {"name": crd}, "spec": {
+            "versions": [{"name": version, "served": True}]}})
+        made.add("deployments", {"metadata": {"name": controller},
+                                 "status": {"availableReplicas": 1}}, "operators")
+    for name in ("default", "operators"):
+        made.add("namespaces", {"metadata": {"name": name}})
+    made.add("storageclasses", {"metadata": {"name": "fsx-sc"}, "provisioner": "fsx.csi.aws.com"})
+    made.add("persistentvolumeclaims", {
+        "metadata": {"name": "fsx-claim"}, "spec": {"accessModes": ["ReadWriteMany"]},
+        "status": {"phase": "Bound", "capacity": {"storage": "1200Gi"}}})
+    for number in (1, 2):
+        made.add("nodes", node(f"node-{number}"))
+    monkeypatch.setattr(kube_server, "_Handler", _Answers)
+    server = Server(made)
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+    monkeypatch.setenv("KUBECACHEDIR", str(tmp_path / "kube-cache"))
+    monkeypatch.setenv("PATH", f"{no_aws(tmp_path)}")
+    yield made
+    server.close()
+
+
+def no_aws(root: Path) -> str:
+    """Return a PATH with kubectl and without an AWS command line that this machine may have."""
+    folder = root / "bin"
+    folder.mkdir(exist_ok=True)
+    for name in ("kubectl", "git", "sh", "cat", "grep"):
+        if (found := shutil.which(name)) and not (folder / name).exists():
+            (folder / name).symlink_to(found)
+    return str(folder)
+
+
+def check(tmp_path: Path, *arguments: object, expect: int = 0,
+          ) -> tuple[list[Finding], subprocess.CompletedProcess]:
+    """Run `cluster.py validate` and return what it found."""
+    file = tmp_path / "found.json"
+    done = run_stage("launch/cluster.py", "validate", *arguments, "--json", file, cwd=tmp_path,
+                     expect=expect)
+    return [Finding(**f) for f in json.loads(file.read_text())["findings"]], done
+
+
+def only(found: list[Finding], check: str) -> Finding:
+    """Return the only finding of a check, which must have a remedy when it is no information."""
+    (one,) = [finding for finding in found if finding.check == check]
+    assert one.remedy or one.severity == "info", one
+    return one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cluster_that_is_ready(there: There, tmp_path: Path, kind: str):
+    if kind == "hyperpod":  # whose types have a prefix, which is added
+        for number in (1, 2):
+            there.add("nodes", node(f"node-{number}", labels={
+                "node.kubernetes.io/instance-type": "ml.p5.48xlarge",
+                "sagemaker.amazonaws.com/node-health-status": "Schedulable"}))
+    found, done = check(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
+    assert {finding.severity for finding in found} == {"info"}
+    assert {f.check for f in found if "not checked" in f.text} == {"EKS", "driver"}
+    assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(found, "capacity").text
+    assert "this cluster is ready" in done.stdout
+    assert not [request for request in there.requests if request.startswith(("PATCH", "DELETE"))]
+    assert {r.split("?")[0] for r in there.requests if r.startswith("POST")} == {
+        "POST /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"}
+
+
+def test_everything_that_is_missing_is_told_at_once(there: There, tmp_path: Path):
+    for key in [key for key in there.objects if key[0] in (
+            "customresourcedefinitions", "persistentvolumeclaims", "nodes")]:
+        del there.objects[key]
+    there.denied.add("create pytorchjobs")
+    found, done = check(tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull",
+                        expect=6)
+    errors = {finding.check for finding in found if finding.severity == "error"}
+    assert errors == {"namespace", "rights", "operator", "capacity", "storage",
+                      "image pull secret"}
+    assert all(finding.remedy for finding in found if finding.severity == "error")
+    assert "fsx-sc" in only(found, "storage").text
+    assert "not ready: 6 errors" in done.stderr and "Traceback" not in done.stderr
+    severities = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert severities == sorted(severities, key=["error", "warning", "info"].index)
+
+
+def judged(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
+    """Return what is said of nodes for a job on two p5 nodes."""
+    wanted = cluster_nodes.Wanted(nodes=2, gpus=8, efa=32, instance_type="p5.48xlarge")
+    return list(cluster_nodes.judge(cluster_nodes.read([*nodes], []), wanted, grows))
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ({"conditions": [{"type": "Ready", "status": "Unknown"}]}, "not ready"),
+    ({"spec": {"unschedulable": True}}, "cordoned"),
+    ({"spec": {"taints": [{"key": "team", "effect": "NoSchedule"}]}}, "taint team"),
+    ({"conditions": [{"type": "Ready", "status": "True"},
+                     {"type": "DiskPressure", "status": "True"}]}, "DiskPressure"),
+    ({"labels": {"sagemaker.amazonaws.com/node-health-status": "UnschedulablePendingReboot"}},
+     "UnschedulablePendingReboot"),
+])
+def test_a_node_that_takes_no_pods(change: dict[str, Any], why: str):
+    found = judged(node("node-1"), node("node-2", **change))
+    assert why in only(found, "nodes").text and "node-2" in only(found, "nodes").text
+    assert only(found, "capacity").severity == "error"
+    assert "1 of 2" in only(found, "capacity").text
+
+
+def test_an_autoscaler_may_add_nodes(there: There, tmp_path: Path):
+    del there.objects["nodes", "", "node-2"]
+    there.add("customresourcedefinitions", {"metadata": {"name": "nodepools.karpenter.sh"},
+                                            "spec": {"versions": []}})
+    found, _ = check(tmp_path, *P5)
+    assert only(found, "capacity").severity == "warning"
+    check(tmp_path, *P5, "--fail-on", "warning", expect=5)
+
+
+def test_the_taint_of_gpu_nodes_is_tolerated():
+    tainted = node("node-2", spec={"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]})
+    assert only(judged(node("node-1"), tainted), "capacity").severity == "info"
+
+
+@pytest.mark.parametrize(("lacking", "of"), [
+    ("nvidia.com/gpu", "GPUs"), ("vpc.amazonaws.com/efa", "EFA")])
+def test_a_node_without_its_devices(lacking: str, of: str):
+    found = judged(node("node-1"), node("node-2", allocatable={lacking: ""}))
+    assert only(found, of).severity == "error"
+    assert "node-2" in only(found, of).text and "plugin" in only(found, of).remedy
+
+
+def test_missing_huge_pages_are_a_warning():
+    found = judged(node("node-1"), node("node-2", allocatable={"hugepages-2Mi": "0"}))
+    assert only(found, "huge pages").severity == "warning"
+
+
+def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]:
+    return {"metadata": {"name": name, "labels": {}}, "status": {"phase": phase},
+            "spec": {"nodeName": on, "containers": [
+                {"name": "c", "resources": {"limits": {"nvidia.com/gpu": str(gpus)}}}]}}
+
+
+def test_gpus_in_use_are_counted_where_pods_may_be_seen(there: There, tmp_path: Path):
+    there.add("pods", pod("other", "node-1", 4))
+    there.add("pods", pod("ended", "node-2", 8, "Succeeded"))
+    found, _ = check(tmp_path, *P5)
+    assert only(found, "capacity").severity == "warning" and "1 p5" in only(found, "capacity").text
+    there.denied.add("pods")
+    found, _ = check(tmp_path, *P5)
+    assert "not checked" in only(found, "GPUs in use").text
+
+
+def test_quota_storage_and_secret(there: There, tmp_path: Path):
+    there.add("resourcequotas", {"metadata": {"name": "team"}, "status": {
+        "hard": {"requests.nvidia.com/gpu": "16", "pods": "50"},
+        "used": {"requests.nvidia.com/gpu": "8", "pods": "3"}}})
+    there.add("persistentvolumeclaims", {
+        "metadata": {"name": "ebs"}, "spec": {"accessModes": ["ReadWriteOnce"]},
+        "status": {"phase": "Bound"}})
+    there.add("secrets", {"metadata": {"name": "pull"}, "type": "Opaque",
+                          "data": {"x": "c2VjcmV0LXZhbHVl"}})
+    found, done = check(tmp_path, *P5, "--pvc", "ebs", "--image-pull-secret", "pull", expect=6)
+    assert "leaves 8 of requests.nvidia.com/gpu, the job needs 16" in only(found, "quota").text
+    assert "ReadWriteOnce" in only(found, "storage").text
+    assert "Opaque" in only(found, "image pull secret").text
+    assert "c2VjcmV0" not in done.stdout + done.stderr + (tmp_path / "found.json").read_text()
+
+
+def test_an_operator_that_is_down_or_serves_another_version(there: There, tmp_path: Path):
+    there.add("deployments", {"metadata": {"name": "training-operator"},
+                              "status": {"availableReplicas": 0}}, "operators")
+    found, _ = check(tmp_path, *P5, expect=6)
+    assert "no available replica" in only(found, "operator").text
+    there.add("customresourcedefinitions", {
+        "metadata": {"name": KINDS["trainjob"][0]},
+        "spec": {"versions": [{"name": "v2", "served": True}]}})
+    found, _ = check(tmp_path, "--kind", "trainjob", *P5, expect=6)
+    assert any("served as v2, not v1alpha1" in finding.text for finding in found)
+
+
+def test_a_driver_too_old_for_the_torch_of_the_image(there: There, tmp_path: Path):
+    there.add("nodes", node("node-2", labels={
+        "nvidia.com/cuda.driver.major": "550", "nvidia.com/cuda.driver.minor": "54",
+        "nvidia.com/cuda.driver.rev": "15"}))
+    found, _ = check(tmp_path, *P5, expect=6)
+    assert "driver 550.54.15 is too old" in only(found, "driver").text
+    assert "--driver-version 550.54.15" in only(found, "driver").remedy
+
+
+def test_what_may_not_be_asked_is_not_checked(there: There, tmp_path: Path):
+    there.denied |= {"resourcequotas", "deployments", "nodes"}
+    found, _ = check(tmp_path, *P5)
+    assert {finding.check for finding in found if "not allowed" in finding.text} == {
+        "quota", "operator", "nodes"}
+
+
+def test_describe(there: There, tmp_path: Path):
+    there.add("pods", pod("other", "node-1", 4))
+    done = run_stage("launch/cluster.py", "describe", cwd=tmp_path)
+    assert ("p5.48xlarge: 2 nodes, 0 of them unusable; 16 nvidia.com/gpu, 12 of them free; "
+            "64 vpc.amazonaws.com/efa") in done.stdout
+    for shown in ("pytorchjobs.kubeflow.org (v1)", "fsx-sc", "fsx-claim: Bound"):
+        assert shown in done.stdout
+
+
+def test_a_cluster_that_does_not_answer(there: There, tmp_path: Path):
+    kubeconfig = Path(os.environ["KUBECONFIG"])
+    content = json.loads(kubeconfig.read_text())
+    content["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
+    kubeconfig.write_text(json.dumps(content))
+    found, done = check(tmp_path, expect=6)
+    assert "refused" in only(found, "API server").text and "Traceback" not in done.stderr
+    run_stage("launch/cluster.py", "describe", cwd=tmp_path, expect=6)
+
+
+def test_without_kubectl_and_dry(tmp_path: Path):
+    done = run_stage("launch/cluster.py", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)})
+    assert "kubectl is not installed" in done.stderr
+    run_stage("launch/cluster.py", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)})
+    done = run_stage("launch/cluster.py", "validat", cwd=tmp_path, expect=2)
+    assert "validate" in done.stderr
+
+
+AWS = r"""#!/bin/sh
+echo "$*" >> "$AWS_CALLS"
+case "$1 $2" in
+"eks list-clusters") echo '{"clusters": ["my-eks"]}';;
+"eks describe-cluster") echo '{"cluster": {"status": "ACTIVE", "version": "1.32"}}';;
+"eks list-nodegroups") echo '{"nodegroups": ["gpu"]}';;
+"eks describe-nodegroup") echo '{"nodegroup": {"health": {"issues": [
+  {"code": "AsgInstanceLaunchFailures", "message": "no p5 capacity"}]}}}';;
+"eks list-addons") echo '{"addons": ["eks-pod-identity-agent"]}';;
+"sagemaker list-clusters") echo '{"ClusterSummaries": [{"ClusterName": "pod"}]}';;
+"sagemaker describe-cluster") echo '{"ClusterName": "pod", "ClusterStatus": "InService",
+  "NodeRecovery": "None",
+  "Orchestrator": {"Eks": {"ClusterArn": "arn:aws:eks:us-west-2:1:cluster/my-eks"}},
+  "InstanceGroups": [{"InstanceGroupName": "workers", "InstanceType": "ml.p5.48xlarge",
+                      "CurrentCount": 1, "TargetCount": 2}]}';;
+"eks update-kubeconfig") ;;
+*) echo "An error occurred (AccessDenied)" >&2; exit 254;;
+esac
+"""
+
+
+@pytest.fixture
+def aws(there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put an AWS command line beside kubectl, and return the file with what it was asked."""
+    tool = tmp_path / "bin" / "aws"
+    tool.write_text(AWS)
+    tool.chmod(0o755)
+    monkeypatch.setenv("AWS_CALLS", str(tmp_path / "aws-calls"))
+    return tmp_path / "aws-calls"
+
+
+def test_aws_is_asked_where_it_is_there(aws: Path, tmp_path: Path):
+    found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
+    assert "my-eks is ACTIVE" in only(found, "EKS").text
+    assert "AsgInstanceLaunchFailures" in only(found, "EKS node group").text
+    assert "aws-fsx-csi-driver" in only(found, "EKS add-on").remedy
+    assert all("--region us-west-2" in line for line in aws.read_text().splitlines())
+
+
+def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: There, tmp_path: Path):
+    found, _ = check(tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0)
+    texts = [finding.text for finding in found if finding.check == "HyperPod"]
+    assert any("InService" in text for text in texts)
+    assert any("NodeRecovery" in text for text in texts)
+    assert any("1 of 2 ml.p5.48xlarge" in text for text in texts)
+
+
+def test_as_a_function(aws: Path, there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = cluster.manage_eks_cluster(instance_type="p5.48xlarge", nodes=2)
+    assert "eks update-kubeconfig --name my-eks" in aws.read_text()
+    assert "error" not in {finding.severity for finding in found}
+    found = cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team")
+    assert only(found, "namespace").severity == "error"
+    cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team", auto_fix=True)
+    assert ("namespaces", "", "team") in there.objects
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("8", 8), ("5120Mi", 5120 << 20), ("1k", 1000), ("1500m", 1), ("0", 0), ("2Ti", 2 << 40)])
+def test_quantities(text: str, number: int):
+    assert cluster_nodes.quantity(text) == number

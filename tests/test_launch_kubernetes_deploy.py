@@ -1,0 +1,412 @@
+"""launch/kubernetes.py against a cluster: the real kubectl, every verb, failures and cures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import kubernetes
+from launch.kube import job
+from launch.kube.deploy import JobFailed, Patience
+from lib.core.errors import UsageError
+from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, launch, pod
+from tests.kube_server import CORE, Cluster, Object, Server
+
+QUICK = ("--poll-seconds", "0.2", "--backoff-seconds", "0.1")
+QUICK_KIND = ["pytorchjob", *(pytest.param(kind, marks=pytest.mark.slow)
+                              for kind in ("trainjob", "hyperpod"))]
+RUNNING: Object = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+SCHEDULED = [{"type": "PodScheduled", "status": "True"}]
+NAMES = {"PyTorchJob": "{}-worker-{}", "TrainJob": "{}-node-0-{}",
+         "HyperPodPyTorchJob": "{}-pod-{}"}
+SUCCESS = {"PyTorchJob": "Succeeded", "TrainJob": "Complete", "HyperPodPyTorchJob": "Completed"}
+
+
+def add_pods(cluster: Cluster, item: Object, phase: str = "Running", log: tuple[str, ...] = (),
+             nodes: int = 2, **how: Any) -> list[str]:
+    """Give a job pods, and return their names."""
+    name = item["metadata"]["name"]
+    names = [NAMES[item["kind"]].format(name, number) for number in range(nodes)]
+    for each in names:
+        how.setdefault("conditions", SCHEDULED)
+        cluster.add("pods", pod(name, each, phase, **how))
+        cluster.logs[each] = list(log)
+    return names
+
+
+def state(item: Object, type_: str, message: str = "") -> None:
+    """Let the operator say what the job has come to."""
+    item.setdefault("status", {}).setdefault("conditions", []).append(condition(type_, message))
+
+
+def later(cluster: Cluster, seconds: float, do: Callable[[], None]) -> None:
+    def run() -> None:
+        with cluster.lock:
+            do()
+    threading.Timer(seconds, run).start()
+
+
+def complete(cluster: Cluster, item: Object, seconds: float = 1.0) -> None:
+    """Run a job to its end, as an operator would."""
+    state(item, "Created")
+    names = add_pods(cluster, item, state=RUNNING, log=("[rank=0] {'global_step': 1}",))
+    cluster.following |= set(names)
+    state(item, "Running")
+
+    def end() -> None:
+        for name in names:
+            cluster.logs[name].append("done: 10 steps")
+        cluster.following -= set(names)
+        state(item, SUCCESS[item["kind"]])
+    later(cluster, seconds, end)
+
+
+def fail(cluster: Cluster, item: Object, code: int, *log: str) -> None:
+    """End a job at once."""
+    add_pods(cluster, item, "Failed", state=ended(code), log=log)
+    state(item, "Failed", "a pod failed")
+
+
+def one_after_the_other(*operators: Callable[[Cluster, Object], None],
+                        ) -> Callable[[Cluster, Object], None]:
+    """Return an operator that treats each submission differently, the last like those after it."""
+    left = list(operators)
+
+    def run(cluster: Cluster, item: Object) -> None:
+        (left.pop(0) if len(left) > 1 else left[0])(cluster, item)
+    return run
+
+
+def jobs(cluster: Cluster, kind: str = "pytorchjob") -> list[Object]:
+    return [item for (plural, _, _), item in cluster.objects.items() if plural == PLURALS[kind]]
+
+
+def submissions(cluster: Cluster) -> int:
+    return sum(request.startswith("POST") and "/pytorchjobs" in request
+               for request in cluster.requests)
+
+
+@pytest.mark.parametrize("kind", QUICK_KIND)
+def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
+    how = ("--kind", kind, "--job-name", "exp")
+    assert "no job exp" in launch("status", *how, expect=2).stderr
+    assert "created" in launch("apply", "--kind", kind, *ASKED, *TRAIN).stdout
+    [item] = jobs(kube, kind)
+    assert "has not said anything" in launch("status", *how).stdout
+    with kube.lock:
+        names = add_pods(kube, item, state=RUNNING, log=("step 1",))
+        kube.logs[names[1]] = ["of the other"]
+        state(item, "Created")
+        state(item, "Running", "all pods run")
+        kube.following.add(names[0])
+    said = launch("status", *how).stdout
+    assert "exp is active: Running" in said and names[1] in said and "cause" not in said
+    later(kube, 0.8, lambda: (kube.logs[names[0]].append("step 2"), kube.following.clear()))
+    assert launch("logs", *how).stdout.splitlines() == ["step 1", "step 2"]
+    assert launch("logs", *how, "--node-rank", 1, "--follow", "off").stdout == "of the other\n"
+    assert "the job has 2 pods" in launch("logs", *how, "--node-rank", 2, expect=2).stderr
+    assert "unchanged" in launch("apply", "--kind", kind, *ASKED, *TRAIN).stdout
+    launch("stop", *how)
+    left = {plural for plural, _, _ in kube.objects}
+    assert left == {"persistentvolumeclaims", "nodes"}
+    launch("stop", *how, expect=2)
+
+
+def test_a_failed_job_says_why_in_its_status(kube: Cluster) -> None:
+    kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
+    launch("apply", *ASKED, *TRAIN)
+    said = launch("status", "--job-name", "exp").stdout
+    assert "exp is failed" in said and "cause: damaged artifact" in said
+    assert "c4 is not finished" in said and "exit code 3" in said
+
+
+def test_dry_runs_ask_the_cluster_nothing(kube: Cluster) -> None:
+    for command in ("apply", "deploy"):
+        assert "kind: PyTorchJob" in launch(command, *ASKED, "--dry-run", *TRAIN).stdout
+    for command in ("status", "logs", "stop"):
+        assert "kubectl" in launch(command, "--job-name", "exp", "--dry-run").stdout
+    assert not kube.requests
+
+
+def test_the_cluster_refuses_what_it_does_not_know(kube: Cluster) -> None:
+    from launch.kube.kubectl import Kubectl, KubectlError
+
+    wrong = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "x"},
+             "spec": {"pytorchReplicaSpecs": {}, "replicas": 2}}
+    with pytest.raises(KubectlError, match="failed") as caught:
+        Kubectl("default").apply(json.dumps(wrong))
+    assert "unknown field" in caught.value.text and not caught.value.is_transient
+
+
+@pytest.mark.parametrize("kind", QUICK_KIND)
+def test_deploy_follows_a_job_to_its_end(kube: Cluster, kind: str) -> None:
+    kube.on_create = complete
+    said = launch("deploy", "--kind", kind, *ASKED, *QUICK, *TRAIN).stdout
+    assert "job exp is complete" in said and "attempt 1 of 5" in said
+    assert "[rank=0] {'global_step': 1}" in said and "done: 10 steps" in said
+    assert f"{SUCCESS[jobs(kube, kind)[0]['kind']]} since" in said
+
+
+def test_out_of_gpu_memory_is_cured(kube: Cluster) -> None:
+    kube.on_create = one_after_the_other(
+        lambda cluster, item: fail(cluster, item, 2, "error: out of memory", "CUDA out of memory"),
+        lambda cluster, item: fail(cluster, item, 2, "error: out of memory", "CUDA out of memory"),
+        complete)
+    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    assert "cure: --activation-checkpointing selective instead of none" in said
+    assert "attempt 3 of 5" in said and "complete" in said
+    [item] = jobs(kube)
+    worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    options = job.stage_options(worker["containers"][0]["args"])
+    assert options.activation_checkpointing == "full"
+
+
+@pytest.mark.slow
+def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) -> None:
+    kube.on_create = lambda cluster, item: fail(cluster, item, 2, "CUDA out of memory")
+    done = launch("deploy", *ASKED, *QUICK, *TRAIN, "--activation-checkpointing", "full", expect=2)
+    assert "failed at the first attempt: out of GPU memory" in done.stderr
+    assert "--plan-gpus" in done.stderr and submissions(kube) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "log", "says"), [
+    (2, "error: --lr must be above 0", "bad input"),
+    (3, "error: c4 is not finished", "damaged artifact"),
+    (4, "error: no room to write", "disk full")])
+def test_what_is_not_retried_ends_with_the_code_of_the_run(kube: Cluster, code: int, log: str,
+                                                           says: str) -> None:
+    kube.on_create = lambda cluster, item: fail(cluster, item, code, log)
+    done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=code)
+    assert f"failed at the first attempt: {says}" in done.stderr and log in done.stderr
+    assert submissions(kube) == 1 and len(jobs(kube)) == 1  # left to look at
+
+
+def test_an_image_that_is_missing_ends_and_deletes_the_job(kube: Cluster) -> None:
+    def operator(cluster: Cluster, item: Object) -> None:
+        add_pods(cluster, item, "Pending", state={"waiting": {
+            "reason": "ImagePullBackOff", "message": "manifest unknown"}})
+    kube.on_create = operator
+    done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1)
+    assert "image missing" in done.stderr and "build_image.py" in done.stderr
+    assert not jobs(kube) and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> None:
+    kube.add("secrets", {"metadata": {"name": "ours"}, "type": "kubernetes.io/dockerconfigjson"})
+
+    def operator(cluster: Cluster, item: Object) -> None:
+        worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        if worker.get("imagePullSecrets") == [{"name": "ours"}]:
+            complete(cluster, item)
+        else:
+            add_pods(cluster, item, "Pending", state={"waiting": {
+                "reason": "ErrImagePull", "message": "no basic auth credentials"}})
+    kube.on_create = operator
+    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    assert "cure: the image is pulled with the secret ours" in said and "is complete" in said
+
+
+@pytest.mark.slow
+def test_huge_pages_and_interfaces_are_left_out_where_they_hinder(kube: Cluster) -> None:
+    def operator(cluster: Cluster, item: Object) -> None:
+        text = json.dumps(item)
+        if "hugepages" in text:
+            add_pods(cluster, item, "Pending", conditions=[{
+                "type": "PodScheduled", "status": "False",
+                "message": "0/2 nodes are available: 2 Insufficient hugepages-2Mi."}])
+        elif "NCCL_SOCKET_IFNAME" in text.partition('"annotations"')[2].partition("spec")[2] \
+                or '"name": "NCCL_SOCKET_IFNAME"' in text:
+            fail(cluster, item, 1, "NCCL WARN Bootstrap : no socket interface found")
+        else:
+            complete(cluster, item)
+    kube.on_create = operator
+    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    assert "cause: no huge pages" in said and "cause: network interface" in said
+    assert "attempt 3 of 5" in said and "is complete" in said
+
+
+def lost(cluster: Cluster, item: Object) -> None:
+    add_pods(cluster, item, "Failed", reason="NodeLost", message="node is not responding")
+    state(item, "Failed")
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_tried_again_until_there_are_no_attempts(kube: Cluster) -> None:
+    kube.on_create = one_after_the_other(lost, lost, complete)
+    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    assert said.count("cause: node lost") == 2 and "is complete" in said
+    launch("stop", "--job-name", "exp")
+    kube.on_create = lost
+    done = launch("deploy", *ASKED, *QUICK, "--attempts", 2, *TRAIN, expect=1)
+    assert "failed after 2 attempts: node lost" in done.stderr
+
+
+@pytest.mark.slow
+def test_no_capacity_is_waited_for(kube: Cluster) -> None:
+    message = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+
+    def operator(cluster: Cluster, item: Object) -> None:
+        add_pods(cluster, item, "Pending", conditions=[
+            {"type": "PodScheduled", "status": "False", "message": message}])
+
+        def found() -> None:
+            cluster.delete_job("exp")
+            complete(cluster, item, 0.5)
+        later(cluster, 3.0, found)
+    kube.on_create = operator
+    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    assert said.count("waits: no capacity") == 1 and "is complete" in said
+    assert said.count("has not said anything") == 1
+    assert submissions(kube) == 1
+
+
+@pytest.mark.slow
+def test_no_capacity_ends_once_patience_does(kube: Cluster) -> None:
+    def operator(cluster: Cluster, item: Object) -> None:
+        add_pods(cluster, item, "Pending", conditions=[
+            {"type": "PodScheduled", "status": "False", "message": "Insufficient nvidia.com/gpu"}])
+    kube.on_create = operator
+    done = launch("deploy", *ASKED, *QUICK, "--pending-minutes", 0.01, "--attempts", 2, *TRAIN,
+                  expect=1)
+    assert "after 2 attempts: no capacity" in done.stderr and "--min-nodes" in done.stderr
+    assert not jobs(kube) and submissions(kube) == 2
+
+
+@pytest.mark.slow
+def test_a_job_that_no_operator_sees(kube: Cluster) -> None:
+    done = launch("deploy", *ASKED, *QUICK, "--pending-minutes", 0.01, *TRAIN, expect=1)
+    assert "operator missing" in done.stderr and "no pods" in done.stderr
+
+
+def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
+    kube.on_create = complete
+    done = launch("deploy", *ASKED, *QUICK, *TRAIN, env={"HF_TOKEN": "hf_verysecret"})
+    secret = kube.objects["secrets", "default", "exp-hub-token"]
+    assert secret["stringData"] == {"token": "hf_verysecret"}
+    assert "hf_verysecret" not in done.stdout + done.stderr
+    assert "annotations" not in secret["metadata"]
+    [item] = jobs(kube)
+    assert "hf_verysecret" not in json.dumps(item) and "exp-hub-token" in json.dumps(item)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_does_not_answer_for_a_while(kube: Cluster) -> None:
+    def operator(cluster: Cluster, item: Object) -> None:
+        complete(cluster, item, 6.0)
+        later(cluster, 0.5, lambda: setattr(cluster, "failing", 3))
+    kube.on_create = operator
+    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    assert "the cluster does not answer" in said and "is complete" in said
+
+
+@pytest.mark.slow
+def test_a_job_that_somebody_stops_is_not_submitted_again(kube: Cluster) -> None:
+    def operator(cluster: Cluster, item: Object) -> None:
+        complete(cluster, item, 60)
+        later(cluster, 1.0, lambda: (cluster.objects.pop(("pytorchjobs", "default", "exp")),
+                                     cluster.delete_job("exp")))
+    kube.on_create = operator
+    done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1)
+    assert "deleted" in done.stderr and submissions(kube) == 1
+
+
+def test_what_the_cluster_lacks_is_told_at_once(kube: Cluster, kube_server: Server,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECACHEDIR", str(kube_server.home / "without operators"))
+    kube.types[:] = CORE
+    kube.objects.clear()
+    done = launch("deploy", *ASKED, *QUICK, "--image-pull-secret", "none", *TRAIN, expect=2)
+    assert "does not take pytorchjobs.kubeflow.org" in done.stderr
+    assert "no claim fsx-claim" in done.stderr and "no secret none" in done.stderr
+    assert not any(request.startswith("POST") for request in kube.requests)
+
+
+def test_a_cluster_that_is_out_of_reach(kube: Cluster, kube_server: Server, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((tmp_path / "kubeconfig").read_text())
+    config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
+    (tmp_path / "nowhere").write_text(json.dumps(config))
+    done = launch("deploy", *ASKED, *QUICK, *TRAIN, expect=1,
+                  env={"KUBECONFIG": str(tmp_path / "nowhere")})
+    assert "refused" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_kubectl(tmp_path: Path) -> None:
+    done = launch("status", "--job-name", "exp", expect=2, env={"PATH": str(tmp_path)})
+    assert "kubectl is not installed" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_running_job_is_followed_and_an_ended_one_makes_room(kube: Cluster) -> None:
+    kube.on_create = lambda cluster, item: complete(cluster, item, 3.0)
+    launch("apply", *ASKED, *TRAIN)
+    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    assert "runs already" in said and "is complete" in said and submissions(kube) == 1
+    kube.on_create = complete
+    said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
+    assert "makes room" in said and "is complete" in said and submissions(kube) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, code: int) -> None:
+    kube.on_create = lambda cluster, item: complete(cluster, item, 60)
+    process = subprocess.Popen([sys.executable, SCRIPT, "deploy", *ASKED, *QUICK, *TRAIN],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env=os.environ)
+    assert process.stdout
+    said = ""
+    while "Running since" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    time.sleep(0.5)
+    process.send_signal(number)
+    said += process.communicate(timeout=60)[0]  # not before a kubectl that writes here has ended
+    assert process.returncode == code and "Traceback" not in said
+    assert "the job goes on" in said or number != signal.SIGINT
+    assert len(jobs(kube)) == 1
+
+
+@pytest.mark.slow
+def test_the_same_as_a_function(kube: Cluster, kube_server: Server, tmp_path: Path,
+                                monkeypatch: pytest.MonkeyPatch) -> None:
+    arn = "arn:aws:eks:us-west-2:1:cluster/big"
+    monkeypatch.setenv("KUBECONFIG", str(kube_server.kubeconfig(tmp_path / "eks", arn)))
+    how = {"num_nodes": 2, "job_name": "exp", "instance_type": "p5.48xlarge",
+           "image_uri": "registry/train:1", "max_steps": 5, "train": ["-d", "c4"],
+           "patience": Patience(poll=0.2, backoff=0.1)}
+    kube.on_create = complete
+    kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **how)
+    [item] = jobs(kube)
+    worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert job.stage_options(worker["containers"][0]["args"]).max_steps == 5
+    assert ("secrets", "default", "exp-hub-token") in kube.objects
+    kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
+    with pytest.raises(JobFailed, match="damaged artifact") as caught:
+        kubernetes.deploy_training_job(cluster_name="big", monitor=False, **how)
+    assert caught.value.code == 3
+
+
+def test_a_cluster_that_the_kubeconfig_does_not_have(kube: Cluster, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the AWS command line, the command to type is named."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "kubectl").symlink_to(shutil.which("kubectl") or "")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(UsageError, match="no cluster small") as caught:
+        kubernetes.context_of("small")
+    assert caught.value.run == "aws eks update-kubeconfig --name small"

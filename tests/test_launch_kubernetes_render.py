@@ -1,0 +1,303 @@
+"""Manifests of launch/kubernetes.py: what a cluster accepts, and what was asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from launch import kubernetes
+from launch.kube import job, render
+from launch.kube.job import Job
+from lib.core.errors import UsageError
+from tests import kube_schemas
+from tests.kube_cluster import ASKED, ROOT, SCRIPT, TRAIN, launch
+
+MODELS = sorted(path.stem for path in (render.TEMPLATES / "models").glob("*.yaml"))
+SHAPES = {
+    "plain": (),
+    "no EFA": ("--instance-type", "g5.2xlarge", "--nodes", "1"),
+    "its own network": ("--instance-type", "g5.48xlarge"),
+    "any node, on the CPU": ("--instance-type", "", "--gpus-per-node", "0"),
+    "secrets": ("--token-secret", "hub", "--image-pull-secret", "registry"),
+    "elastic": ("--min-nodes", "1"),
+    "HyperPod": ("--spares", "1", "--slow-below", "20000", "--min-nodes", "1"),
+}
+TEMPLATE_OF = {"PyTorchJob": "spec.pytorchReplicaSpecs.Worker.template",
+               "ClusterTrainingRuntime": "spec.template.spec.replicatedJobs.0.template.spec."
+                                         "template",
+               "HyperPodPyTorchJob": "spec.replicaSpecs.0.template"}
+
+
+def asked(*arguments: object) -> Job:
+    """Return the job of a command line."""
+    opts, values, train = kubernetes.parse([str(argument) for argument in arguments])
+    return job.of_options(opts, values, train)
+
+
+def manifests(*arguments: object) -> list[dict[str, Any]]:
+    """Return what would be submitted, read back from its YAML."""
+    return list(yaml.safe_load_all(render.text(asked(*arguments).manifests(), "test")))
+
+
+def at(value: Any, path: str) -> Any:
+    for part in path.split("."):
+        value = value[int(part) if part.isdecimal() else part]
+    return value
+
+
+def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the pod template of a job."""
+    [found] = [at(item, TEMPLATE_OF[item["kind"]]) for item in documents
+               if item["kind"] in TEMPLATE_OF]
+    return found
+
+
+def problems(documents: list[dict[str, Any]]) -> list[str]:
+    """Return what the schemas of the resources and that of pods say against manifests."""
+    found = [problem for item in documents for problem in kube_schemas.problems(item)]
+    template = pod_of(documents)
+    pod = {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
+           "metadata": {"name": "pod", **template["metadata"]}}
+    try:
+        kubernetes_validate.validate(pod, "1.34", strict=True)
+    except kubernetes_validate.ValidationError as error:
+        found.append(f"pod: {error.message}")
+    return found
+
+
+@pytest.mark.parametrize(("kind", "shape"), [
+    (kind, shape) for kind, shape in product(job.KINDS, SHAPES)
+    if (kind, shape) not in {("trainjob", "elastic"), ("trainjob", "HyperPod"),
+                             ("pytorchjob", "HyperPod")}])
+def test_a_cluster_accepts_every_shape_of_job(kind: str, shape: str) -> None:
+    assert not problems(manifests("render", "--kind", kind, *ASKED, *SHAPES[shape], *TRAIN))
+
+
+@pytest.mark.parametrize("kind", job.KINDS)
+@pytest.mark.parametrize("values", MODELS)
+def test_a_cluster_accepts_every_model(kind: str, values: str) -> None:
+    found = manifests("render", "--kind", kind, "--job-name", "exp", "--values", values,
+                      "--image", "registry/train:1")
+    assert not problems(found)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every key in a manifest that a schema names."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            # Free names: labels, resources, selectors, and the kinds of replicas.
+            if path[-1:] not in (("labels",), ("nodeSelector",), ("requests",), ("limits",),
+                                 ("pytorchReplicaSpecs",)):
+                yield (*path, key)
+            yield from places(item, (*path, key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from places(item, (*path, number))
+
+
+@pytest.mark.parametrize("kind", job.KINDS)
+def test_a_typo_in_any_field_is_found(kind: str) -> None:
+    more = ("--spares", "1", "--min-nodes", "1") if kind == "hyperpod" else ()
+    documents = manifests("render", "--kind", kind, *ASKED, "--token-secret", "hub", *more, *TRAIN)
+    number = 0
+    for document in documents:
+        validator = jsonschema.Draft202012Validator(kube_schemas.schema(document["kind"]))
+        for path in places(document):
+            broken = copy.deepcopy(document)
+            holder = broken
+            for part in path[:-1]:
+                holder = holder[part]
+            holder[f"{path[-1]}x"] = holder.pop(path[-1])
+            assert not validator.is_valid(broken), f"nobody notices {path[-1]}x in {path}"
+            number += 1
+    assert number > 60
+
+
+def test_a_typo_in_a_template_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(render.TEMPLATES, tmp_path / "templates")
+    pod = tmp_path / "templates" / "pod.yaml"
+    monkeypatch.setattr(render, "TEMPLATES", pod.parent)
+    whole = pod.read_text()
+    pod.write_text(whole.replace("mountPath: /dev/shm", "mountpath: /dev/shm"))
+    assert problems(manifests("render", *ASKED, *TRAIN))
+    pod.write_text(whole.replace("${IMAGE_URI}", "${IMAGE_URL}"))
+    with pytest.raises(UsageError, match="IMAGE_URL, which is no setting"):
+        manifests("render", *ASKED, *TRAIN)
+
+
+def test_gpus_and_efa_come_from_the_instance_type() -> None:
+    def resources(*options: object) -> dict[str, Any]:
+        found = manifests("render", *ASKED, *options, *TRAIN)
+        container = pod_of(found)["spec"]["containers"][0]
+        assert container["resources"]["requests"].items() >= container["resources"][
+            "limits"].items()
+        return container["resources"]["limits"]
+    assert resources() == {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32,
+                           "hugepages-2Mi": "5120Mi"}
+    assert resources("--instance-type", "p4d.24xlarge")["vpc.amazonaws.com/efa"] == 4
+    assert resources("--instance-type", "g5.2xlarge") == {"nvidia.com/gpu": 1}
+    assert resources("--gpus-per-node", 4, "--efa-per-node", 0) == {"nvidia.com/gpu": 4}
+    assert resources("--instance-type", "own.type", "--gpus-per-node", 2) == {"nvidia.com/gpu": 2}
+
+
+def test_what_a_pod_needs_is_there() -> None:
+    spec = pod_of(manifests("render", *ASKED, "--pvc", "vol", *TRAIN))["spec"]
+    [container] = spec["containers"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": "vol"}} in spec["volumes"]
+    assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
+    assert container["args"] == ["--experiment-name=exp", *TRAIN[1:]]
+    save = next(v["value"] for v in container["env"] if v["name"] == "SAVE_SECONDS")
+    assert spec["terminationGracePeriodSeconds"] > int(save)
+    assert "affinity" not in spec
+
+
+def test_the_token_is_never_a_value() -> None:
+    done = launch("render", *ASKED, "--token-secret", "hub", *TRAIN, env={"HF_TOKEN": "hf_secret"})
+    assert "hf_secret" not in done.stdout
+    container = pod_of(list(yaml.safe_load_all(done.stdout)))["spec"]["containers"][0]
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} \
+        in container["env"]
+
+
+def test_hyperpod_has_its_own_names_and_policies() -> None:
+    [found] = manifests("render", "--kind", "hyperpod", *ASKED, "--spares", 1, "--min-nodes", 1,
+                        "--slow-below", 20000, *TRAIN)
+    [replicas] = found["spec"]["replicaSpecs"]
+    assert (replicas["replicas"], replicas["spares"], replicas["maxReplicas"]) == (2, 1, 2)
+    spec = replicas["template"]["spec"]
+    assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": "ml.p5.48xlarge"}
+    assert "sagemaker.amazonaws.com/node-health-status" in json.dumps(spec["affinity"])
+    assert found["spec"]["elasticPolicy"]["minReplicas"] == 1
+    assert [rule["name"] for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]] == [
+        "hang", "slow"]
+
+
+def test_log_rules_match_what_a_run_prints() -> None:
+    import re
+
+    [found] = manifests("render", "--kind", "hyperpod", *ASKED, "--slow-below", 20000, *TRAIN)
+    hang, slow = found["spec"]["runPolicy"]["logMonitoringConfiguration"]
+    line = "[rank=0] {'global_step': 150, 'running_loss': 1.72, 'tok/s': 6404, 'time/data': 7.9}"
+    source = (ROOT / "lib" / "train" / "metrics.py").read_text()
+    assert "'tok/s'" in source.replace('"', "'") and "global_step" in source
+    assert re.match(hang["logPattern"], line)
+    assert re.match(slow["logPattern"], line)[1] == "6404"
+    assert re.match(hang["stopPattern"], "done: 1,000 steps, 8,192,000 tokens")
+    assert 'f"done: ' in (ROOT / "lib" / "train" / "run.py").read_text()
+
+
+def test_a_trainjob_brings_its_runtime() -> None:
+    runtime, train = manifests("render", "--kind", "trainjob", *ASKED, "--namespace", "ml", *TRAIN)
+    assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "ml-exp"
+    replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
+    assert replicated["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod = replicated["spec"]["template"]["spec"]
+    assert pod["containers"][0]["name"] == "node" and pod["restartPolicy"] == "Never"
+    assert not [v for v in pod["containers"][0]["env"] if v["name"].startswith("PET_")]
+
+
+@pytest.mark.parametrize("values", MODELS)
+def test_values_are_what_the_plan_found(values: str) -> None:
+    found = asked("render", "--job-name", "exp", "--values", values, "--image", "i")
+    opts = job.stage_options(found.train)
+    assert opts.dataset_name == ["c4"] and opts.model_name
+    assert opts.global_batch_size % (opts.batch_size * found.nodes * found.gpus) == 0
+    text = job.values_file(values).read_text()
+    assert f"--plan-gpus {found.nodes * found.gpus}" in text and f"-s {opts.seq_length}" in text
+    row = next(line for line in text.splitlines() if f"← {opts.activation_checkpointing}" in line)
+    batch, *peaks = row.lstrip("# ").split("←")[0].split()
+    usable = float(text.partition("usable: ")[2].split()[0])
+    column = ("none", "selective", "full").index(opts.activation_checkpointing)
+    assert int(batch) == opts.batch_size and float(peaks[column]) <= usable
+
+
+def test_the_ready_models_are_there() -> None:
+    assert MODELS == ["llama2_13b", "llama2_70b", "llama2_7b", "llama3_1_70b", "llama3_1_8b",
+                      "llama3_2_1b", "llama3_2_3b", "mathstral_7b", "mixtral_8x7b"]
+
+
+def test_the_command_line_wins_over_values(tmp_path: Path) -> None:
+    file = tmp_path / "own values.yaml"
+    file.write_text("nodes: 3\ngpus-per-node: 2\nimage: a\ntrain:\n  dataset_name: [a, b]\n"
+                    "  batch-size: 2\n  compile: true\n  from-scratch: true\n")
+    plain = asked("render", "--job-name", "exp", "--values", file)
+    opts = job.stage_options(plain.train)
+    assert (plain.nodes, plain.gpus, plain.image) == (3, 2, "a")
+    assert (opts.dataset_name, opts.batch_size, opts.compile, opts.from_scratch) == (
+        ["a", "b"], 2, True, True)
+    own = asked("render", "--job-name", "exp", "--values", file, "--nodes", 1, "--image", "b",
+                "--", "-d", "c", "--batch-size", "4", "--compile", "off", "-e", "other")
+    opts = job.stage_options(own.train)
+    assert (own.nodes, own.image, opts.dataset_name, opts.batch_size) == (1, "b", ["c"], 4)
+    assert not opts.compile and opts.experiment_name == "other"
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("render", *ASKED, "--nodess", "2", *TRAIN), "the nearest is --nodes"),
+    (("render", *ASKED, "--", "-d", "c4", "--max-step", "2"), "the nearest is --max-steps"),
+    (("render", *ASKED), "no dataset is named"),
+    (("render", *ASKED, "--instance-type", "p9", *TRAIN), "--gpus-per-node"),
+    (("render", *ASKED, "--job-name", "A b", *TRAIN), "cannot name a job"),
+    (("render", *ASKED, "--min-nodes", "4", *TRAIN), "--min-nodes 4 is above"),
+    (("render", *ASKED, "--kind", "trainjob", "--min-nodes", "1", *TRAIN), "fixed size"),
+    (("render", *ASKED, "--spares", "1", *TRAIN), "--spares is for --kind hyperpod"),
+    (("render", *ASKED, "--values", "lama", *TRAIN), "llama3_1_8b"),
+    (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
+])
+def test_what_is_wrong_is_told(arguments: tuple[str, ...], says: str) -> None:
+    done = launch(*arguments, expect=2)
+    assert says in done.stderr and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_values_with_a_wrong_key(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text("nodez: 3\n")
+    done = launch("render", *ASKED, "--values", file, *TRAIN, expect=2)
+    assert "the nearest is --nodes" in done.stderr and str(file) in done.stderr
+    file.write_text("train: [1]\n")
+    assert "`train`" in launch("render", *ASKED, "--values", file, *TRAIN, expect=2).stderr
+
+
+def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, "render", *ASKED]
+    done = subprocess.run([*command, "--out", "my job.yaml", *TRAIN], cwd=tmp_path, text=True,
+                          capture_output=True, check=True)
+    text = (tmp_path / "my job.yaml").read_text()
+    assert not problems(list(yaml.safe_load_all(text)))
+    assert text.startswith("# made by: python launch/kubernetes.py render")
+    assert "next:" in done.stdout
+    subprocess.run([*command, "--out", "other.yaml", "--dry-run", *TRAIN], cwd=tmp_path,
+                   capture_output=True, check=True)
+    assert not (tmp_path / "other.yaml").exists()
+
+
+def test_the_template_for_envsubst_is_the_same_job() -> None:
+    if shutil.which("envsubst") is None:
+        pytest.skip("envsubst is not installed (Debian: gettext-base)")
+    settings = {"IMAGE_URI": "registry/train:1", "INSTANCE_TYPE": "p5.48xlarge", "NUM_NODES": "2",
+                "GPU_PER_NODE": "8", "EFA_PER_NODE": "32", "FI_PROVIDER": "efa"}
+    text = (render.TEMPLATES / "pytorchjob.envsubst.yaml").read_text()
+    filled = subprocess.run(["envsubst"], input=text, env={**os.environ, **settings}, text=True,
+                            capture_output=True, check=True).stdout
+    found = yaml.safe_load(filled)
+    assert not problems([found])
+    env = pod_of([found])["spec"]["containers"][0]["env"]
+    env.remove({"name": "FI_PROVIDER", "value": "efa"})
+    assert [found] == manifests("render", *ASKED, "--job-name", "train", "--", "--dataset-name=c4",
+                                "--model-name=meta-llama/Llama-3.1-8B")

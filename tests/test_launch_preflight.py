@@ -1,0 +1,408 @@
+"""launch/preflight.py under torchrun on CPU ranks, over namespaces as nodes, and its judgement."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.common import findings
+from launch.common.findings import Finding
+from launch.preflights import gpu as preflight_gpu
+from launch.preflights import judge as preflight_judge
+from tests.conftest import ROOT, free_port, run_stage
+
+SCRIPT = ROOT / "launch" / "preflight.py"
+PATIENT = ("--timeout", "120")
+
+
+def read(file: Path) -> tuple[list[Finding], dict[str, Any]]:
+    """Return the findings and everything of a JSON report."""
+    content = json.loads(file.read_text())
+    return [Finding(**found) for found in content["findings"]], content
+
+
+def told(found: list[Finding], check: str) -> list[str]:
+    """Return what findings of a check say, without information."""
+    return [f.text for f in found if f.check == check and f.severity != "info"]
+
+
+def test_two_ranks_of_a_node(tmp_path: Path):
+    began = time.monotonic()
+    done = run_stage("launch/preflight.py", "--json", "a report.json", *PATIENT, cwd=tmp_path,
+                     ranks=2)
+    found, content = read(tmp_path / "a report.json")
+    assert not told(found, "network") and content["speed"]["world"]["all_reduce"] > 0
+    assert len(content["nodes"]["0"]["compute"]) == 2
+    assert "2 ranks on 1 nodes" in done.stdout and "is ready" in done.stdout
+    assert {f.check for f in found if "not checked" in f.text} >= {"EFA"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a report.json"]  # no probe is left
+    assert time.monotonic() - began < 180
+
+
+def test_alone_dry_and_wrong(tmp_path: Path):
+    done = run_stage("launch/preflight.py", "--dry-run", cwd=tmp_path)
+    assert "nvidia-smi" in done.stdout and not list(tmp_path.iterdir())
+    done = run_stage("launch/preflight.py", "--min-bandwith", "3", cwd=tmp_path, expect=2)
+    assert "--min-bandwidth" in done.stderr
+    done = run_stage("launch/preflight.py", "--save-dir", "/proc/self", *PATIENT, cwd=tmp_path,
+                     expect=findings.EXIT_ERROR)
+    assert "disk: node 0" in done.stdout and "not ready: 1 error" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_too_slow_a_network_fails(tmp_path: Path):
+    done = run_stage("launch/preflight.py", "--min-bandwidth", "1e6", *PATIENT, cwd=tmp_path,
+                     ranks=2, expect=1)  # of torchrun, for any failure
+    assert "expected 1e+06" in done.stdout and "exitcode  : 6" in done.stderr
+
+
+def agents(nodes: list[dict[str, Any]], tmp_path: Path, *arguments: str, address: str,
+           script: Path = SCRIPT) -> list[subprocess.Popen]:
+    """Start torchrun once per node: `prefix` words, `cwd` and `env` of each; output to a file."""
+    port, started = free_port(), []
+    for rank, node in enumerate(nodes):
+        command = [*node.get("prefix", ()), sys.executable, "-m", "torch.distributed.run",
+                   f"--nnodes={len(nodes)}", f"--node-rank={rank}", f"--master-addr={address}",
+                   f"--master-port={port}", "--nproc-per-node=1", str(script), *arguments]
+        with (tmp_path / f"out-{rank}").open("w") as out:
+            started.append(subprocess.Popen(
+                command, cwd=node["cwd"], stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                     **node.get("env", {})}))
+    return started
+
+
+def finish(started: list[subprocess.Popen], tmp_path: Path, expect: int) -> str:
+    """Wait for all agents and return what that of rank 0 printed."""
+    try:
+        codes = [process.wait(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    outputs = [(tmp_path / f"out-{rank}").read_text() for rank in range(len(started))]
+    assert codes == [expect] * len(started), "\n".join(outputs)
+    return outputs[0]
+
+
+SHIFTED = """
+import os, runpy, time
+real = time.time
+time.time = lambda: real() + float(os.environ.get("SHIFT_S", "0"))
+runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_what_differs_between_nodes_is_told_by_name(tmp_path: Path):
+    """Two nodes with other artifacts, settings and clocks, and no shared directory."""
+    (tmp_path / "shifted.py").write_text(SHIFTED)
+    nodes = []
+    for node in (0, 1):
+        data = tmp_path / f"node {node}" / "hf_datasets" / "corpus"
+        data.mkdir(parents=True)
+        entry = {"path": "data.arrow", "bytes": 3, "digest": f"sha256:{node}"}
+        (data / "data.arrow").write_text("abc")
+        (data / "manifest.json").write_text(json.dumps(
+            {"kind": "dataset/1", "summary": {}, "identity": {}, "files": [entry]}))
+        nodes.append({"cwd": tmp_path / f"node {node}", "env": {
+            "SCRIPT": str(SCRIPT), "SHIFT_S": str(90 * node), "NCCL_ALGO": f"Ring{node}",
+            "GLOO_SOCKET_IFNAME": "lo"}})
+    (nodes[1]["cwd"] / "hf_datasets" / "corpus" / "data.arrow").write_text("a")
+    report = tmp_path / "report.json"
+    started = agents(nodes, tmp_path, "--json", str(report), *PATIENT, address="127.0.0.1",
+                     script=tmp_path / "shifted.py")
+    out = finish(started, tmp_path, expect=1)
+    found, content = read(report)
+    [clock] = told(found, "clock")
+    assert "node 1" in clock and "+90" in clock
+    assert any("1 bytes instead of 3" in text for text in told(found, "artifacts"))
+    assert told(found, "artifact hf_datasets/corpus") and told(found, "shared directory")
+    [setting] = told(found, "setting NCCL_ALGO")
+    assert "Ring0 on node 0" in setting and "Ring1 on node 1" in setting
+    assert content["speed"]["pairs"]["0-1"]["all_reduce"] > 0
+    assert "all-reduce above the diagonal" in out and "← " in out
+    assert "exitcode  : 6" in (tmp_path / "out-1").read_text()  # every node fails alike
+
+
+def run(*command: object) -> None:
+    subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Return three nodes: network namespaces with an address each, and a host name."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare"))):
+        pytest.skip("needs root, iproute2 and util-linux, for network namespaces as nodes")
+    mark = f"pf{os.getpid()}"
+    names = [f"{mark}-{i}" for i in (1, 2, 3)]
+    inside = {name: ("nsenter", f"--net=/run/netns/{name}") for name in (f"{mark}-hub", *names)}
+    made = []
+    try:
+        for name in inside:
+            try:
+                run("ip", "netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+            made.append(name)
+        hub = inside[f"{mark}-hub"]
+        run(*hub, "ip", "link", "add", "br0", "type", "bridge")
+        run(*hub, "ip", "link", "set", "br0", "up")
+        for i, name in enumerate(names, 1):
+            run(*inside[name], "ip", "link", "add", "eth0", "type", "veth", "peer", "name",
+                f"v{i}", "netns", f"/run/netns/{mark}-hub")
+            run(*inside[name], "ip", "link", "set", "lo", "up")
+            run(*inside[name], "ip", "address", "add", f"10.77.0.{i}/24", "dev", "eth0")
+            run(*inside[name], "ip", "link", "set", "eth0", "up")
+            run(*hub, "ip", "link", "set", f"v{i}", "master", "br0", "up")
+        yield [{"cwd": tmp_path, "env": {"GLOO_SOCKET_IFNAME": "eth0"}, "inside": inside[name],
+                "hub": hub, "prefix": (*inside[name], "unshare", "--uts", "sh", "-c",
+                                       f'hostname box-{i}; exec "$@"', "sh")}
+               for i, name in enumerate(names, 1)]
+    finally:
+        for name in made:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                run("ip", "netns", "delete", name)
+
+
+@pytest.mark.slow
+def test_a_node_with_a_slow_link_is_the_odd_one_out(boxes: list[dict[str, Any]], tmp_path: Path):
+    for where, device in ((boxes[2]["inside"], "eth0"), (boxes[2]["hub"], "v3")):
+        run(*where, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", "100mbit",
+            "burst", "64kb", "latency", "50ms")
+    report = tmp_path / "report.json"
+    out = finish(agents(boxes, tmp_path, "--json", str(report), *PATIENT, address="10.77.0.1"),
+                 tmp_path, expect=1)
+    found, content = read(report)
+    named = told(found, "network")
+    assert any(text.startswith("node 2 (box-3): all-reduce") for text in named), named
+    assert not [text for text in named if text.startswith(("node 0", "node 1"))]
+    pairs = content["speed"]["pairs"]
+    assert pairs["0-2"]["all_reduce"] < 0.5 * pairs["0-1"]["all_reduce"]
+    [row] = [line for line in out.splitlines() if "box-3" in line and "←" in line]
+    assert "network" in row
+
+
+@pytest.mark.slow
+def test_two_nodes_that_do_not_reach_each_other_are_named(boxes: list[dict[str, Any]],
+                                                          tmp_path: Path):
+    run(*boxes[1]["inside"], "ip", "route", "add", "blackhole", "10.77.0.3/32")
+    report = tmp_path / "report.json"
+    started = agents(boxes, tmp_path, "--json", str(report), "--timeout", "60", "--seconds", "90",
+                     address="10.77.0.1")
+    finish(started, tmp_path, expect=1)
+    found, content = read(report)
+    assert "error" in content["speed"]["pairs"]["1-2"]
+    assert "all_reduce" in content["speed"]["pairs"]["0-1"]
+    assert "all_reduce" in content["speed"]["pairs"]["0-2"]
+    assert any("node 1 (box-2) and node 2 (box-3) do not talk" in text
+               for text in told(found, "network"))
+
+
+# --- what a node's tools say
+
+SMI = r"""#!/bin/sh
+# Answers as an H100 node's tool does; lines of $SMI take the place of the healthy ones.
+case "$*" in
+*query-gpu=*clocks_throttle*) cat "$SMI/throttle";;
+*query-gpu=*ecc*) cat "$SMI/ecc";;
+*query-gpu=*) cat "$SMI/identity";;
+*query-remapped-rows*) [ -f "$SMI/remap" ] && cat "$SMI/remap" || {
+  echo 'Field "remapped_rows.pending" is not a valid field to query.' >&2; exit 2; };;
+"nvlink --status") cat "$SMI/nvlink";;
+*) exit 1;;
+esac
+"""
+LINKS = "".join(f"\t Link {i}: 26.562 GB/s\n" for i in range(18))
+HEALTHY = {
+    "identity": "".join(f"{i}, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 1980, 31\n"
+                        for i in (0, 1)),
+    "throttle": "0, 0x0000000000000001\n1, 0x0000000000000000\n",
+    "ecc": "0, 0\n1, 0\n",
+    "remap": "00000000:53:00.0, No, No\n00000000:64:00.0, No, No\n",
+    "nvlink": "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i})\n{LINKS}" for i in (0, 1)),
+}
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a stand-in nvidia-smi on the PATH, and return the directory of its answers."""
+    answers, tools = tmp_path / "answers", tmp_path / "tools"
+    answers.mkdir()
+    tools.mkdir()
+    for name, text in HEALTHY.items():
+        (answers / name).write_text(text)
+    (tools / "nvidia-smi").write_text(SMI)
+    (tools / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("SMI", str(answers))
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    return answers
+
+
+def node_facts(**changes: Any) -> dict[str, Any]:
+    """Return what a healthy node tells of itself."""
+    return {"gpu": preflight_gpu.gpus(), "efa": {"devices": [], "not_checked": {}},
+            "shm": {"total": 64 << 30}, "disk": {"directory": "/fsx", "free": 10 ** 13,
+                                                 "write": 2e9, "read": 2e9},
+            "versions": {"torch": "2.13.0"}, "settings": {}, "locked_memory": -1, "artifacts": {},
+            "ranks": 2, "shared": True, "clock": {"offset_s": 0.0, "uncertainty_s": 0.001},
+            "compute": {"0": 700.0, "1": 705.0}, "throttled": {}, **changes}
+
+
+def speeds(nodes: int, slow: tuple[int, ...] = (), by: float = 0.4) -> dict[str, Any]:
+    """Return bandwidths of equal nodes, but for slow ones."""
+    pairs = {f"{a}-{b}": {kind: 300.0 * (by if {a, b} & set(slow) else 1)
+                          for kind in ("all_reduce", "all_gather", "latency_us")}
+             for a, b in itertools.combinations(range(nodes), 2)}
+    return {"world": {"all_reduce": 290.0, "all_gather": 280.0, "latency_us": 20.0},
+            "nodes": {}, "pairs": pairs, "rounds_left_out": 0}
+
+
+def judged(facts: list[dict[str, Any]], speed: dict[str, Any] | None = None,
+           **how: Any) -> list[Finding]:
+    """Return the findings of nodes 0, 1, …, but for information."""
+    found = preflight_judge.judge(dict(enumerate(facts)), speed or speeds(len(facts)),
+                                  lambda node: f"node {node} (h{node})", how.get("least"))
+    assert all(f.remedy for f in found if f.severity != "info")
+    return [f for f in found if f.severity != "info"]
+
+
+def test_healthy_gpus_give_no_finding(smi: Path):
+    told = preflight_gpu.gpus()
+    assert told["not_checked"] == {} and len(told["gpus"]) == 2
+    assert told["gpus"][0]["nvlinks"] == 18 and told["gpus"][0]["driver"] == "580.65.06"
+    assert not judged([node_facts(), node_facts(), node_facts()])
+
+
+@pytest.mark.parametrize(("answer", "text", "check", "severity"), [
+    ("ecc", "0, 0\n1, 3\n", "GPU ECC", "error"),
+    ("remap", "a, No, No\nb, Yes, No\n", "GPU memory rows", "warning"),
+    ("remap", "a, No, No\nb, No, Yes\n", "GPU memory rows", "error"),
+    ("throttle", "0, 0x0\n1, 0x0000000000000048\n", "GPU clocks", "warning"),
+    ("nvlink", HEALTHY["nvlink"][:-19] + "\t Link 17: <inactive>\n", "NVLink", "error"),
+    ("identity", HEALTHY["identity"].replace("1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4",
+                                             "1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 9000"),
+     "GPU memory", "warning"),
+    ("identity", HEALTHY["identity"][:-3] + "91\n", "GPU temperature", "warning"),
+])
+def test_a_sick_gpu_is_named(smi: Path, answer: str, text: str, check: str, severity: str):
+    (smi / answer).write_text(text)
+    found = [f for f in judged([node_facts()]) if f.check == check]
+    assert [f.severity for f in found] == [severity]
+    assert "node 0 (h0), GPU 1" in found[0].text
+
+
+def test_what_a_tool_does_not_know_is_not_checked(smi: Path):
+    (smi / "remap").unlink()
+    (smi / "ecc").write_text("0, [N/A]\n1, [N/A]\n")
+    (smi / "nvlink").write_text("")
+    told = preflight_gpu.gpus()
+    assert set(told["not_checked"]) == {"GPU memory rows", "GPU ECC", "NVLink"}
+    assert "not a valid field" in told["not_checked"]["GPU memory rows"]
+    (smi / "identity").write_text("Unable to determine the device handle for GPU0: GPU is lost\n")
+    assert preflight_gpu.gpus()["not_checked"].keys() == {"GPUs"}
+
+
+def test_a_sick_gpu_fails_the_command(smi: Path, tmp_path: Path):
+    (smi / "ecc").write_text("0, 12\n1, 0\n")
+    done = run_stage("launch/preflight.py", *PATIENT, cwd=tmp_path, expect=findings.EXIT_ERROR)
+    assert "12 uncorrected errors" in done.stdout and "nvidia-smi --gpu-reset" in done.stdout
+
+
+def test_a_node_that_lost_a_gpu_is_the_odd_one(smi: Path):
+    healthy = node_facts()
+    (smi / "identity").write_text(HEALTHY["identity"].splitlines()[0] + "\n")
+    found = judged([healthy, node_facts(), healthy])
+    [lost] = [f for f in found if f.check == "number of GPUs"]
+    assert lost.severity == "error" and lost.text == "1 on node 1 (h1); 2 on the other 2"
+
+
+def test_other_versions_drivers_and_slow_gpus(smi: Path):
+    odd = node_facts(versions={"torch": "2.12.1"}, compute={"0": 500.0, "1": 700.0})
+    odd["gpu"]["gpus"][0]["driver"] = "570.1"
+    found = {f.check: f for f in judged([node_facts(), node_facts(), odd])}
+    assert found["version of torch"].text == "2.12.1 on node 2 (h2); 2.13.0 on the other 2"
+    assert found["driver"].severity == "warning" and "node 2" in found["driver"].text
+    assert found["compute"].severity == "warning" and "(71%)" in found["compute"].text
+    [tie] = judged([node_facts(), node_facts(versions={"torch": "2.12.1"})])
+    assert "2.13.0 on node 0 (h0); 2.12.1 on node 1 (h1)" in tie.text
+
+
+def test_network_judgement(smi: Path):
+    four = [node_facts()] * 4
+    [found] = judged(four, speeds(4, slow=(2,)))
+    assert found.severity == "error" and found.text.startswith("node 2 (h2): all-reduce 120 GB/s")
+    [found] = judged(four, speeds(4, slow=(2,), by=0.7))
+    assert found.severity == "warning"
+    one_link = speeds(4)
+    one_link["pairs"]["1-3"]["all_reduce"] = 90.0
+    [found] = judged(four, one_link)
+    assert found.text.startswith("node 1 (h1) to node 3 (h3)")
+    [found] = judged(four, least=300)
+    assert "290 GB/s, expected 300" in found.text
+    inner = {**speeds(2), "nodes": {0: {"all_reduce": 400.0}, 1: {"all_reduce": 100.0}}}
+    assert any("within the node" in f.text and "node 1" in f.text
+               for f in judged([node_facts()] * 2, inner))
+
+
+def test_shm_disk_and_shared_directory(smi: Path):
+    found = judged([node_facts(shm={"total": 64 << 20}), node_facts(shared=False),
+                    node_facts(disk={"error": "Read-only file system: /fsx"})])
+    assert {(f.check, f.severity) for f in found} == {
+        ("/dev/shm", "error"), ("shared directory", "error"), ("disk", "error")}
+
+
+def test_a_shared_disk_that_fills_up_is_told_once(smi: Path):
+    full = {"directory": "/fsx", "free": 10 ** 9, "write": 1e9, "read": 1e9}
+    assert len(judged([node_facts(disk=full)] * 3)) == 1
+    own = [f for f in judged([node_facts(disk=full, shared=False)] * 3) if f.check == "disk"]
+    assert len(own) == 3
+
+
+def test_efa_devices(tmp_path: Path, smi: Path):
+    for number, (vendor, state) in enumerate([("0x1d0f", "4: ACTIVE"), ("0x1d0f", "1: DOWN")]):
+        device = tmp_path / "ib" / f"rdmap{number}"
+        (device / "ports" / "1").mkdir(parents=True)
+        (device / "device").mkdir()
+        (device / "device" / "vendor").write_text(vendor + "\n")
+        (device / "ports" / "1" / "state").write_text(state + "\n")
+    told = preflight_gpu.efa(tmp_path / "ib")
+    assert [device["active"] for device in told["devices"]] == [True, False]
+    found = judged([node_facts(efa={**told, "libfabric": False}, locked_memory=8 << 20)])
+    assert {f.check for f in found} == {"EFA", "locked memory"}
+    assert any("rdmap1 has no active port" in f.text for f in found)
+    assert preflight_gpu.efa(tmp_path / "none")["not_checked"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 16])
+def test_rounds_hold_every_pair_once_and_a_node_at_most_once_each(nodes: int):
+    from launch.preflights.bandwidth import rounds_of
+
+    rounds = rounds_of(list(range(nodes)))
+    pairs = [pair for each in rounds for pair in each]
+    assert sorted(pairs) == list(itertools.combinations(range(nodes), 2))
+    assert all(len({n for pair in each for n in pair}) == 2 * len(each) for each in rounds)
+
+
+@pytest.mark.parametrize(("severity", "fail_on", "code"), [
+    ("error", "error", 6), ("error", "warning", 6), ("warning", "warning", 5),
+    ("warning", "error", 0), ("info", "warning", 0)])
+def test_exit_codes(severity: str, fail_on: str, code: int):
+    found = [Finding(severity, "a", "b"), Finding("info", "c", "d")]
+    try:
+        findings.conclude(found, fail_on, "it")
+        got = 0
+    except findings.NotReady as error:
+        got = error.code
+    assert got == code

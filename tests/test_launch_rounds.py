@@ -1,0 +1,127 @@
+"""Launchers of several nodes agree through the directory they share; a stand-in trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_stand_in import COMPLETE, KILLED, attempts, processes, start
+
+WAITS = "print('up', flush=True); time.sleep(600)"
+
+
+def launch(folder: Path, node: int, *plan: str, nodes: int = 2, wait: float = 60,
+           arguments: tuple = ()) -> subprocess.Popen:
+    """Start the launcher of one node."""
+    options = ("--nnodes", nodes, "--node-rank", node, "--head", "127.0.0.1",
+               "--wait-seconds", wait)
+    return start(folder, *plan, node=node, options=options, arguments=arguments)
+
+
+def ends(*launchers: subprocess.Popen) -> tuple[list[int], str]:
+    """Return exit codes and output of all launchers."""
+    outputs = [launcher.communicate(timeout=150)[0] for launcher in launchers]
+    return [launcher.returncode for launcher in launchers], "\n".join(outputs)
+
+
+def wait_until_up(*launchers: subprocess.Popen) -> None:
+    """Wait until the trainers of these launchers run."""
+    for launcher in launchers:
+        while (line := launcher.stdout.readline()) != "up\n":
+            assert line, launcher.poll()
+
+
+@pytest.mark.slow  # the other node's part has 20 seconds to end by itself
+def test_all_nodes_end_with_the_code_of_the_one_that_knows_why(tmp_path: Path) -> None:
+    codes, output = ends(launch(tmp_path, 0, WAITS),
+                         launch(tmp_path, 1, "fail('ArtifactError', 3, 'error: damaged')"))
+    assert codes == [3, 3] and "rank 1 on node 1: damaged" in output, output
+    assert not processes(str(tmp_path)) and not (tmp_path / "outputs" / ".launch").exists()
+
+
+def test_a_lost_worker_begins_a_new_round_on_all_nodes(tmp_path: Path) -> None:
+    plan = ("fail('StageError', 1, 'error: the connection to another rank broke')", COMPLETE)
+    codes, output = ends(launch(tmp_path, 0, *plan, nodes=3, arguments=("--overwrite",)),
+                         launch(tmp_path, 1, *plan, nodes=3, arguments=("--overwrite",)),
+                         launch(tmp_path, 2, KILLED, COMPLETE, nodes=3, arguments=("--overwrite",)))
+    assert codes == [0, 0, 0], output
+    for node in range(3):
+        assert [("--overwrite" in one) for one in attempts(tmp_path, node)] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_node_that_dies_may_return(tmp_path: Path, dies: int) -> None:
+    nodes = [launch(tmp_path, node, WAITS, COMPLETE) for node in (0, 1)]
+    wait_until_up(*nodes)
+    nodes[dies].kill()
+    nodes[dies].wait()
+    nodes[dies] = launch(tmp_path, dies, COMPLETE)
+    codes, output = ends(*nodes)
+    assert codes == [0, 0], output
+    assert not processes(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
+    """As with --prepare-only, when one machine has more to prepare."""
+    codes, output = ends(launch(tmp_path, 0, "time.sleep(30); sys.exit(0)"),
+                         launch(tmp_path, 1, "sys.exit(0)"))
+    assert codes == [0, 0] and len(attempts(tmp_path)) == 1, output
+    (tmp_path / "attempts_0.txt").unlink()
+    codes, output = ends(launch(tmp_path, 0, "sys.exit(0)"),
+                         launch(tmp_path, 1, "time.sleep(30); sys.exit(0)"))
+    assert codes == [0, 0] and len(attempts(tmp_path)) == 1, output
+
+
+def test_a_signal_while_nodes_are_waited_for(tmp_path: Path) -> None:
+    head = launch(tmp_path, 0, COMPLETE)
+    head.stdout.readline()
+    board = tmp_path / "outputs/.launch/run/node_00000.json"
+    deadline = time.monotonic() + 60
+    while not board.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    head.send_signal(signal.SIGTERM)
+    codes, output = ends(head)
+    assert codes == [75] and not (tmp_path / "attempts_0.txt").exists(), output
+
+
+def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
+    codes, output = ends(launch(tmp_path, 0, COMPLETE, wait=2))
+    assert codes == [1] and "nodes [1] did not come within 2.0 s" in output
+    codes, output = ends(launch(tmp_path, 1, COMPLETE, wait=2))
+    assert codes == [1] and "node 0 is not there" in output
+
+
+def test_the_same_number_on_two_machines_is_refused(tmp_path: Path) -> None:
+    first = launch(tmp_path, 1, COMPLETE)
+    board = tmp_path / "outputs/.launch/run/node_00001.json"
+    deadline = time.monotonic() + 60
+    while not board.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    codes, output = ends(launch(tmp_path, 1, COMPLETE))
+    assert codes == [2] and "another launcher is at work as node 1" in output
+    assert ends(first, launch(tmp_path, 0, COMPLETE))[0] == [0, 0]
+
+
+@pytest.mark.slow
+def test_what_a_killed_launch_left_on_the_board_does_no_harm(tmp_path: Path) -> None:
+    nodes = [launch(tmp_path, node, WAITS) for node in (0, 1)]
+    wait_until_up(*nodes)
+    for node in nodes:
+        node.kill()
+    ends(*nodes)
+    assert json.loads((tmp_path / "outputs/.launch/run/node_00000.json").read_text())["me"]
+    for pid in processes(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+    arguments = ("--overwrite",)  # a new launch means it, whatever the killed one had begun
+    codes, output = ends(launch(tmp_path, 1, COMPLETE, arguments=arguments),
+                         launch(tmp_path, 0, COMPLETE, arguments=arguments))
+    assert codes == [0, 0], output
+    assert "--overwrite" in attempts(tmp_path, 0)[-1]

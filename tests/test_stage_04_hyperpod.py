@@ -1,0 +1,171 @@
+"""`--ckpt-hyperpod`: frequent checkpoints in the memory of a HyperPod cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import free_port, kill_all, run_stage, stage_command
+from tests.hyperpod_service import service
+from tests.training import SEQ_LENGTH, losses, steps_saved
+
+pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")
+from amzn_sagemaker_checkpointing.config.in_memory_client import InMemoryClientConfig
+from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client import (
+    InMemoryCheckpointClient,
+)
+
+STEPS, RANKS = 40, 2
+COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 2, "--lr",
+          "1e-2", "--log-freq", 1, "--eval-freq", 0, "--ckpt-freq", 16, "--max-steps", STEPS)
+IN_MEMORY = (*COMMON, "-e", "run", "--ckpt-local-freq", 2, "--ckpt-hyperpod")
+Slots = dict[tuple[int, int], bytes]  # by rank and step
+
+
+def events(project: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the rows of events.jsonl that are of a kind."""
+    path = project / "outputs/run/events.jsonl"
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [row for row in rows if row["event"] == kind]
+
+
+def in_memory(project: Path) -> list[int]:
+    """Return the steps that the run has saved in the cluster's memory."""
+    return [row["step"] for row in events(project, "save") if row["path"].startswith("hyperpod/")]
+
+
+def client_of(project: Path, address: str) -> InMemoryCheckpointClient:
+    """Return a client of the run's namespace."""
+    run = yaml.safe_load((project / "outputs/run/config.yaml").read_text())["run"]
+    return InMemoryCheckpointClient(f"run-{run}", "0", str(RANKS),
+                                    InMemoryClientConfig(base_url=address), steps_retained=2)
+
+
+def start(project: Path, address: str) -> subprocess.Popen:
+    """Start stage 04 on two ranks."""
+    return subprocess.Popen(
+        stage_command("04_train_fsdp.py", *IN_MEMORY, address, ranks=RANKS), cwd=project,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Slots]:
+    """Return a project with an undisturbed run and one that was killed, and what is in memory."""
+    root = tmp_path_factory.mktemp("hyperpod")
+    shutil.copytree(prepared_once, root, dirs_exist_ok=True)
+    run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=RANKS)
+    with service() as address:
+        launch = start(root, address)
+        while max([0, *in_memory(root)]) <= 20:
+            assert launch.poll() is None, launch.communicate()
+            time.sleep(0.01)
+        launch.kill()
+        kill_all(launch, root)
+        client = client_of(root, address)
+        slots = {(rank, step): client.get_checkpoint(step, rank=rank)
+                 for step in client.get_latest_checkpoints() for rank in range(RANKS + 1)}
+    return root, {slot: content for slot, content in slots.items() if content is not None}
+
+
+@pytest.fixture
+def slots(once: tuple[Path, Slots]) -> Slots:
+    """Return what the killed run has left in memory."""
+    return dict(once[1])
+
+
+@pytest.fixture
+def run(once: tuple[Path, Slots], tmp_path: Path) -> Path:
+    """Return a project of its own with the killed run."""
+    shutil.copytree(once[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Return the address of an empty service."""
+    with service() as url:
+        yield url
+
+
+def fill(project: Path, address: str, slots: Slots) -> InMemoryCheckpointClient:
+    """Give the service what a killed run has left."""
+    client = client_of(project, address)
+    client.get_or_create_namespace()
+    for (rank, step), content in sorted(slots.items(), key=lambda item: item[0][1]):
+        client.put_checkpoint(step, content, rank=rank)
+    return client
+
+
+def newest_whole(slots: Slots) -> int:
+    return max(step for rank, step in slots if rank == RANKS)  # that has a COMMIT
+
+
+def resumed_from(project: Path) -> tuple[str, int]:
+    """Return where the last launch found its checkpoint, and its step."""
+    event = events(project, "resume")[-1]
+    return event["path"].partition("/")[0], event["step"]
+
+
+def test_a_killed_run_goes_on_from_memory_with_the_same_losses(run: Path, slots: Slots,
+                                                               address: str) -> None:
+    client = fill(run, address, slots)
+    printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
+    assert resumed_from(run) == ("hyperpod", newest_whole(slots))
+    assert "resumed from hyperpod/run-" in printed
+    assert losses(run, "run") == losses(run, "plain")
+    assert steps_saved(run, "run") == [16, 32, STEPS]
+    assert max(in_memory(run)) == STEPS - 2
+    assert client.get_namespace_config() == {}, "a complete run needs them no more"
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_read_back_is_left_for_the_shared_one(run: Path, slots: Slots,
+                                                                   address: str) -> None:
+    for step in {step for _, step in slots}:
+        part = slots.get((1, step), b"")
+        slots[1, step] = part[:-1] + b"\xa5"
+    fill(run, address, slots)
+    printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
+    assert resumed_from(run) == ("outputs", 16)
+    assert "is left: rank 1's part has other content than when it was written" in printed
+    assert "cluster's memory" in events(run, "quarantine")[-1]["reason"]
+    assert losses(run, "run") == losses(run, "plain")
+
+
+@pytest.mark.slow
+def test_other_ranks_take_the_shared_one(run: Path, slots: Slots, address: str) -> None:
+    fill(run, address, slots)
+    run_stage("04_train_fsdp.py", *IN_MEMORY, address, "-b", 4, cwd=run)
+    assert resumed_from(run) == ("outputs", 16)
+    assert max(in_memory(run)) == STEPS - 2
+
+
+@pytest.mark.slow
+def test_a_service_that_is_down_ends_no_run(run: Path) -> None:
+    gone = f"http://127.0.0.1:{free_port()}"
+    printed = run_stage("04_train_fsdp.py", *IN_MEMORY, gone, cwd=run, ranks=RANKS).stdout
+    assert "warning: no checkpoint is taken from the cluster's memory: " in printed
+    assert "warning: step 18 is not saved in the cluster's memory: " in printed
+    assert resumed_from(run) == ("outputs", 16)
+    assert losses(run, "run") == losses(run, "plain")
+    assert steps_saved(run, "run") == [16, 32, STEPS]
+
+
+def test_options_that_contradict_it_are_refused(project: Path) -> None:
+    bad = (*COMMON, "-e", "run", "--dry-run", "--ckpt-hyperpod")
+    printed = run_stage("04_train_fsdp.py", *bad, "cluster:9200", "--ckpt-local-dir", "disk",
+                        cwd=project, expect=2).stderr
+    assert "--ckpt-local-dir or --ckpt-hyperpod, not both" in printed
+    assert "--ckpt-hyperpod cluster:9200 is no address" in printed
+    assert "is no address" in run_stage("04_train_fsdp.py", *bad, "http://user:word@cluster",
+                                        cwd=project, expect=2).stderr
