@@ -61,7 +61,7 @@ def damage(path: Path, how: str) -> None:
     if how == "flipped bit":
         flip(path, 8 * (size // 2) + 3)
     elif how == "cut":
-        os.truncate(path, size - 1)
+        os.truncate(path, size - 2)  # of JSON more than the last line break
     elif how == "empty":
         os.truncate(path, 0)
     elif how == "zeroed page":
@@ -141,7 +141,9 @@ class Malicious:
 
 
 @pytest.mark.parametrize("where", ["metadata", "bytes entry"])
-@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "as found"])
+@pytest.mark.parametrize("sealed", [
+    pytest.param(True, id="sealed"),
+    pytest.param(False, id="as found", marks=pytest.mark.slow)])
 def test_a_malicious_pickle_runs_nothing(server: Server, outputs: Path, tmp_path: Path, where: str,
                                          sealed: bool,
                                          undisturbed: Callable[..., Undisturbed]):
@@ -166,8 +168,11 @@ def test_a_malicious_pickle_runs_nothing(server: Server, outputs: Path, tmp_path
         undisturbed().require_same(outputs)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"status": "comp', bytes(PAGE), b"\xff\xfe[1]"],
-                         ids=["empty", "torn", "zeros", "no text"])
+@pytest.mark.parametrize("content", [
+    pytest.param(b'{"status": "comp', id="torn"),
+    pytest.param(b"", id="empty", marks=pytest.mark.slow),
+    pytest.param(bytes(PAGE), id="zeros", marks=pytest.mark.slow),
+    pytest.param(b"\xff\xfe[1]", id="no text", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["state.json", "config.yaml", "metrics.jsonl", "events.jsonl"])
 def test_bookkeeping_may_be_torn(server: Server, undisturbed: Callable[..., Undisturbed],
                                  outputs: Path, name: str, content: bytes):

@@ -51,7 +51,8 @@ def size_of_one(server: Server, tmp_path: Path) -> int:
     return sum(p.stat().st_blocks * 512 for p in one.path.rglob("*") if p.is_file()) // KIB
 
 
-@pytest.mark.parametrize("asynchronous", ["on", "off"])
+@pytest.mark.parametrize("asynchronous", [
+    "on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_small_disk_keeps_the_newest(server: Server, disk: Callable[[int], Path], tmp_path: Path,
                                        undisturbed: Callable[..., Undisturbed], asynchronous: str):
     """All should be kept, and there is room for three and a half."""
@@ -61,7 +62,8 @@ def test_a_small_disk_keeps_the_newest(server: Server, disk: Callable[[int], Pat
     undisturbed().require_same(outputs)
 
 
-@pytest.mark.parametrize("asynchronous", ["on", "off"])
+@pytest.mark.parametrize("asynchronous", [
+    "on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_full_disk_skips_saves_and_then_ends_the_run(
         server: Server, disk: Callable[[int], Path], tmp_path: Path, asynchronous: str,
         undisturbed: Callable[..., Undisturbed]):
@@ -96,8 +98,9 @@ def test_one_rank_without_room(server: Server, tmp_path: Path, asynchronous: str
     undisturbed(ranks=2).require_same(outputs)
 
 
-@pytest.mark.parametrize("kind", ["write", "fsync", "rename"])
-@pytest.mark.parametrize("asynchronous", ["on", "off"])
+@pytest.mark.parametrize(("kind", "asynchronous"), [("write", "on"), ("fsync", "off"), *(
+    pytest.param(*pair, marks=pytest.mark.slow) for pair in
+    (("write", "off"), ("fsync", "on"), ("rename", "on"), ("rename", "off")))])
 def test_an_error_of_the_disk_ends_the_run(server: Server, tmp_path: Path, asynchronous: str,
                                            kind: str, undisturbed: Callable[..., Undisturbed]):
     """Not in silence, and not with a half-written checkpoint; the same command goes on."""

@@ -27,15 +27,16 @@ from tests.faults import (
 )
 
 LONG = 40  # steps
+ONE, THREE = (signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 def state(outputs: Path) -> dict:
     return json.loads((outputs / "run" / "state.json").read_text())
 
 
-@pytest.mark.parametrize("asynchronous", ["on", "off"])
-@pytest.mark.parametrize("signals", [
-    (signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)], ids=["one", "three"])
+@pytest.mark.parametrize(("signals", "asynchronous"), [
+    (THREE, "on"), (ONE, "off"), pytest.param(ONE, "on", marks=pytest.mark.slow),
+    pytest.param(THREE, "off", marks=pytest.mark.slow)])
 def test_during_a_save(server: Server, tmp_path: Path, asynchronous: str,
                        signals: Iterable[int], undisturbed: Callable[..., Undisturbed]):
     """The save goes on, the step is finished, and is saved too."""

@@ -108,6 +108,10 @@ def from_os_error(error: OSError) -> StageError | None:
     if error.errno in _DISK_FULL_ERRNOS:
         return DiskFullError(f"no room to write{where} ({error.strerror})",
                              expected="free space there (`df -h`), then run the same command again")
+    if error.errno == errno.EIO:
+        return StageError(f"a disk or file system failed{where} ({error.strerror})",
+                          expected="a sound one (`dmesg` tells more)",
+                          run="the same command goes on from what was finished")
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
                        errno.ENAMETOOLONG, errno.EEXIST}:
         return UsageError(f"{error.strerror}{where}")

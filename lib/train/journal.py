@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lib.core import manifest, options
+from lib.core import log, manifest, options
 from lib.core.paths import Experiment
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -41,18 +43,28 @@ class Journal:
         """Replace state.json: a hint for people and launchers, never the truth."""
         if self._active:
             facts["updated"] = _now()
-            manifest.write_json(self.experiment.state, facts)
+            with told("state.json"):
+                manifest.write_json(self.experiment.state, facts)
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append a line to events.jsonl."""
         if self._active:
             line = json.dumps({"time": _now(), "event": event, "step": step, **facts}) + "\n"
-            with self.experiment.events.open("ab+") as file:
+            with told(f"the event {event}"), self.experiment.events.open("ab+") as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
                     is_torn = file.read(1) != b"\n"  # by a crash: it keeps a line to itself
                     line = "\n" + line if is_torn else line
                 file.write(line.encode())
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Warn when something cannot be written: a full disk costs a line, not the run."""
+    try:
+        yield
+    except OSError as error:
+        log.warn(f"{what} could not be written: {error.strerror or error}")
 
 
 def read_state(experiment: Experiment) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from lib.core import log, manifest
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
+from lib.train.journal import told
 
 _CONSOLE = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "lr",
             "perf/tokens_per_sec": "tok/s", "perf/mfu": "mfu", "memory/peak_gib": "peak_gib",
@@ -38,7 +39,8 @@ class Metrics:
         """Write the figures of `figures["step"]`."""
         if not self._active:
             return
-        self._file.write(_line(figures))
+        with told("a line of metrics.jsonl"):
+            self._file.write(_line(figures))
         if self._board is not None:
             for key, value in figures.items():
                 if isinstance(value, (int, float)) and key != "step":
@@ -69,7 +71,8 @@ class Metrics:
         self._board = _tensorboard(self._experiment.tensorboard, step)
 
     def _close_files(self) -> None:
-        self._file.close()
+        with told("metrics.jsonl"):
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -122,8 +122,9 @@ def a_bit_of_the_commit(client: Any) -> None:
     client.put_checkpoint(6, content.replace(b'"tokens": 60', b'"tokens": 61'), rank=COMMIT)
 
 
-def a_commit_of_another_step(client: Any) -> None:
-    client.put_checkpoint(6, client.get_checkpoint(4, rank=COMMIT), rank=COMMIT)
+def all_of_another_step(client: Any) -> None:
+    for slot in (0, COMMIT):
+        client.put_checkpoint(6, client.get_checkpoint(4, rank=slot), rank=slot)
 
 
 def a_part_of_another_step(client: Any) -> None:
@@ -154,7 +155,7 @@ def a_lost_part(client: Any) -> None:
 
 
 @pytest.mark.parametrize("harm", [
-    a_bit, a_bit_of_the_commit, a_commit_of_another_step, a_part_of_another_step,
+    a_bit, a_bit_of_the_commit, all_of_another_step, a_part_of_another_step,
     a_part_that_ends_early, a_pickle, a_checksum_of_the_service, no_checksum, a_lost_part])
 def test_what_is_not_as_written_is_left_and_told(address: str, harm: Callable[[Any], None]) -> None:
     tier = tier_at(address)
@@ -203,13 +204,13 @@ def test_a_save_that_fails_leaves_the_one_before(address: str,
 
 def test_slots_of_other_ranks_are_not_read_and_make_way(address: str) -> None:
     tier = tier_at(address)
-    save(tier, 4)
-    tier._ranks = 2  # as after a launch with two
-    tier._client._total_ranks = 3
+    of_two = hyperpod._client(address, tier._namespace, 0, 2)
+    of_two.get_or_create_namespace()
+    of_two.put_checkpoint(4, b"a part, where the COMMIT of one rank would be", rank=COMMIT)
     assert newest(tier) == (0, [])
-    tier._make_namespace()
-    assert tier._client.get_namespace_config()["num_ranks"] == 3
-    assert tier._steps() == []
+    save(tier, 2)
+    assert newest(tier) == (2, [])
+    assert tier._steps() == [2]
 
 
 def test_a_service_that_does_not_answer_is_told_and_ends_nothing() -> None:

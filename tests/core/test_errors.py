@@ -62,7 +62,7 @@ def test_many_problems_are_told_at_once_with_their_parts() -> None:
     (errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EFBIG, DiskFullError),
     (errno.EACCES, UsageError), (errno.EPERM, UsageError), (errno.EROFS, UsageError),
     (errno.ENOTDIR, UsageError), (errno.EISDIR, UsageError), (errno.ENAMETOOLONG, UsageError),
-    (errno.ENOENT, type(None)), (errno.EIO, type(None)),
+    (errno.ENOENT, type(None)), (errno.EIO, StageError),
 ])
 def test_os_errors_that_a_person_can_cure(number: int, kind: type) -> None:
     told = from_os_error(OSError(number, "why", "/some/file"))

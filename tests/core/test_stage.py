@@ -39,7 +39,7 @@ def test_what_a_person_can_cure_has_a_code_and_no_traceback(python, raised, code
     assert told in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 
 
-@pytest.mark.parametrize("raised", ["ValueError('bug')", "OSError(errno.EIO, 'bug')"])
+@pytest.mark.parametrize("raised", ["ValueError('bug')", "OSError(errno.EBADF, 'bug')"])
 def test_a_bug_keeps_its_traceback(python, raised: str) -> None:
     done = python(RAISE.format(raised), expect=1)
     assert "Traceback" in done.stderr and "bug" in done.stderr
