@@ -1,5 +1,6 @@
 # make demo                the five stages on real text, from nothing to generated lines
-# make test                the quick tests          make test-slow   the long ones
+# make test                the quick tests          make test-slow   those of ten seconds and more
+# make test-long           a cluster in small: namespaces, a Slurm, a bundle (minutes each, as root)
 # make lint                ruff
 # make bench               every benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
@@ -64,7 +65,7 @@ ifeq ($(filter $(LAUNCHER),local slurm kubernetes),)
 $(error LAUNCHER is local, slurm or kubernetes, not "$(LAUNCHER)")
 endif
 
-.PHONY: demo test test-slow lint bench validate-framework validate-setup test-quick run status \
+.PHONY: demo test test-slow test-long lint bench validate-framework validate-setup test-quick run status \
   logs-follow stop
 
 $(VENV)/installed: requirements.txt
@@ -94,7 +95,10 @@ demo: $(VENV)/installed
 	  --prompt 'def __init__(self' --prompt 'import '
 
 test: $(VENV)/installed-dev
-	$(PY) -m pytest -q -n 2 --dist worksteal -m 'not slow'
+	$(PY) -m pytest -q -n 2 --dist worksteal -m 'not slow and not long'
+
+test-long: $(VENV)/installed-dev
+	$(PY) -m pytest -q -m long
 
 test-slow: $(VENV)/installed-dev
 	$(PY) -m pytest -q -n 2 --dist worksteal -m slow

@@ -368,7 +368,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bundle_installs_and_trains_without_a_network(checkout: Path, artifacts: Path,
                                                         tmp_path: Path):
     """Everything real: the wheels of requirements.txt, a fresh directory, no interface but lo."""

@@ -338,7 +338,7 @@ def wheel(folder: Path, name: str, version: str) -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_dockerfile_installs_from_a_wheelhouse_alone(tmp_path: Path):
     """Runs the recipe of the Dockerfile itself, in other directories than an image's."""
     (tmp_path / "wheelhouse").mkdir()

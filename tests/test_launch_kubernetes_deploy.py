@@ -24,7 +24,7 @@ from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, 
 from tests.kube_server import CORE, Cluster, Object, Server
 
 QUICK = ("--poll-seconds", "0.2", "--backoff-seconds", "0.1")
-QUICK_KIND = ["pytorchjob", *(pytest.param(kind, marks=pytest.mark.slow)
+QUICK_KIND = ["pytorchjob", *(pytest.param(kind, marks=pytest.mark.long)
                               for kind in ("trainjob", "hyperpod"))]
 RUNNING: Object = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
 SCHEDULED = [{"type": "PodScheduled", "status": "True"}]
@@ -172,7 +172,7 @@ def test_out_of_gpu_memory_is_cured(kube: Cluster) -> None:
     assert options.activation_checkpointing == "full"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, 2, "CUDA out of memory")
     done = launch("deploy", *ASKED, *QUICK, *TRAIN, "--activation-checkpointing", "full", expect=2)
@@ -180,7 +180,7 @@ def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) ->
     assert "--plan-gpus" in done.stderr and submissions(kube) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "log", "says"), [
     (2, "error: --lr must be above 0", "bad input"),
     (3, "error: c4 is not finished", "damaged artifact"),
@@ -203,7 +203,7 @@ def test_an_image_that_is_missing_ends_and_deletes_the_job(kube: Cluster) -> Non
     assert not jobs(kube) and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> None:
     kube.add("secrets", {"metadata": {"name": "ours"}, "type": "kubernetes.io/dockerconfigjson"})
 
@@ -219,7 +219,7 @@ def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> N
     assert "cure: the image is pulled with the secret ours" in said and "is complete" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_huge_pages_and_interfaces_are_left_out_where_they_hinder(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         text = json.dumps(item)
@@ -243,7 +243,7 @@ def lost(cluster: Cluster, item: Object) -> None:
     state(item, "Failed")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_node_is_tried_again_until_there_are_no_attempts(kube: Cluster) -> None:
     kube.on_create = one_after_the_other(lost, lost, complete)
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
@@ -254,7 +254,7 @@ def test_a_lost_node_is_tried_again_until_there_are_no_attempts(kube: Cluster) -
     assert "failed after 2 attempts: node lost" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_capacity_is_waited_for(kube: Cluster) -> None:
     message = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 
@@ -273,7 +273,7 @@ def test_no_capacity_is_waited_for(kube: Cluster) -> None:
     assert submissions(kube) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_capacity_ends_once_patience_does(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         add_pods(cluster, item, "Pending", conditions=[
@@ -285,7 +285,7 @@ def test_no_capacity_ends_once_patience_does(kube: Cluster) -> None:
     assert not jobs(kube) and submissions(kube) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_that_no_operator_sees(kube: Cluster) -> None:
     done = launch("deploy", *ASKED, *QUICK, "--pending-minutes", 0.01, *TRAIN, expect=1)
     assert "operator missing" in done.stderr and "no pods" in done.stderr
@@ -302,7 +302,7 @@ def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
     assert "hf_verysecret" not in json.dumps(item) and "exp-hub-token" in json.dumps(item)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cluster_that_does_not_answer_for_a_while(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         complete(cluster, item, 6.0)
@@ -312,7 +312,7 @@ def test_a_cluster_that_does_not_answer_for_a_while(kube: Cluster) -> None:
     assert "the cluster does not answer" in said and "is complete" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_that_somebody_stops_is_not_submitted_again(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         complete(cluster, item, 60)
@@ -349,7 +349,7 @@ def test_without_kubectl(tmp_path: Path) -> None:
     assert "kubectl is not installed" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_running_job_is_followed_and_an_ended_one_makes_room(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: complete(cluster, item, 3.0)
     launch("apply", *ASKED, *TRAIN)
@@ -360,7 +360,7 @@ def test_a_running_job_is_followed_and_an_ended_one_makes_room(kube: Cluster) ->
     assert "makes room" in said and "is complete" in said and submissions(kube) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, code: int) -> None:
     kube.on_create = lambda cluster, item: complete(cluster, item, 60)
@@ -381,7 +381,7 @@ def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, 
     assert len(jobs(kube)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_as_a_function(kube: Cluster, kube_server: Server, tmp_path: Path,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
     arn = "arn:aws:eks:us-west-2:1:cluster/big"

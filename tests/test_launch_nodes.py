@@ -122,7 +122,7 @@ def test_a_worker_dies(cluster: Callable, expected: Callable) -> None:
     assert "restart 1 of 3" in two.said()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dies", [0, 1], ids=["the head", "another"])
 def test_a_node_dies_and_returns(cluster: Callable, expected: Callable, dies: int) -> None:
     two = cluster(2)
@@ -131,7 +131,7 @@ def test_a_node_dies_and_returns(cluster: Callable, expected: Callable, dies: in
     two.ends_complete(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_link_is_cut(cluster: Callable, expected: Callable) -> None:
     two = cluster(2, "--watchdog-minutes", 0.2)
     two.nodes[1].cut()
@@ -141,7 +141,7 @@ def test_a_link_is_cut(cluster: Callable, expected: Callable) -> None:
     assert "watchdog" in two.said()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_machines_lose_a_worker_then_a_node(cluster: Callable, expected: Callable) -> None:
     three = cluster(3)
     os.kill(three.nodes[2].ranks()[0], signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_three_machines_lose_a_worker_then_a_node(cluster: Callable, expected: C
     three.ends_complete(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_to_one_launcher_saves_and_ends_all_with_75(cluster: Callable) -> None:
     two = cluster(2)
     two.launchers[1].send_signal(signal.SIGUSR1)
@@ -162,7 +162,7 @@ def test_a_signal_to_one_launcher_saves_and_ends_all_with_75(cluster: Callable) 
     assert "stopped by SIGUSR1" in two.said()
 
 
-@pytest.mark.slow  # nodes that cannot agree to save have half a minute for it
+@pytest.mark.long  # nodes that cannot agree to save have half a minute for it
 def test_a_signal_when_the_link_is_cut_ends_all_with_75_too(cluster: Callable) -> None:
     two = cluster(2)
     two.nodes[1].cut()
@@ -187,7 +187,7 @@ def test_bad_input_on_one_machine_is_not_tried_again(project: Path) -> None:
     assert "exit code 3: rank" in output and "dataset nothing does not exist" in output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_run_on_one_machine_goes_on(project: Path, expected: Callable) -> None:
     process = single_node(project)
     log = project / "outputs" / "run" / "metrics.jsonl"

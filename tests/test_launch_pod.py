@@ -108,7 +108,7 @@ def test_exit_codes_as_kubernetes_should_see_them(script: str, code: int) -> Non
             signal.signal(number, handler)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_pod_saves_at_sigterm_and_goes_on(project: Path) -> None:
     environment = {**os.environ, **ENVIRONMENT}
     train = [*command("pytorchjob", 1, *TRAIN), "--max-steps"]
@@ -126,7 +126,7 @@ def test_one_pod_saves_at_sigterm_and_goes_on(project: Path) -> None:
     assert sorted(losses(project, "run")) == list(range(1, stopped + 3))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_pods_stop_and_go_on_together(project: Path) -> None:
     """Pods as machines, whose ranks are the numbers in their names."""
     environment = {**os.environ, **ENVIRONMENT, "PET_RDZV_ENDPOINT": "node-0:23456",
@@ -150,7 +150,7 @@ def test_two_pods_stop_and_go_on_together(project: Path) -> None:
     assert sorted(losses(project, "run")) == list(range(1, stopped + 3))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_elastic_job_goes_on_without_a_lost_pod(project: Path) -> None:
     environment = {**os.environ, **ENVIRONMENT, "PET_NNODES": "1:2",
                    "PET_RDZV_ENDPOINT": f"node-0:{free_port()}", "PET_RDZV_BACKEND": "c10d"}

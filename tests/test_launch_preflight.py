@@ -61,7 +61,7 @@ def test_alone_dry_and_wrong(tmp_path: Path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_too_slow_a_network_fails(tmp_path: Path):
     done = run_stage("launch/preflight.py", "--min-bandwidth", "1e6", *PATIENT, cwd=tmp_path,
                      ranks=2, expect=1)  # of torchrun, for any failure
@@ -104,7 +104,7 @@ runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_differs_between_nodes_is_told_by_name(tmp_path: Path):
     """Two nodes with other artifacts, settings and clocks, and no shared directory."""
     (tmp_path / "shifted.py").write_text(SHIFTED)
@@ -176,7 +176,7 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
                 run("ip", "netns", "delete", name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_with_a_slow_link_is_the_odd_one_out(boxes: list[dict[str, Any]], tmp_path: Path):
     for where, device in ((boxes[2]["inside"], "eth0"), (boxes[2]["hub"], "v3")):
         run(*where, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", "100mbit",
@@ -194,7 +194,7 @@ def test_a_node_with_a_slow_link_is_the_odd_one_out(boxes: list[dict[str, Any]],
     assert "network" in row
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_nodes_that_do_not_reach_each_other_are_named(boxes: list[dict[str, Any]],
                                                           tmp_path: Path):
     run(*boxes[1]["inside"], "ip", "route", "add", "blackhole", "10.77.0.3/32")

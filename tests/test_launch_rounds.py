@@ -37,7 +37,7 @@ def wait_until_up(*launchers: subprocess.Popen) -> None:
             assert line, launcher.poll()
 
 
-@pytest.mark.slow  # the other node's part has 20 seconds to end by itself
+@pytest.mark.long  # the other node's part has 20 seconds to end by itself
 def test_all_nodes_end_with_the_code_of_the_one_that_knows_why(tmp_path: Path) -> None:
     codes, output = ends(launch(tmp_path, 0, WAITS),
                          launch(tmp_path, 1, "fail('ArtifactError', 3, 'error: damaged')"))
@@ -55,7 +55,7 @@ def test_a_lost_worker_begins_a_new_round_on_all_nodes(tmp_path: Path) -> None:
         assert [("--overwrite" in one) for one in attempts(tmp_path, node)] == [True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_node_that_dies_may_return(tmp_path: Path, dies: int) -> None:
     nodes = [launch(tmp_path, node, WAITS, COMPLETE) for node in (0, 1)]
@@ -68,7 +68,7 @@ def test_a_node_that_dies_may_return(tmp_path: Path, dies: int) -> None:
     assert not processes(str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
     """As with --prepare-only, when one machine has more to prepare."""
     codes, output = ends(launch(tmp_path, 0, "time.sleep(30); sys.exit(0)"),
@@ -110,7 +110,7 @@ def test_the_same_number_on_two_machines_is_refused(tmp_path: Path) -> None:
     assert ends(first, launch(tmp_path, 0, COMPLETE))[0] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_killed_launch_left_on_the_board_does_no_harm(tmp_path: Path) -> None:
     nodes = [launch(tmp_path, node, WAITS) for node in (0, 1)]
     wait_until_up(*nodes)

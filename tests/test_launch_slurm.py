@@ -173,7 +173,7 @@ def test_the_warning_saves_and_queues_again(cluster: SlurmCluster, faked: Path, 
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_warning_that_slurm_does_not_send(cluster: SlurmCluster, faked: Path, tmp_path: Path,
                                             ) -> None:
     (faked / "behaviour").write_text('while [[ $start == 0 ]]; do sleep 0.1; done')
@@ -285,7 +285,7 @@ def assert_as_undisturbed(project: Path, undisturbed: dict[int, float]) -> None:
     assert losses(project, "exp") == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("partition", ["low", "low_at_once"])
 def test_preempted_requeued_resumed(cluster: SlurmCluster, project: Path,
                                     undisturbed: dict[int, float], partition: str) -> None:
@@ -305,7 +305,7 @@ def test_preempted_requeued_resumed(cluster: SlurmCluster, project: Path,
     assert_as_undisturbed(project, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_time_limit_requeued_resumed(cluster: SlurmCluster, project: Path,
                                      undisturbed: dict[int, float]) -> None:
     """The limit is cut short once the run is at work, however long it took to begin."""
@@ -328,7 +328,7 @@ def test_time_limit_requeued_resumed(cluster: SlurmCluster, project: Path,
     assert_as_undisturbed(project, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("lost", ["n1", "n2"])
 def test_lost_node_requeued_resumed(cluster: SlurmCluster, project: Path,
                                     undisturbed: dict[int, float], lost: str) -> None:
@@ -349,7 +349,7 @@ def test_lost_node_requeued_resumed(cluster: SlurmCluster, project: Path,
     assert_as_undisturbed(project, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_cancelled_goes_on_when_submitted_again(cluster: SlurmCluster, project: Path,
                                                 undisturbed: dict[int, float]) -> None:
     job = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
@@ -363,7 +363,7 @@ def test_cancelled_goes_on_when_submitted_again(cluster: SlurmCluster, project: 
     assert_as_undisturbed(project, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_failing_run_is_reported_failed(cluster: SlurmCluster, project: Path) -> None:
     job = cluster.submit("-N", 2, BATCH, *RUN[:2], "-d", "nowhere", *RUN[4:], cwd=project)
     facts = cluster.ended(job)

@@ -102,7 +102,7 @@ def test_what_does_not_stop_is_killed(tmp_path: Path) -> None:
     assert not processes(mark) and not processes(str(tmp_path / "04_train"))
 
 
-@pytest.mark.slow  # they have 20 seconds
+@pytest.mark.long  # they have 20 seconds
 def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
     waits = "sys.exit = lambda code: time.sleep(600); " \
             "fail('StageError', 1, 'error: a collective timed out')"

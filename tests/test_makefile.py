@@ -17,8 +17,8 @@ from launch import validate
 from tests.conftest import ROOT
 from tests.training import write_corpus
 
-VERBS = ("demo", "test", "test-slow", "validate-framework", "validate-setup", "test-quick", "run",
-         "logs-follow", "status", "stop", "bench", "lint")
+VERBS = ("demo", "test", "test-slow", "test-long", "validate-framework", "validate-setup",
+         "test-quick", "run", "logs-follow", "status", "stop", "bench", "lint")
 LINKED = ("lib", "launch", "tests", "requirements.txt", "requirements-dev.txt", "pyproject.toml",
           *sorted(path.name for path in ROOT.glob("0[1-5]_*.py")))
 
@@ -188,7 +188,7 @@ def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
     assert found["tqdm"].severity == "warning" and "4.0 instead of" in found["tqdm"].text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_validate_framework(place: Path, tmp_path: Path):
     said = make(place, "validate-framework")
     for check in ("imports: works", "offline guard: works", "a sharded model learns on cpu",
@@ -205,7 +205,7 @@ def test_validate_framework(place: Path, tmp_path: Path):
     assert "nothing_of_this_name" in done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick_run_from_raw_text_to_an_export(place: Path):
     """Whatever an earlier one left. And validate-setup sees what this one leaves."""
     (place / "outputs" / "test-quick" / "checkpoints" / "step_00000500").mkdir(parents=True)
