@@ -1,6 +1,6 @@
 # make demo                the five stages on real text, from nothing to generated lines
 # make test                the quick tests          make test-slow   those of ten seconds and more
-# make test-long           a cluster in small: namespaces, a Slurm, a bundle (minutes each, as root)
+# make test-long           half an hour more, as root: a cluster in small, every kind of damage
 # make lint                ruff
 # make bench               every benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step

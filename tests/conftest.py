@@ -17,6 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 _GUARD = Path(__file__).parent / "network_guard"
 
+# A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # The tests mean the CPU also on a machine with GPUs, which may have fewer than ranks.
 _CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 

@@ -90,7 +90,7 @@ HOWS = ("flipped bit", "cut", "empty", "zeroed page", "missing")
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    pytest.param(name, how, marks=[] if (name, how) in PAIRS else pytest.mark.slow)
+    pytest.param(name, how, marks=[] if (name, how) in PAIRS else pytest.mark.long)
     for name in FILES for how in HOWS])
 def test_a_damaged_file_is_told_and_the_one_before_is_taken(
         server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str,
@@ -143,7 +143,7 @@ class Malicious:
 @pytest.mark.parametrize("where", ["metadata", "bytes entry"])
 @pytest.mark.parametrize("sealed", [
     pytest.param(True, id="sealed"),
-    pytest.param(False, id="as found", marks=pytest.mark.slow)])
+    pytest.param(False, id="as found", marks=pytest.mark.long)])
 def test_a_malicious_pickle_runs_nothing(server: Server, outputs: Path, tmp_path: Path, where: str,
                                          sealed: bool,
                                          undisturbed: Callable[..., Undisturbed]):
@@ -170,9 +170,9 @@ def test_a_malicious_pickle_runs_nothing(server: Server, outputs: Path, tmp_path
 
 @pytest.mark.parametrize("content", [
     pytest.param(b'{"status": "comp', id="torn"),
-    pytest.param(b"", id="empty", marks=pytest.mark.slow),
-    pytest.param(bytes(PAGE), id="zeros", marks=pytest.mark.slow),
-    pytest.param(b"\xff\xfe[1]", id="no text", marks=pytest.mark.slow)])
+    pytest.param(b"", id="empty", marks=pytest.mark.long),
+    pytest.param(bytes(PAGE), id="zeros", marks=pytest.mark.long),
+    pytest.param(b"\xff\xfe[1]", id="no text", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["state.json", "config.yaml", "metrics.jsonl", "events.jsonl"])
 def test_bookkeeping_may_be_torn(server: Server, undisturbed: Callable[..., Undisturbed],
                                  outputs: Path, name: str, content: bytes):

@@ -52,7 +52,7 @@ def size_of_one(server: Server, tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("asynchronous", [
-    "on", pytest.param("off", marks=pytest.mark.slow)])
+    "on", pytest.param("off", marks=pytest.mark.long)])
 def test_a_small_disk_keeps_the_newest(server: Server, disk: Callable[[int], Path], tmp_path: Path,
                                        undisturbed: Callable[..., Undisturbed], asynchronous: str):
     """All should be kept, and there is room for three and a half."""
@@ -63,7 +63,7 @@ def test_a_small_disk_keeps_the_newest(server: Server, disk: Callable[[int], Pat
 
 
 @pytest.mark.parametrize("asynchronous", [
-    "on", pytest.param("off", marks=pytest.mark.slow)])
+    "on", pytest.param("off", marks=pytest.mark.long)])
 def test_a_full_disk_skips_saves_and_then_ends_the_run(
         server: Server, disk: Callable[[int], Path], tmp_path: Path, asynchronous: str,
         undisturbed: Callable[..., Undisturbed]):
@@ -99,7 +99,7 @@ def test_one_rank_without_room(server: Server, tmp_path: Path, asynchronous: str
 
 
 @pytest.mark.parametrize(("kind", "asynchronous"), [("write", "on"), ("fsync", "off"), *(
-    pytest.param(*pair, marks=pytest.mark.slow) for pair in
+    pytest.param(*pair, marks=pytest.mark.long) for pair in
     (("write", "off"), ("fsync", "on"), ("rename", "on"), ("rename", "off")))])
 def test_an_error_of_the_disk_ends_the_run(server: Server, tmp_path: Path, asynchronous: str,
                                            kind: str, undisturbed: Callable[..., Undisturbed]):

@@ -56,7 +56,7 @@ def disturb(server: Server, saved: Path, act: str, numbers: Iterable[int]) -> di
             if line.startswith("loaded ")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("act", ["kill", "torn", "power"])
 def test_every_operation_of_a_save(server: Server, saved: Path, act: str):
     """The old state until the rename, the new one after it (a power cut: after its fsync)."""
@@ -72,7 +72,7 @@ def test_every_operation_of_a_save(server: Server, saved: Path, act: str):
     assert loaded == {number: 4 if number > committed else 3 for number in numbers}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("asynchronous", ["on", "off"])
 def test_a_run_killed_at_its_files(server: Server, undisturbed: Callable[..., Undisturbed],
                                    tmp_path: Path, asynchronous: str):

@@ -80,7 +80,7 @@ def test_more_and_fewer_ranks(server: Server, tmp_path: Path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [
-    2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 20, 60, 100))])
+    2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 20, 60, 100))])
 def test_one_of_two_is_killed_during_a_save(server: Server, tmp_path: Path, rank: int,
                                             number: int,
                                             undisturbed: Callable[..., Undisturbed]):
@@ -125,7 +125,7 @@ def test_saves_that_overlap_wait_for_each_other(server: Server, tmp_path: Path,
         assert synced == sorted(synced) and len(set(synced)) == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_killed_ranks_again(server: Server, tmp_path: Path,
                                             undisturbed: Callable[..., Undisturbed]):
     """kill -9 of a rank, three times: torchrun starts all again, and they go on."""

@@ -35,8 +35,8 @@ def state(outputs: Path) -> dict:
 
 
 @pytest.mark.parametrize(("signals", "asynchronous"), [
-    (THREE, "on"), (ONE, "off"), pytest.param(ONE, "on", marks=pytest.mark.slow),
-    pytest.param(THREE, "off", marks=pytest.mark.slow)])
+    (THREE, "on"), (ONE, "off"), pytest.param(ONE, "on", marks=pytest.mark.long),
+    pytest.param(THREE, "off", marks=pytest.mark.long)])
 def test_during_a_save(server: Server, tmp_path: Path, asynchronous: str,
                        signals: Iterable[int], undisturbed: Callable[..., Undisturbed]):
     """The save goes on, the step is finished, and is saved too."""
@@ -90,7 +90,7 @@ def torchrun(server: Server, outputs: Path, *options: object, fault: Fault | Non
                             stderr=subprocess.STDOUT, env=environment, preexec_fn=pinned())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "pause_s"), [(signal.SIGTERM, 0.3), (signal.SIGUSR1, 35.0)],
                          ids=["SIGTERM", "SIGUSR1 and a save of 35 s"])
 def test_torchrun_passes_it_on_and_waits(server: Server, tmp_path: Path, number: int,

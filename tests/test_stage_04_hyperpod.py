@@ -128,7 +128,7 @@ def test_a_killed_run_goes_on_from_memory_with_the_same_losses(run: Path, slots:
     assert client.get_namespace_config() == {}, "a complete run needs them no more"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_one_rank_cannot_read_back_is_left_for_the_shared_one(run: Path, slots: Slots,
                                                                    address: str) -> None:
     for step in {step for _, step in slots}:
@@ -142,7 +142,7 @@ def test_what_one_rank_cannot_read_back_is_left_for_the_shared_one(run: Path, sl
     assert losses(run, "run") == losses(run, "plain")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_ranks_take_the_shared_one(run: Path, slots: Slots, address: str) -> None:
     fill(run, address, slots)
     run_stage("04_train_fsdp.py", *IN_MEMORY, address, "-b", 4, cwd=run)
@@ -150,7 +150,7 @@ def test_other_ranks_take_the_shared_one(run: Path, slots: Slots, address: str) 
     assert max(in_memory(run)) == STEPS - 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_service_that_is_down_ends_no_run(run: Path) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     printed = run_stage("04_train_fsdp.py", *IN_MEMORY, gone, cwd=run, ranks=RANKS).stdout

@@ -91,7 +91,7 @@ def test_a_resume_takes_the_newest_and_gives_the_same_losses(run: Path) -> None:
     assert not local_steps(run, 0) + local_steps(run, 1), "a complete run needs them no more"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("harm", ["a bit", "a missing file", "a node's disk", "another run"])
 def test_what_is_not_whole_on_all_nodes_is_left(run: Path, harm: str) -> None:
     newest, *older = on_both(run)
@@ -116,13 +116,13 @@ def test_what_is_not_whole_on_all_nodes_is_left(run: Path, harm: str) -> None:
     assert losses(run, "run") == losses(run, "plain")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_ranks_take_the_shared_one(run: Path) -> None:
     run_stage("04_train_fsdp.py", *LOCAL, "--ckpt-local-dir", "disk_0", "-b", 4, cwd=run)
     assert resumed_from(run) == ("outputs", 16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_local_one_helps_when_no_shared_one_is_valid(run: Path) -> None:
     (run / "outputs/run/checkpoints/step_00000016/COMMIT.json").unlink()
     newest = on_both(run)[0]
