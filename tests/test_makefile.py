@@ -41,11 +41,16 @@ def place(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what a `make test` above this one hands down."""
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "VENV", "PYTHON", "VIRTUAL_ENV"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def make(place: Path, *arguments: str, expect: int = 0) -> str:
     """Type `make …`, assert its exit code and return what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for name in ("MAKEFLAGS", "MAKELEVEL", "VENV", "PYTHON", "VIRTUAL_ENV"):
-        environment.pop(name, None)
     done = subprocess.run(["make", *arguments], cwd=place, capture_output=True, text=True,
                           timeout=580, env=environment)
     assert done.returncode == expect, f"{arguments}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
