@@ -115,6 +115,7 @@ def cluster(project: Path) -> Iterator[Callable[[int], Cluster]]:
         yield begin
 
 
+@pytest.mark.slow
 def test_a_worker_dies(cluster: Callable, expected: Callable) -> None:
     two = cluster(2)
     os.kill(two.nodes[1].ranks()[0], signal.SIGKILL)
