@@ -69,10 +69,7 @@ def parse(argv: list[str]) -> Options:
                         help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR")
     parser.add_argument("--create-repository", action="store_true",
                         help="with --push to ECR: make the repository if it is missing")
-    parser.add_argument("--config", type=Path, metavar="FILE",
-                        help="YAML file with options (`key: value`); the command line wins")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="check, print the commands of docker and run none")
+    options.add_config(parser, "check, print the commands of docker and run none")
     return parser.parse(argv)
 
 

@@ -66,10 +66,7 @@ def parse(argv: list[str]) -> Options:
     job.add_argument("--image-pull-secret", default="", metavar="NAME",
                      help="secret that the nodes fetch the image with")
     findings.add_options(parser)
-    parser.add_argument("--config", type=Path, metavar="FILE",
-                        help="YAML file with options (`key: value`); the command line wins")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="print what would be asked and ask nothing")
+    options.add_config(parser, "print what would be asked and ask nothing")
     return parser.parse(argv)
 
 
@@ -92,11 +89,12 @@ def main(argv: list[str]) -> None:
 def validate(kube: Kubectl, opts: Options) -> list[Finding]:
     """Return everything that can be said of the cluster for this job."""
     from launch.clusters import checks
+    from launch.kube import render
 
     found = [checks.server(kube)]
     if found[0].severity == findings.ERROR:
         return [*found, *_aws(kube, opts)]
-    wanted = checks.wanted_of(opts, _instances())
+    wanted = checks.wanted_of(opts, render.instances())
     nodes: list[Node] = []
 
     def look_at_nodes() -> list[Finding]:
@@ -199,11 +197,6 @@ def _grows(kube: Kubectl) -> bool:
             for item in kube.items("deployments", "--all-namespaces"))
     except KubectlError:
         return False
-
-
-def _instances() -> dict[str, Any]:
-    from launch.kube import render
-    return render.read_yaml(render.TEMPLATES / "instances.yaml")
 
 
 def _aws(kube: Kubectl, opts: Options) -> list[Finding]:

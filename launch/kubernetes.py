@@ -124,10 +124,10 @@ def parse(argv: list[str]) -> tuple[Options, dict[str, Any], list[str]]:
     named = finder.parse_known_args(before)[0].values
     if named is None:
         return parser().parse(before), {}, train
-    from launch.kube import job, render
+    from launch.kube import job
 
     path = job.values_file(named)
-    content = render.read_yaml(path)
+    content = options.read_yaml(path)
     of_stage = content.pop(_TRAIN, None) or {}
     if not isinstance(of_stage, dict):
         raise UsageError(f"{path}: `{_TRAIN}` must hold `key: value` lines")

@@ -48,10 +48,7 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--timeout", type=options.positive, default=30.0, metavar="S",
                         help="time after which a rank counts as dead; a pair of nodes after half")
     findings.add_options(parser)
-    parser.add_argument("--config", type=Path, metavar="FILE",
-                        help="YAML file with options (`key: value`); the command line wins")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="print what would be checked and touch nothing")
+    options.add_config(parser, "print what would be checked and touch nothing")
     return parser.parse(argv)
 
 

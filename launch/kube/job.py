@@ -142,7 +142,7 @@ def of_options(opts: Options, values: dict[str, Any], given: Sequence[str]) -> J
     values: options of stage 04 from a values file. given: those of the command line, which win.
     """
     bare_type = opts.instance_type.removeprefix(HYPERPOD_PREFIX)
-    known = render.read_yaml(render.TEMPLATES / "instances.yaml")
+    known = render.instances()
     problems = Problems()
     if bare_type not in known and opts.gpus_per_node is None:
         problems.add(f"--instance-type {opts.instance_type or '(none)'} is not in the table",

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from lib.core import options
 from lib.core.errors import UsageError
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "kubernetes"
@@ -35,17 +36,9 @@ def text(found: list[Document], headline: str) -> str:
     return comment + yaml.safe_dump_all(found, sort_keys=False, width=100, allow_unicode=True)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; UsageError when there is none."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"no such file: {path}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no valid YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} must hold `key: value` lines")
-    return content
+def instances() -> dict[str, Any]:
+    """Return what a node of each instance type has."""
+    return options.read_yaml(TEMPLATES / "instances.yaml")
 
 
 def _filled(template: str, settings: dict[str, Any]) -> list[Document]:

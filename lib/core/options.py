@@ -46,10 +46,7 @@ class Parser(argparse.ArgumentParser):
     def add_common(self, workers: str) -> None:
         """Add the options that every stage has; `workers` says what the worker processes do."""
         common = self.add_argument_group("common")
-        common.add_argument("--config", type=Path, metavar="FILE",
-                            help="YAML file with options (`key: value`); the command line wins")
-        common.add_argument("--dry-run", action="store_true",
-                            help="print the plan and touch nothing")
+        add_config(common, "print the plan and touch nothing")
         common.add_argument("--overwrite", action="store_true",
                             help="replace an existing artifact made from other inputs or options")
         common.add_argument("--num-workers", type=positive_int, default=os.cpu_count() or 1,
@@ -63,7 +60,7 @@ class Parser(argparse.ArgumentParser):
             return self._parse_known(argv)
         given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         from_yaml: list[str] = []
-        for key, value in _read_yaml(config).items():
+        for key, value in read_yaml(config, "--config: ").items():
             flag = "--" + str(key).replace("_", "-")
             if flag not in self._option_string_actions:
                 raise UsageError(f"{config}: unknown key {key!r}{self._nearest(flag)}")
@@ -129,17 +126,26 @@ def _dashed(argument: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
+    """Add --config and --dry-run to a parser or a group; `dry_run` says what the latter does."""
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help="YAML file with options (`key: value`); the command line wins")
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+
+
+def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
+    """Return the mapping in a YAML file; UsageError, which begins with `label`, when there is none.
+    """
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"--config: no such file: {path}") from None
+        raise UsageError(f"{label}no such file: {path}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config: {path} is no valid YAML: {error}") from None
+        raise UsageError(f"{label}{path} is no valid YAML: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"--config: {path} must hold `key: value` lines")
+        raise UsageError(f"{label}{path} must hold `key: value` lines")
     return content
 
 
