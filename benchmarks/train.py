@@ -148,9 +148,9 @@ def lengths(args: argparse.Namespace) -> None:
     args = argparse.Namespace(**vars(args) | {"batch": 1, "steps": 2, "seq_length": max(sizes)})
     make_model(args, args.vocab)
     make_data(args, args.vocab, args.seq_length)
-    print(f"Peak memory of a rank over that before the model, MB (foretold), and seconds per step: "
-          f"{args.layers} layers of {args.hidden}, vocabulary {args.vocab:,}, 1 × tokens per rank, "
-          f"{args.ranks} ranks\n")
+    print("Peak memory of a rank over that before the model, MB (estimated), and seconds per "
+          f"step: {args.layers} layers of {args.hidden}, vocabulary {args.vocab:,}, "
+          f"1 × tokens per rank, {args.ranks} ranks\n")
     print(f"| tokens | {' | '.join(kinds)} |\n|---|{'---|' * len(kinds)}", flush=True)
     for size in sizes:
         cells = []
@@ -159,7 +159,7 @@ def lengths(args: argparse.Namespace) -> None:
                 "seq_length": size, "ours": f"--activation-checkpointing {kind} {args.ours}"})
             # Blocks that were freed go back at once, so that what is resident is what lives.
             run = launch("stage 04", given, f"{kind}-{size}", MALLOC_MMAP_THRESHOLD_="1000000")
-            cells.append(f"{run['peak_mb']:,.0f} ({run['foretold_mb']:,.0f}), "
+            cells.append(f"{run['peak_mb']:,.0f} ({run['estimated_mb']:,.0f}), "
                          f"{run['time/total'] / 1000:.1f} s")
         print(f"| {size:,} | {' | '.join(cells)} |", flush=True)
     print()
@@ -216,13 +216,15 @@ def _ours(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float
     for text, name in _MARKS.items():
         figures[f"at {name}"] = next(at for at, line in printed if text in line)
     told = "".join(line for _, line in printed if line.startswith("  memory "))
-    peak, foretold = (float(found[1]) if (found := re.search(rf"{kind} ([\d.e-]+) GiB", told))
-                      else float("nan") for kind in ("peak", "foretold"))  # late in a short run
+    peak, estimated = (
+        float(found[1].replace(",", "")) * (1024 if found[2] == "G" else 1)
+        if (found := re.search(rf"([\d.,]+) ([GM])iB {kind}", told)) else float("nan")
+        for kind in ("without", "were estimated"))  # the estimate comes late in a short run
     return figures | {
         "tokens_per_s": figures["perf/tokens_per_sec"], "mfu": figures["perf/mfu"],
         "data": figures["time/data"] / figures["time/total"],
         "memory_mb": max(row["memory/peak_gib"] for row in rows) * 1024,
-        "peak_mb": peak * 1024, "foretold_mb": foretold * 1024}
+        "peak_mb": peak, "estimated_mb": estimated}
 
 
 def _theirs(steps: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:

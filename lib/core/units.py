@@ -17,6 +17,13 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def memory(count: float) -> str:
+    """Return bytes of memory in binary units: `61.2 GiB`, `23.4 MiB` below a tenth of a GiB."""
+    gib = count / (1 << 30)
+    return f"{gib:,.{2 if abs(gib) < 9.995 else 1}f} GiB" if abs(gib) >= 0.1 \
+        else f"{gib * 1024:.1f} MiB"
+
+
 def parse_size(text: str) -> int:
     """Return the bytes of `5GB` (decimal), `512MiB` (binary) or a plain number; ValueError else."""
     match = _SIZE.fullmatch(text.strip())

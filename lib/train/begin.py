@@ -41,8 +41,8 @@ from lib.train import (
     startup,
 )
 from lib.train.distributed import World
-from lib.train.forecast import Forecast
 from lib.train.journal import Journal, read_config
+from lib.train.memory_estimate import MemoryEstimate
 from lib.train.metrics import Metrics
 from lib.train.optimizer import StepGuard
 from lib.train.plan import Plan
@@ -69,7 +69,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     All ranks must call this. Raises UsageError when the experiment's directory holds another run or
     the ranks were not started alike, ArtifactError when it has checkpoints and none is valid.
     """
-    forecast = Forecast(opts, setting) if log.rank() == 0 else None
+    estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
     world = distributed.start(opts.shard_size)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  data.samples, world.rank)
@@ -100,7 +100,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
                             world.device), Timers(world.device),
               StopRequest(world, experiment.stop_file, opts.max_minutes),
               Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
-              flops_per_token, peak, forecast, before, lease)
+              flops_per_token, peak, estimate, before, lease)
     run.saves = Saves(opts, experiment, journal, world.saving, tier)
     if world.rank == 0:
         run.model_files = {path.name: hashing.file_digest(path, "sha256")
@@ -118,7 +118,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     run.progress = Progress("training", run_plan.total_steps, "step", done=run.step,
                             enabled=not opts.no_progress and sys.stderr.isatty())
     run.write_state("running")
-    run.tell_forecast()
+    run.tell_estimate()
     return run
 
 

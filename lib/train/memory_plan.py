@@ -1,4 +1,4 @@
-"""What a run will need of each GPU's memory: planned for any number of them, or foretold."""
+"""What a run will need of each GPU's memory, for any number of them."""
 
 from __future__ import annotations
 

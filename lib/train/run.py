@@ -26,9 +26,9 @@ from lib.tokens.loader import Step, evaluation_batches
 from lib.train import distributed, memory, metrics, plot, symptoms
 from lib.train.distributed import World
 from lib.train.feed import Feed
-from lib.train.forecast import Forecast
 from lib.train.journal import Journal
 from lib.train.loss import evaluate
+from lib.train.memory_estimate import MemoryEstimate
 from lib.train.metrics import Metrics
 from lib.train.optimizer import Skipped, StepGuard
 from lib.train.plan import Plan
@@ -49,7 +49,7 @@ class Run:
 
     flops: per token, forward and backward. peak: FLOP/s per rank.
     resumed_from: digest of the checkpoint that a person named with --resume, here or in an earlier
-    launch that this one goes on from. forecast, lease: rank 0 has them. memory_before: GiB in
+    launch that this one goes on from. estimate, lease: rank 0 has them. memory_before: GiB in
     use before the model had memory. memory_peak: the most of any window.
     """
 
@@ -68,7 +68,7 @@ class Run:
     journal: Journal
     flops: float
     peak: float
-    forecast: Forecast | None
+    estimate: MemoryEstimate | None
     memory_before: float
     lease: Lease | None
     memory_peak: float = 0.0
@@ -163,7 +163,7 @@ class Run:
         Raises UsageError when the loss of the first step is no number.
         """
         self.last = figures
-        self.tell_forecast()
+        self.tell_estimate()
         self.metrics.write(figures)
         left = (self.plan.total_steps - self.step) * figures["time/total"] / 1000
         self.metrics.console(figures, running_loss, units.duration(left))
@@ -180,10 +180,10 @@ class Run:
         """Tell whether so many of the last steps were skipped that an earlier state is better."""
         return self.skipped.in_a_row >= self.options.rollback_after
 
-    def tell_forecast(self) -> None:
+    def tell_estimate(self) -> None:
         """Say what memory the run will need at most, as soon as that is known."""
-        if self.forecast is not None:
-            self.forecast.tell()
+        if self.estimate is not None:
+            self.estimate.tell()
 
     def save_if_due(self, stopping: str) -> None:
         """Save this step if it is one of --ckpt-freq, the last, or if the run is stopping.
@@ -269,7 +269,8 @@ class Run:
             log.table({"training loss": f"{rows[0]['train/loss']:.4f} at step {rows[0]['step']} → "
                                         f"{rows[-1]['train/loss']:.4f} at step {rows[-1]['step']}",
                        "validation loss": metrics.last_validation(rows),
-                       "memory": self.forecast.compared(self.memory_peak - self.memory_before),
+                       "memory": self.estimate.compared(self.memory_peak,
+                                                           self.memory_before),
                        "plot": self.experiment.plot, "metrics": self.experiment.metrics})
 
     def failed(self, error: BaseException) -> None:
@@ -283,8 +284,8 @@ class Run:
         """Flush the logs and leave the process group; in_order: all ranks got here."""
         self.watchdog.close()
         self.feed.close()
-        if self.forecast is not None:
-            self.forecast.close()
+        if self.estimate is not None:
+            self.estimate.close()
         self.progress.close()
         self.metrics.close()
         if self.lease is not None:

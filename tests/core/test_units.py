@@ -15,6 +15,13 @@ def test_size(count: float, text: str) -> None:
     assert units.size(count) == text
 
 
+@pytest.mark.parametrize(("count", "text"), [
+    (61.21 * 2**30, "61.2 GiB"), (2**30, "1.00 GiB"), (9.999 * 2**30, "10.0 GiB"),
+    (4, "0.0 MiB"), (24.5e6, "23.4 MiB"), (2000 * 2**30, "2,000.0 GiB")])
+def test_memory(count: float, text: str) -> None:
+    assert units.memory(count) == text
+
+
 @pytest.mark.parametrize(("text", "count"), [
     ("5GB", 5_000_000_000), ("512MiB", 512 << 20), ("1000000", 1_000_000), ("1.5 kB", 1500),
     ("2k", 2000), ("1TiB", 1 << 40), (" 3 B ", 3), ("0", 0),

@@ -1,4 +1,4 @@
-"""The memory of a run foretold while it starts, and compared with what it took."""
+"""The memory of a run, estimated while it starts and compared with what it took."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from lib.core import log
+from lib.core import log, units
 from lib.core.options import Options
 from lib.train import memory, plan
 from lib.train.startup import Setting
 
 _GIB = 1 << 30
+_TOLD = 0.005  # the share of the whole from which on a kind of memory is named
 _PATIENCE_S = 30  # a trace takes a second or two, at low priority somewhat longer
 
 
-class Forecast:
+class MemoryEstimate:
     """A trace in a process of its own: nothing of it stays, and the run does not wait for it.
 
     Must be made before the process group and before the model is sharded: it forks, which spares
@@ -43,7 +44,7 @@ class Forecast:
         question.close()
 
     def tell(self) -> None:
-        """Say what is foretold as soon as it is known, once."""
+        """Print the estimate as soon as it is known, once."""
         if self._answer.closed or not self._answer.poll():
             return
         try:
@@ -52,19 +53,24 @@ class Forecast:
             answer = "it took too long"
         self._answer.close()
         if isinstance(answer, str):
-            log.info(f"memory is not foretold: {answer}")
+            log.info(f"memory could not be estimated: {answer}")
             return
         self.gib = sum(answer.values()) / _GIB
-        parts = " + ".join(f"{size / _GIB:.3g} {kind}" for kind, size in answer.items() if size)
-        log.info(f"memory foretold: {self.gib:.3g} GiB per rank at its peak = {parts}")
+        parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in answer.items()
+                           if size >= _TOLD * self.gib * _GIB)
+        log.info(f"memory: at most {units.memory(self.gib * _GIB)} per rank, estimated: {parts}")
 
-    def compared(self, measured: float) -> str:
-        """Return what was measured, GiB, beside what was foretold."""
+    def compared(self, peak: float, before: float) -> str:
+        """Return the peak of the run, GiB, beside the estimate. before: in use without the model.
+        """
         self.tell()
-        how = "the most that the allocator gave out" if self._on_gpu else \
-            "the most resident memory, less what there was before the model"
-        foretold = "not foretold" if self.gib is None else f"foretold {self.gib:.3g} GiB"
-        return f"peak {measured:.3g} GiB ({how}), {foretold}"
+        what = "the most that the allocator gave out" if self._on_gpu else "the most that was " \
+            "resident"
+        estimated = "not estimated" if self.gib is None else \
+            f"{units.memory(self.gib * _GIB)} were estimated"
+        own = units.memory((peak - before) * _GIB)
+        return f"peak {units.memory(peak * _GIB)} ({what}); {own} without what was in use before " \
+               f"the model; {estimated}"
 
     def close(self) -> None:
         """Do not wait for the answer any longer."""
