@@ -88,7 +88,7 @@ demo: $(VENV)/installed
 	$(PY) 03_download_model.py --from-scratch --model-size tiny --model-name demo \
 	  --train-tokenizer hf_datasets/demo
 	$(BIN)/torchrun --nproc-per-node 2 04_train_fsdp.py -e demo -d hf_datasets/demo -m demo \
-	  --precision bf16 --seq-length 256 --batch-size 4 --max-steps 300 --lr 3e-3 \
+	  --seq-length 256 --batch-size 4 --max-steps 300 --lr 3e-3 \
 	  --ckpt-freq 100 --eval-freq 100 --eval-batches 16
 	$(PY) 05_export_checkpoint.py -e demo --out outputs/demo/export/final
 	@$(PY) launch/show_result.py outputs/demo --model outputs/demo/export/final \

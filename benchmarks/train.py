@@ -8,13 +8,14 @@ stage 04 alone: memory by the length of sequences.
       --batch 2 --only speed --ours="--compile on"
 
 Both train the same Llama (about 28 million parameters by default, random weights) on the same
-tokens with AdamW in bfloat16, as whole torchrun launches in turn; the Trainer wraps the model in
-DDP. Speed: the median of the steps after the first few, the median of the rounds. Memory: the
-largest resident set of a rank, less what it was before the model was built (on a GPU: the peak of
-the allocator), at a vocabulary of 128k and 2,048 tokens. Start: from torchrun to the log line of
-the first step of a longer run, and where it goes, beside the seconds that torchrun takes to have as
-many ranks import what is needed, and the reading of the weights. Lengths: the largest resident set
-of a rank, less what it was before the model, for each kind of activation checkpointing.
+tokens with AdamW, in bfloat16 where the hardware computes in it and else in float32, as whole
+torchrun launches in turn; the Trainer wraps the model in DDP. Speed: the median of the steps after
+the first few, the median of the rounds. Memory: the largest resident set of a rank, less what it
+was before the model was built (on a GPU: the peak of the allocator), at a vocabulary of 128k and
+2,048 tokens. Start: from torchrun to the log line of the first step of a longer run, and where it
+goes, beside the seconds that torchrun takes to have as many ranks import what is needed, and the
+reading of the weights. Lengths: the largest resident set of a rank, less what it was before the
+model, for each kind of activation checkpointing.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ def launch(name: str, args: argparse.Namespace, tag: str, **env: str) -> dict[st
         command = [*_torchrun(args), ROOT / "04_train_fsdp.py", "-e", tag, "-d", work / "data",
                    "-m", work / "model", "--save-dir", work / "outputs",
                    "--cache-dir", work / ".cache", "-s", args.seq_length, "-b", args.batch,
-                   "--max-steps", args.steps, "--precision", "bf16", "--log-freq", 1,
-                   "--ckpt-freq", 10**6, "--overwrite", *shlex.split(args.ours)]
+                   "--max-steps", args.steps, "--log-freq", 1, "--ckpt-freq", 10**6,
+                   "--overwrite", *shlex.split(args.ours)]
     else:
         command = [*_torchrun(args), __file__, "--trainer", work, "--batch", args.batch,
                    "--seq-length", args.seq_length, "--steps", args.steps]
@@ -246,6 +247,7 @@ def trainer_rank(args: argparse.Namespace) -> None:
     from lib.tokens import store
     from lib.tokens.windows import Windows
     from lib.train import memory as measured
+    from lib.train import precision
 
     on_gpu = torch.cuda.is_available()
     if not on_gpu:  # what stage 04 does too; torchrun would leave one thread to each rank
@@ -279,9 +281,9 @@ def trainer_rank(args: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_pretrained(args.trainer / "model", dtype=torch.float32)
     Trainer(model, TrainingArguments(
         output_dir=str(args.trainer / "trainer"), per_device_train_batch_size=args.batch,
-        max_steps=args.steps, bf16=True, use_cpu=not on_gpu, save_strategy="no", report_to=[],
-        logging_steps=1, disable_tqdm=True, weight_decay=0.1, optim="adamw_torch_fused",
-        ddp_find_unused_parameters=False),
+        max_steps=args.steps, bf16=precision.default() == "bf16", use_cpu=not on_gpu,
+        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True,
+        weight_decay=0.1, optim="adamw_torch_fused", ddp_find_unused_parameters=False),
         train_dataset=Data(), callbacks=[clock]).train()
     if int(os.environ["RANK"]) == 0:
         peak = measured.usage(torch.device("cuda" if on_gpu else "cpu"))["memory/peak_gib"] * 1024

@@ -19,6 +19,7 @@ from tests.training import write_corpus
 
 VERBS = ("demo", "test", "test-slow", "test-long", "validate-framework", "validate-setup",
          "test-quick", "run", "logs-follow", "status", "stop", "bench", "lint")
+BENCHMARKS = ROOT / "benchmarks"
 LINKED = ("lib", "launch", "tests", "requirements.txt", "requirements-dev.txt", "pyproject.toml",
           *sorted(path.name for path in ROOT.glob("0[1-5]_*.py")))
 
@@ -64,6 +65,9 @@ def test_every_verb_is_there_and_the_head_tells_what_it_does(place: Path):
     for verb in VERBS:
         assert f"make {verb} " in head, verb
         assert make(place, "-n", verb), verb
+    # Where the hardware lacks a dtype, one that is forced takes many times as long.
+    for recipe in ("Makefile", *(f"benchmarks/{path.name}" for path in BENCHMARKS.glob("*.py"))):
+        assert "--precision" not in (ROOT / recipe).read_text(), recipe
     variables = set(re.findall(r"^(\w+) \?=", text, re.MULTILINE)) - {"LAUNCHER"}
     assert not [name for name in variables if f"{name}=" not in head and f"{name}," not in head]
 

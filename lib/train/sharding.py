@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,12 +100,3 @@ def final_norm(model: nn.Module) -> nn.Module | None:
     children = model.base_model.children()
     norms = [child for child in children if "norm" in type(child).__name__.lower()]
     return norms[-1] if norms else None
-
-
-def default_precision() -> str:
-    """Return bf16 where the hardware computes in it, else fp32."""
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    info = Path("/proc/cpuinfo")
-    flags = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
-    return "bf16" if "avx512_bf16" in flags or "amx_bf16" in flags else "fp32"

@@ -137,7 +137,7 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
     divided, or the experiment's directory cannot be used.
     """
     from lib.models import architecture
-    from lib.train import attention, sharding
+    from lib.train import attention, precision
 
     model = architecture.build_on_meta(inputs.model_dir,
                                        attention.choose(opts.attention, opts.packing))
@@ -147,12 +147,13 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
                          expected=f"at most {longest} (max_position_embeddings in config.json)")
     seq_length = opts.seq_length or inputs.begun_with("seq_length") \
         or min(_SEQ_LENGTH, longest or _SEQ_LENGTH)
-    precision = opts.precision or inputs.begun_with("precision") or sharding.default_precision()
+    compute = opts.precision or inputs.begun_with("precision") or precision.default()
+    precision.warn_if_emulated(compute)
     batch = plans.divide(opts, 0, plans.launched_size()).global_batch
     earlier.require_free_name(opts, experiment, inputs.begun, plans.identity(
-        opts, inputs.fingerprints, seq_length, precision, batch))
+        opts, inputs.fingerprints, seq_length, compute, batch))
     _require_writable(experiment.root)
-    return Setting(model, seq_length, precision)
+    return Setting(model, seq_length, compute)
 
 
 def _require_writable(directory: Path) -> None:
