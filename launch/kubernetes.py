@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
 from launch.cluster import manage_eks_cluster  # noqa: E402
-from lib.core import log, options, stage  # noqa: E402
+from lib.core import commands, log, options, stage  # noqa: E402
 from lib.core.errors import UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
@@ -174,7 +174,7 @@ def main(argv: list[str]) -> None:
 
 def headline(argv: Sequence[str]) -> str:
     """Return the comment at the top of a manifest."""
-    command = shlex.join(options.redacted_argv(argv))
+    command = shlex.join(commands.redacted_argv(argv))
     return f"made by: python launch/kubernetes.py {command}".replace("\n", " ")
 
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.supervision import network  # noqa: E402
-from lib.core import options, stage  # noqa: E402
+from lib.core import commands, options, stage  # noqa: E402
 from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
                  if name.startswith("PET_")}  # torchrun would take them for its own options
     command = command_of(opts, train, operators)
     print(f"pod {platform.node()}, in {Path.cwd()}:\n  "
-          f"{shlex.join(options.redacted_argv(command))}", flush=True)
+          f"{shlex.join(commands.redacted_argv(command))}", flush=True)
     if opts.dry_run:
         return
     if opts.kind == "hyperpod":

@@ -28,7 +28,7 @@ from launch.supervision.board import HEAD, Board
 from launch.supervision.follower import Follower
 from launch.supervision.head import Head
 from launch.supervision.node import Node
-from lib.core import options, stage
+from lib.core import commands, options, stage
 from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -95,7 +95,7 @@ def make_plan(opts: Options, command: list[str]) -> Plan:
 def show(opts: Options, plan: Plan) -> None:
     """Print what is about to run."""
     words = [*(f"{name}={value}" for name, value in plan.environment.items()),
-             shlex.join(options.redacted_argv(plan.command))]
+             shlex.join(commands.redacted_argv(plan.command))]
     print(f"launcher: node {opts.node_rank} of {opts.nnodes}, in {Path.cwd()}, at most "
           f"{opts.max_restarts} restarts without a newer checkpoint\n  {' '.join(words)}",
           flush=True)

@@ -24,19 +24,23 @@ _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class StageError(Exception):
     """What was expected, what was found, and what to do about it.
 
-    problem: one sentence. found, expected, run: further lines under it (`run` is a command).
+    problem: one sentence. expected, found, hint, run: further lines under it. run: commands that
+    cure it when they are typed as they stand, one a line, in this order (lib/core/commands.py
+    spells them); hint: what to do in words.
     """
 
     code = EXIT_BUG
 
-    def __init__(self, problem: str, *, expected: str = "", found: str = "", run: str = "") -> None:
+    def __init__(self, problem: str, *, expected: str = "", found: str = "", hint: str = "",
+                 run: str = "") -> None:
         super().__init__(problem)
-        self.problem, self.expected, self.found, self.run = problem, expected, found, run
+        self.problem, self.expected, self.found = problem, expected, found
+        self.hint, self.run = hint, run
 
     def render(self) -> str:
         """Return the message as it is printed, one `label: text` line per known part."""
         lines = [f"error: {self.problem}"]
-        for label in ("expected", "found", "run"):
+        for label in ("expected", "found", "hint", "run"):
             if text := getattr(self, label):
                 first, *rest = text.splitlines()
                 lines.append(f"  {label + ':':<9} {first}")
@@ -111,7 +115,7 @@ def from_os_error(error: OSError) -> StageError | None:
     if error.errno == errno.EIO:
         return StageError(f"a disk or file system failed{where} ({error.strerror})",
                           expected="a sound one (`dmesg` tells more)",
-                          run="the same command goes on from what was finished")
+                          hint="the same command goes on from what was finished")
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
                        errno.ENAMETOOLONG, errno.EEXIST}:
         return UsageError(f"{error.strerror}{where}")

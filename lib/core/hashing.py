@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from lib.core import commands
 from lib.core.errors import ArtifactError
 
 try:
@@ -37,7 +38,7 @@ def new(algorithm: str = FAST) -> Hasher:
     if algorithm == "xxh3" and xxhash:
         return xxhash.xxh3_128()
     raise ArtifactError(f"cannot check a digest of kind {algorithm!r} here",
-                        run="pip install xxhash" if algorithm == "xxh3" else "")
+                        run=commands.pip_install("xxhash") if algorithm == "xxh3" else "")
 
 
 def digest(hasher: Hasher, algorithm: str = FAST) -> str:

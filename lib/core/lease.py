@@ -104,7 +104,7 @@ def _require_left(path: Path) -> None:
 def _taken(directory: Path, found: dict[str, Any]) -> UsageError:
     return UsageError(f"another launch is training {directory} now",
                       found=_holder(found) if found else "",
-                      run="wait for it or stop it, or use another --experiment-name")
+                      hint="wait for it, stop it, or use another --experiment-name")
 
 
 def _holder(found: dict[str, Any]) -> str:

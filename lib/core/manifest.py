@@ -6,18 +6,19 @@ import glob
 import json
 import os
 import platform
-import shlex
 import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing
+from lib.core import commands, hashing
+from lib.core.commands import REDACTED
 from lib.core.errors import ArtifactError
-from lib.core.options import REDACTED, VOLATILE
+from lib.core.options import VOLATILE
 from lib.core.paths import MANIFEST
 
+_INPUTS = ("src_dir", "data_folder", "train_tokenizer", "tokenizer", "config_json")  # paths
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow")
 
 
@@ -68,25 +69,26 @@ def write_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def read(directory: Path, kind: str, what: str, run: str = "") -> dict[str, Any]:
+def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -> dict[str, Any]:
     """Return the manifest of a finished artifact.
 
-    what: the artifact in words, for the message; run: the command that makes it.
+    what: the artifact in words, for the message; run, hint: what makes it, command or words.
     Raises ArtifactError when the directory is missing, unfinished, unreadable or of another kind.
     """
     if not directory.is_dir():
         raise ArtifactError(f"{what} {directory} does not exist", found=unfinished(directory),
-                            run=run)
+                            run=run, hint=hint)
     if not (directory / MANIFEST).exists():
         raise ArtifactError(f"{what} {directory} is not finished (no {MANIFEST})",
-                            found=unfinished(directory), run=run)
+                            found=unfinished(directory), run=run, hint=hint)
     content = read_if_any(directory)
     if content is None:
         raise ArtifactError(f"{directory / MANIFEST} is damaged",
-                            expected="the manifest that a finished stage writes", run=run)
+                            expected="the manifest that a finished stage writes", hint=hint,
+                            run=commands.moved_away(directory, run))
     if content["kind"] != kind:
         raise ArtifactError(f"{directory} is not {what}", expected=f"kind {kind}",
-                            found=f"kind {content['kind']}", run=run)
+                            found=f"kind {content['kind']}", run=run, hint=hint)
     return content
 
 
@@ -110,16 +112,17 @@ def kind_of(directory: Path) -> str:
         return ""
 
 
-def again(content: dict[str, Any], *more: str) -> str:
-    """Return the command that made an artifact, from the options in its manifest."""
-    words = ["python", content.get("stage", "")]
-    for key, value in content.get("options", {}).items():
-        if key in VOLATILE or not value or value == REDACTED:
-            continue
-        flag = f"--{key.replace('_', '-')}"
-        values = value if isinstance(value, list) else [value]
-        words += [flag] if value is True else [word for v in values for word in (flag, str(v))]
-    return shlex.join([*words, *more])
+def again(content: dict[str, Any], *more: object, **places: object) -> dict[str, str]:
+    """Return how an artifact is made once more, as parts of an error, from what its manifest says.
+
+    places: options that name where it lies now. It is a command under `run` where the inputs are
+    still found by the names they had, words under `hint` where they are not.
+    """
+    options = {key: value for key, value in (content.get("options", {}) | places).items()
+               if key not in VOLATILE and value != REDACTED}
+    command = commands.script(content.get("stage", ""), *commands.as_words(options), *more)
+    moved = [key for key in _INPUTS if options.get(key) and not Path(options[key]).exists()]
+    return {"hint": f"it was made by `{command}`"} if moved else {"run": command}
 
 
 def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
@@ -146,12 +149,13 @@ def damage(path: Path, entry: dict[str, Any], deep: bool,
     return ""
 
 
-def check(directory: Path, content: dict[str, Any], what: str, run: str = "",
+def check(directory: Path, content: dict[str, Any], what: str, run: str = "", hint: str = "",
           deep: bool = False) -> None:
-    """Raise ArtifactError naming every damaged file of an artifact."""
+    """Raise ArtifactError naming every damaged file of an artifact; run, hint: what mends it."""
     if found := damages(directory, content, deep):
         shown = "\n".join(found[:10]) + (f"\n… and {len(found) - 10} more" if found[10:] else "")
-        raise ArtifactError(f"{what} {directory} is damaged", found=shown, run=run)
+        raise ArtifactError(f"{what} {directory} is damaged", found=shown, run=run,
+                            hint=hint)
 
 
 def unfinished(directory: Path) -> str:

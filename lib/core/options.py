@@ -10,19 +10,18 @@ import argparse
 import difflib
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lib.core import commands
+from lib.core.commands import REDACTED, SECRET
 from lib.core.errors import UsageError
 
 Options = argparse.Namespace
 
 # Options that say how to work, not what comes out: no part of an artifact's identity.
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
-_SECRET = re.compile(r"token$|password|secret|api_key")
-REDACTED = "[redacted]"
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -75,7 +74,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that a stage reports all errors in one way."""
         raise UsageError(re.sub(r"^argument ([^:]+):", r"\1:", message),
-                         run=f"python {Path(sys.argv[0]).name} --help")
+                         run=commands.help_of())
 
     def _parse_known(self, argv: list[str]) -> Options:
         options, unknown = self.parse_known_args(argv)
@@ -103,7 +102,7 @@ class Parser(argparse.ArgumentParser):
 
     def _as_arguments(self, flag: str, value: Any, config: Path) -> list[str]:
         action = self._option_string_actions[flag]
-        shown = REDACTED if _SECRET.search(action.dest) else repr(value)
+        shown = REDACTED if SECRET.search(action.dest) else repr(value)
         if flag == "--config" or isinstance(value, dict):
             raise UsageError(f"{config}: {flag[2:]!r} takes a plain value, got {shown}")
         if value is None:
@@ -152,23 +151,10 @@ def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
 def resolved(options: Options) -> dict[str, Any]:
     """Return the options as plain values to store: paths as strings, secrets redacted."""
     def plain(key: str, value: Any) -> Any:
-        if value is not None and _SECRET.search(key):
+        if value is not None and SECRET.search(key):
             return REDACTED
         return str(value) if isinstance(value, Path) else value
     return {key: plain(key, value) for key, value in vars(options).items()}
-
-
-def redacted_argv(argv: Sequence[str]) -> list[str]:
-    """Return a command line with the values of secret options replaced."""
-    shown: list[str] = []
-    hide_next = False
-    for argument in argv:
-        name, equals, _ = argument.partition("=")
-        is_secret = name.startswith("--") and bool(_SECRET.search(name.replace("-", "_")))
-        shown.append(REDACTED if hide_next else name + "=" + REDACTED
-                     if is_secret and equals else argument)
-        hide_next = is_secret and not equals
-    return shown
 
 
 def identity(options: Options, *leave_out: str) -> dict[str, Any]:

@@ -17,17 +17,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lib.core import hashing, log, manifest, units
+from lib.core import commands, hashing, log, manifest, units
 from lib.core.errors import ArtifactError, DiskFullError, UsageError
 from lib.core.paths import MANIFEST
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool) -> bool:
+def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
+            run: str = "") -> bool:
     """Tell whether `target` already holds what would be built.
 
-    identity: `{"options": …, "inputs": …}`. Returns False when it has to be built.
+    identity: `{"options": …, "inputs": …}`. run: what makes a damaged one whole (default: the
+    command that was typed, with --overwrite). Returns False when it has to be built.
     Raises UsageError when something else is there and `overwrite` is off, or when what is there
     was not made by this stage (that is never replaced); ArtifactError when it is damaged, as far as
     sizes tell.
@@ -41,20 +43,20 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool) 
                          expected="a name that is free, or an artifact of this stage",
                          found=f"an artifact of kind {found}" if found else
                          f"a directory without {MANIFEST} of ours" if target.is_dir() else "a file",
-                         run="choose another name, or move it away")
+                         hint="choose another name, or move it away")
     there = manifest.read_if_any(target)
     if there is None:
         raise ArtifactError(f"{target / MANIFEST} is damaged",
-                            run=f"move {target} away, or delete it, then the same command again")
+                            run=commands.moved_away(target, commands.again()))
     if overwrite:
         return False
     changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
     if changes:
         raise UsageError(f"{target} exists, made from other inputs or options",
                          found="\n".join(changes),
-                         run="add --overwrite to replace it, or choose another name")
-    manifest.check(target, there, "the finished", run="the same command with --overwrite, or "
-                                                      f"rm -r {target} and the same command")
+                         hint="choose another name, or replace it:",
+                         run=commands.again("--overwrite"))
+    manifest.check(target, there, "the finished", run=run or commands.again("--overwrite"))
     return True
 
 
@@ -112,11 +114,11 @@ class Build:
         self._lock = lock(self.dir)
         if self._lock < 0:
             raise AlreadyBuilding(f"another process is building {self.target} now",
-                                  found=str(self.dir), run="wait for it, or stop it")
+                                  found=str(self.dir), hint="wait for it, or stop it")
         if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
             self.__exit__(None, None, None)
             raise AlreadyBuilding(f"{self.target} was built or brought back just now",
-                                  run="the same command again")
+                                  run=commands.again())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
@@ -138,7 +140,8 @@ class Build:
         if self.target.exists() and any(self.target.iterdir()):
             if not self.overwrite:
                 raise AlreadyBuilding(f"{self.target} appeared while this run was building it",
-                                      run="choose another name, or add --overwrite")
+                                      hint="choose another name, or replace it:",
+                                      run=commands.again("--overwrite"))
             _replace(self.dir, self.target)
         else:
             self.dir.replace(self.target)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from lib.core import failure, log, offline
+from lib.core import commands, failure, log, offline
 from lib.core.errors import EXIT_BUG, EXIT_DONE, Preempted, StageError, UsageError, from_os_error
 
 _AFTER_RANK_0_S = 2.0
@@ -48,7 +48,7 @@ def _known(error: BaseException) -> StageError | None:
         return from_os_error(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "lib").partition(".")[0] != "lib":
         return UsageError(f"the package {error.name} is not installed",
-                          run="pip install -r requirements.txt")
+                          run=commands.pip_install("-r", commands.path_of("requirements.txt")))
     return None
 
 

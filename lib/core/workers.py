@@ -13,6 +13,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lib.core import commands
 from lib.core.errors import StageError
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # schedulers send them to every process
@@ -67,7 +68,7 @@ class Worker:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return StageError(f"the worker process `{self._process.name}` has died ({how})",
                           expected="signal 9 mostly means that memory ran out: fewer --num-workers",
-                          run="the same command again")
+                          run=commands.again())
 
 
 def _serve(tasks: Connection, prepare: Callable[..., Callable[[Any], Any]],

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import log, manifest
+from lib.core import commands, log, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.scan import Entry, Rules, count_files, inputs_of, reasons, scan, shown, taken
 
 SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
-_ORGANIZE = "python 01_organize_data.py --src-dir DIR --dst-root"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +60,20 @@ def _is_splits(folder: Path) -> bool:
         (folder / FILE_LIST).exists() and any(folder.glob("split_[0-9]*")))
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False
-    manifest.read(folder, SPLITS_KIND, "the splits", f"{_ORGANIZE} {folder}")
+    if manifest.kind_of(folder).startswith("dataset/"):
+        raise UsageError(f"--data-folder {folder} is a dataset that this stage has made already",
+                         run=commands.train("-e", "first", "-d", folder))
+    is_usual = Path("raw_text").is_dir()  # where stage 01 looks unless it is told otherwise
+    manifest.read(folder, SPLITS_KIND, "the splits",
+                  run=commands.script("01_organize_data.py", "--dst-root", folder) * is_usual,
+                  hint="" if is_usual else "make them by stage 01, or give any directory of files")
     return True
 
 
 def _of_splits(folder: Path) -> list[InputFile]:
-    content = manifest.read(folder, SPLITS_KIND, "the splits", f"{_ORGANIZE} {folder} --overwrite")
-    run = manifest.again(content, "--overwrite")
-    manifest.check(folder, content, "the splits", run, deep=True)
+    content = manifest.read(folder, SPLITS_KIND, "the splits")
+    again = manifest.again(content, "--overwrite", dst_root=folder)
+    manifest.check(folder, content, "the splits", **again, deep=True)
     files, missing, changed = [], [], 0
     with (folder / FILE_LIST).open(encoding="ascii") as lines:
         for line in lines:
@@ -86,7 +91,7 @@ def _of_splits(folder: Path) -> list[InputFile]:
                                    entry["split"]))
     if missing:
         raise ArtifactError(
-            f"the splits {folder} are damaged", run=run,
+            f"the splits {folder} are damaged", **again,
             found=f"{len(missing):,} of {len(missing) + len(files):,} files of {FILE_LIST} are "
                   f"gone, {shown(missing[0])} the first")
     if changed:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from lib.core import log, manifest, options
+from lib.core import commands, log, manifest
 from lib.core.paths import Experiment
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ class Journal:
             return
         content = {"launch": launch, "run": run, "options": resolved, "model_dir": str(model_dir),
                    "identity": identity, "versions": manifest.versions(),
-                   "argv": options.redacted_argv(sys.argv), "git_commit": git_commit()}
+                   "argv": commands.redacted_argv(sys.argv), "git_commit": git_commit()}
         manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))
 
     def state(self, **facts: Any) -> None:

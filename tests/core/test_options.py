@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import options
+from lib.core import commands, options
 from lib.core.errors import UsageError
 from lib.core.options import Options, Parser
 
@@ -177,7 +177,7 @@ def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
     assert kept["token"] == "[redacted]" and kept["src_dir"] == "a"
     assert options.resolved(parser.parse([]))["token"] is None
     argv = ["s.py", "--token", "hf_secret", "--api_key=k", "--train-tokenizer", "dir", "--token=x"]
-    assert options.redacted_argv(argv) == [
+    assert commands.redacted_argv(argv) == [
         "s.py", "--token", "[redacted]", "--api_key=[redacted]", "--train-tokenizer", "dir",
         "--token=[redacted]"]
 

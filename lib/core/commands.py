@@ -1,0 +1,181 @@
+"""Commands as a person would type them here: the one place that spells a `run:` or a `next:` line.
+
+A command that is printed has to work when it is pasted. So a script is named from the directory
+that the person is in, by the interpreter (or torchrun, or the launcher) that was used, with every
+word quoted for the shell. Advice in words is no command: it stands under `hint:`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# What was typed to a launcher in shell, which sets this for the processes that it starts.
+LAUNCHED_AS = "LAUNCHED_AS"
+SECRET = re.compile(r"token$|password|secret|api_key")
+REDACTED = "[redacted]"
+_ANCESTORS = 6
+
+
+def again(*more: object, drop: Sequence[str] = ()) -> str:
+    """Return the command that was typed, with further words at its end.
+
+    drop: options to leave out with their values, in all their spellings. Of an option given twice
+    the last counts, so that only flags and options that collect values need to be dropped.
+    """
+    return _joined([*_without(typed(), drop), *map(str, more)])
+
+
+def script(name: str, *words: object) -> str:
+    """Return the command that runs a script of this project, such as `05_export_checkpoint.py`."""
+    return _joined([_python(), path_of(name), *map(str, words)])
+
+
+def module(name: str, *words: object) -> str:
+    """Return the command that runs a module of this project, which needs its directory."""
+    where = Path(path_of("lib")).parent
+    start = "" if where == Path() else f"cd {shlex.quote(str(where))} && "
+    return start + _joined([_python(), "-m", name, *map(str, words)])
+
+
+def train(*words: object) -> str:
+    """Return a command of stage 04, through torchrun."""
+    return _joined([*_torchrun(), path_of("04_train_fsdp.py"), *map(str, words)])
+
+
+def pip_install(*words: object) -> str:
+    """Return the command that installs packages where this interpreter finds them."""
+    return _joined([_python(), "-m", "pip", "install", *map(str, words)])
+
+
+def shell(*words: object) -> str:
+    """Return a command of any other program."""
+    return _joined([str(word) for word in words])
+
+
+def help_of() -> str:
+    """Return the command that lists the options of the script that runs."""
+    return _joined([*_program(), "--help"])
+
+
+def as_words(options: Mapping[str, Any]) -> list[str]:
+    """Return options as words: a flag for True, a repeated option for a list, nothing for none."""
+    words: list[str] = []
+    for key, value in options.items():
+        flag = f"--{key.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value:
+            values = value if isinstance(value, list) else [value]
+            words += [word for each in values for word in (flag, str(each))]
+    return words
+
+
+def remade(directory: Path) -> str:
+    """Return the commands that delete what can be derived again, and derive it again."""
+    return f"{shell('rm', '-r', directory)}\n{again()}"
+
+
+def moved_away(directory: Path, then: str) -> str:
+    """Return the commands that give a directory that is in the way another name, and go on."""
+    return f"{shell('mv', directory, f'{directory}.aside')}\n{then}".strip()
+
+
+def typed() -> list[str]:
+    """Return the words of the command that started this process, as far as it can be known.
+
+    Under torchrun that is torchrun's command, under a launcher in shell the launcher's.
+    """
+    if launched := os.environ.get(LAUNCHED_AS):
+        return shlex.split(launched)
+    return _torchrun_above() or [*_program(), *sys.argv[1:]]
+
+
+def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
+    """Return a command line with the values of secret options replaced."""
+    shown: list[str] = []
+    hide_next = False
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        is_secret = name.startswith("--") and bool(SECRET.search(name.replace("-", "_")))
+        if hide_next:
+            shown.append(instead)
+        else:
+            shown.append(name + "=" + instead if is_secret and equals else argument)
+        hide_next = is_secret and not equals
+    return shown
+
+
+def _joined(words: Sequence[str]) -> str:
+    """Return words quoted for the shell; secrets come from the environment."""
+    hidden = redacted_argv(words, REDACTED)
+    return " ".join('"$HF_TOKEN"' if word == REDACTED else
+                    word.removesuffix(REDACTED) + '"$HF_TOKEN"' if word.endswith(f"={REDACTED}")
+                    else shlex.quote(word) for word in hidden)
+
+
+def _without(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
+    """Yield the words but for some options: each goes with the values that follow it."""
+    dropping = False
+    for word in words:
+        if word.startswith("-"):
+            name = word.partition("=")[0]
+            dropping = (name.replace("_", "-") if name.startswith("--") else name) in drop
+        if not dropping:
+            yield word
+
+
+def _program() -> list[str]:
+    """Return the interpreter and the script, or the module, that runs."""
+    is_module = sys.argv[0].startswith("lib.")  # as lib/checkpoints/__main__.py calls itself
+    return [_python(), *["-m"] * is_module, sys.argv[0]]
+
+
+def _python() -> str:
+    """Return the interpreter: `python` where the shell finds this very one by that name."""
+    return "python" if _is_found("python") else sys.orig_argv[0]
+
+
+def _torchrun() -> list[str]:
+    return ["torchrun"] if _is_found("torchrun") else [_python(), "-m", "torch.distributed.run"]
+
+
+def _is_found(program: str) -> bool:
+    """Tell whether the shell finds a program beside the interpreter that runs this."""
+    found = shutil.which(program)
+    return found is not None and Path(found).absolute().parent == Path(sys.executable).parent
+
+
+def _torchrun_above() -> list[str]:
+    """Return the command of the torchrun that has started this rank; empty without one."""
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    for _ in range(_ANCESTORS):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")[:-1]
+            pid = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+                      .rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            return []
+        if len(words) > 1 and Path(words[1]).name == "torchrun":
+            is_found = shutil.which("torchrun") == words[1]
+            return ["torchrun" if is_found else words[1], *words[2:]]
+        if "torch.distributed.run" in words[:4]:
+            return [_python(), *words[1:]]
+    return []
+
+
+def path_of(name: str) -> str:
+    """Return the path of a script of this project, named as the one that runs was named."""
+    beside = Path(sys.argv[0]).parent
+    for directory in (beside, Path(os.path.normpath(beside / os.pardir))):
+        if directory.resolve() == ROOT:
+            return str(directory / name)
+    near = os.path.relpath(ROOT)
+    return str((ROOT if near.startswith(os.pardir) else Path(near)) / name)

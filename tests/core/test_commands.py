@@ -1,0 +1,95 @@
+"""Commands that are printed: typed as they stand, they run, from where they say."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.core import commands
+from tests.conftest import ROOT
+
+TORCHRUN = """\
+import os, subprocess, sys
+for rank in "01":
+    os.environ |= {"TORCHELASTIC_RUN_ID": "x", "RANK": rank}
+    subprocess.run([sys.executable, *sys.argv[3:]], check=True)
+"""
+SHOWS_ITSELF = """\
+import json, os, sys
+sys.path.insert(0, {root!r})
+from lib.core import commands
+if os.environ.get("RANK", "0") == "0" and "--again" not in sys.argv:
+    print(commands.again("--again", drop=("-d", "--dataset-name")))
+else:
+    print(json.dumps(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch):
+    def type_(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", list(words))
+        monkeypatch.setattr(sys, "orig_argv", ["python9", *words])
+    return type_
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["04.py", "-e", "a b"], "04.py -e 'a b' --overwrite"),
+    (["04.py", "-d", "a", "-d", "b=0.5", "-e", "x"], "04.py -e x --overwrite"),
+    (["04.py", "--dataset_name=a", "-e", "x"], "04.py -e x --overwrite"),
+    (["03.py", "--token", "hf_1"], '03.py --token "$HF_TOKEN" --overwrite'),
+    (["03.py", "--token=hf_1"], '03.py --token="$HF_TOKEN" --overwrite'),
+    (["lib.checkpoints", "list"], "-m lib.checkpoints list --overwrite"),
+])
+def test_the_same_command_with_a_change(typed, words: list[str], expected: str) -> None:
+    typed(*words)
+    command = commands.again("--overwrite", drop=("-d", "--dataset-name"))
+    assert command == f"{commands._python()} {expected}"
+
+
+@pytest.mark.parametrize("script", [
+    "04_train_fsdp.py", "./04_train_fsdp.py", "launch/kubernetes.py", str(ROOT / "01_x.py")])
+def test_scripts_are_named_from_where_the_person_stands(typed, monkeypatch, script: str) -> None:
+    monkeypatch.chdir(ROOT)
+    typed(script)
+    name = shlex.split(commands.script("05_export_checkpoint.py"))[1]
+    assert Path(name).samefile(ROOT / "05_export_checkpoint.py")
+    assert Path(name).is_absolute() == Path(script).is_absolute()
+
+
+def test_another_directory_and_spaces(typed, monkeypatch, tmp_path: Path) -> None:
+    project = tmp_path / "my project"
+    project.symlink_to(ROOT)
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    typed("../my project/02_build_hf_dataset.py")
+    assert commands.script("01_x.py").endswith(" '../my project/01_x.py'")
+    assert commands.path_of("requirements.txt") == "../my project/requirements.txt"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_what_is_printed_is_run_by_a_shell(tmp_path: Path, ranks: int) -> None:
+    script = tmp_path / "a script.py"
+    script.write_text(SHOWS_ITSELF.format(root=str(ROOT)))
+    (tmp_path / "torchrun").write_text(TORCHRUN)
+    torchrun = [str(tmp_path / "torchrun"), "--nproc-per-node", str(ranks)]
+    start = [sys.executable, *(torchrun if ranks else []), "a script.py", "-e", "it's", "-d", "x"]
+
+    def output(command: list[str]) -> list[str]:
+        return subprocess.run(command, cwd=tmp_path, text=True, capture_output=True,
+                              check=True).stdout.splitlines()
+    printed = [line for line in output(start) if line[:1] not in "[{"]
+    assert ("torchrun --nproc-per-node" in printed[0]) == bool(ranks)
+    shell = printed[0] if not ranks else shlex.quote(sys.executable) + " " + printed[0]
+    assert output(["bash", "-c", shell]) == ['["-e", "it\'s", "--again"]'] * max(1, ranks)
+
+
+def test_a_launcher_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(commands.LAUNCHED_AS, r"launch/single_node.sh -- -e a\ b")
+    assert commands.again("--overwrite") == "launch/single_node.sh -- -e 'a b' --overwrite"
+    assert os.environ[commands.LAUNCHED_AS]
