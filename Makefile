@@ -43,6 +43,9 @@ POD = $(ANY_PY) launch/kubernetes.py
 POD_JOB = --kind $(KIND) --job-name $(EXP) --nodes $(NODES) \
   $(if $(INSTANCE_TYPE),--instance-type $(INSTANCE_TYPE)) $(KUBERNETES)
 
+# The demo shows two ranks also on a CPU; GPUs have one each.
+DEMO_RANKS = $(addprefix --nproc-per-node ,$(or $(NPROC),$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,2)))
+
 START_local = $(LOCAL) -- $(TRAIN)
 START_slurm = $(SLURM) launch/slurm.sbatch $(TRAIN)
 START_kubernetes = $(POD) apply $(POD_JOB) -- $(TRAIN)
@@ -87,7 +90,7 @@ demo: $(VENV)/installed
 	  --validation-percent 4
 	$(PY) 03_download_model.py --from-scratch --model-size tiny --model-name demo \
 	  --train-tokenizer hf_datasets/demo
-	$(BIN)/torchrun --nproc-per-node 2 04_train_fsdp.py -e demo -d hf_datasets/demo -m demo \
+	PYTHON=$(PY) launch/single_node.sh $(DEMO_RANKS) -- -e demo -d hf_datasets/demo -m demo \
 	  --seq-length 256 --batch-size 4 --max-steps 300 --lr 3e-3 \
 	  --ckpt-freq 100 --eval-freq 100 --eval-batches 16
 	$(PY) 05_export_checkpoint.py -e demo --out outputs/demo/export/final

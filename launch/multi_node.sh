@@ -58,7 +58,7 @@ fi
 exec "$python" "$root/launch/supervise.py" --nnodes "$nnodes" --node-rank "$node_rank" \
   --head "$head" "${supervise[@]}" --save-seconds "$save_seconds" \
   --backoff "$backoff_seconds" --wait-seconds "$wait_seconds" -- \
-  "$python" -m torch.distributed.run --nnodes "$nnodes" --node-rank "$node_rank" \
+  "$python" "$root/launch/torchrun.py" --nnodes "$nnodes" --node-rank "$node_rank" \
   --master-addr "$head" --master-port "$port" \
   --nproc-per-node "$nproc" --max-restarts 0 \
   --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$save_seconds" \

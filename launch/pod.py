@@ -96,7 +96,7 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.update(network.environment(head, ""))
     is_host = int(head.split(".")[0] in ("localhost", platform.node().split(".")[0]))
-    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", size, *workers,
+    return [sys.executable, str(ROOT / "launch" / "torchrun.py"), "--nnodes", size, *workers,
             "--rdzv-backend", "c10d", "--rdzv-endpoint", operators.get("PET_RDZV_ENDPOINT", head),
             "--rdzv-id", "train", "--rdzv-conf", f"is_host={is_host}",
             "--max-restarts", str(opts.max_restarts),

@@ -42,7 +42,7 @@ fi
 
 exec "$python" "$root/launch/supervise.py" "${supervise[@]}" \
   --save-seconds "$save_seconds" --backoff "$backoff_seconds" -- \
-  "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
+  "$python" "$root/launch/torchrun.py" --standalone --local-addr 127.0.0.1 \
   --nproc-per-node "$nproc" --max-restarts 0 \
   --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$save_seconds" \
   "$root/04_train_fsdp.py" "$@"

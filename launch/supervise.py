@@ -3,7 +3,7 @@
 multi_node.sh end in it.
 
   python launch/supervise.py --nnodes 2 --node-rank 0 --head 10.0.0.1 -- \\
-      python -m torch.distributed.run … 04_train_fsdp.py -e exp -d hf_datasets/corpus
+      python launch/torchrun.py … 04_train_fsdp.py -e exp -d hf_datasets/corpus
 
 What follows `--` is started as it stands. A lost worker, node or head and a time-out are tried
 again; bad input, a damaged artifact, a full disk, out of memory and a bug that comes back are not.
@@ -96,9 +96,10 @@ def show(opts: Options, plan: Plan) -> None:
     """Print what is about to run."""
     words = [*(f"{name}={value}" for name, value in plan.environment.items()),
              shlex.join(commands.redacted_argv(plan.command))]
-    print(f"launcher: node {opts.node_rank} of {opts.nnodes}, in {Path.cwd()}, at most "
-          f"{opts.max_restarts} restarts without a newer checkpoint\n  {' '.join(words)}",
-          flush=True)
+    node = f"node {opts.node_rank} of {opts.nnodes}, " if opts.nnodes > 1 else ""
+    restarts = "1 restart" if opts.max_restarts == 1 else f"{opts.max_restarts} restarts"
+    print(f"launcher: {node}in {Path.cwd()}, at most {restarts} without a newer checkpoint\n"
+          f"  {' '.join(words)}", flush=True)
 
 
 def main(argv: list[str]) -> None:

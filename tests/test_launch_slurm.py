@@ -249,7 +249,7 @@ def trainers(project: Path) -> list[Path]:
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (entry / "cmdline").read_bytes()
-            if b"04_train_fsdp.py" in command and b"torch.distributed.run" not in command \
+            if b"04_train_fsdp.py" in command and b"launch/torchrun.py" not in command \
                     and (entry / "cwd").readlink() == project:
                 found.append(entry)
     return found

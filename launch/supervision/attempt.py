@@ -44,9 +44,9 @@ class Attempt:
         self._logs = tempfile.TemporaryDirectory(prefix="launch-")
         self._kills, self._killed_at = kills_for_memory(), float("-inf")
         self._deadline, self._stopping, self._ended_at = float("inf"), False, 0.0
-        # torchrun writes each rank's error file below the directory, and the first one's again.
+        # torchrun has each rank write an error file below the directory; this one is its own.
         torchrun = {"PET_LOG_DIR": self._logs.name,
-                    "TORCHELASTIC_ERROR_FILE": str(Path(self._logs.name) / "first.json")}
+                    "TORCHELASTIC_ERROR_FILE": str(Path(self._logs.name) / outcome.ERROR_FILE)}
         self._command = Command(plan.words(again), {**plan.environment, **torchrun})
 
     def tick(self) -> bool:

@@ -40,7 +40,8 @@ class Node:
         self.stop = self.stop or name
 
     def say(self, text: str) -> None:
-        print(f"launcher (node {self.board.node}): {text}", flush=True)
+        who = "launcher" if self.board.directory is None else f"launcher (node {self.board.node})"
+        print(f"{who}: {text}", flush=True)
 
     def turn(self, others: range, phase: str, **facts: Any) -> None:
         """Wait a moment, read the notes of others and write one's own."""

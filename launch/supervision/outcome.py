@@ -17,6 +17,7 @@ from lib.core.errors import (
     EXIT_PREEMPTED,
     EXIT_USAGE,
 )
+from lib.core.failure import headline
 
 ERROR_FILE = "error.json"  # as torchrun names it
 _FINAL = (EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL)
@@ -54,10 +55,7 @@ class Failure:
             and not self.is_out_of_memory()
 
     def __str__(self) -> str:
-        lines = self.text.strip().splitlines() or [self.kind]
-        is_traceback = lines[0].startswith("Traceback")
-        return f"rank {self.rank} on node {self.node}: " \
-               f"{lines[-1 if is_traceback else 0].removeprefix('error: ')}"
+        return f"rank {self.rank} on node {self.node}: {headline(self.text) or self.kind}"
 
 
 @dataclass
@@ -152,7 +150,7 @@ def _again(failures: list[Failure], lost: list[int], state: dict[str, Any], hist
     bug = next((f for f in failures if f.is_bug()), None)
     first = bug or next(iter(failures), None)
     why = f"node {lost[0]} is lost" if lost else str(first) if first else \
-        "a rank or torchrun itself ended without a word (what there is stands above)"
+        "a rank ended without a word (what is known stands above)"
     code = first.code if first else EXIT_BUG
     if bug:
         step = state.get("step")

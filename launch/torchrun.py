@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""torchrun, with its options and without its banners: the launchers start the ranks with it.
+
+  python launch/torchrun.py --nproc-per-node 8 04_train_fsdp.py -e exp -d hf_datasets/corpus
+
+A rank that fails says why itself. So torchrun's report of 40 lines is left out, and one line names
+each rank that ended without a word. Every rank gets its share of the cores (OMP_NUM_THREADS, unless
+it is set). LOGLEVEL=INFO shows what torchrun logs. Exit code: that of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lib.core import stage
+from lib.core.errors import StageError, UsageError
+
+if TYPE_CHECKING:  # imports torch, which --help does not wait for
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+def main(argv: list[str]) -> None:
+    """Start the ranks, wait for them, and exit with their code."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return
+    import torch
+    from torch import distributed
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    args = run.parse_args(argv)
+    try:
+        ranks = run.determine_local_world_size(args.nproc_per_node)
+    except ValueError:
+        ranks = 0
+    if ranks < 1:
+        raise UsageError(f"--nproc-per-node {args.nproc_per_node} starts no rank",
+                         expected="a whole number above 0")
+    if ranks > 1:
+        share = max(1, torch.get_num_threads() // ranks)
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    try:
+        run.run(args)
+    except ChildFailedError as error:
+        sys.exit(report(error.failures))
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except (RendezvousError, distributed.DistError) as error:
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise StageError(f"the ranks do not find each other: {words}") from None
+
+
+def report(failures: dict[int, ProcessFailure]) -> int:
+    """Name the ranks that could not say why they ended; return the code of the first that failed.
+
+    What SIGTERM ended was mostly ended by torchrun, since another rank had failed.
+    """
+    own = {rank: failure for rank, failure in failures.items()
+           if failure.exitcode != -signal.SIGTERM} or failures
+    for rank, failure in own.items():
+        if failure.exitcode < 0:
+            hint = "; if nobody killed it, memory ran out (`dmesg` tells)" \
+                if failure.exitcode == -signal.SIGKILL else ""
+            print(f"error: rank {rank} (process {failure.pid}) was ended by "
+                  f"{failure.signal_name()}{hint}", file=sys.stderr, flush=True)
+    code = min(own.values(), key=lambda failure: failure.timestamp).exitcode
+    return code if code > 0 else 128 - code
+
+
+if __name__ == "__main__":
+    stage.run(main)
