@@ -289,8 +289,9 @@ def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
 
 def next_command(opts: options.Options, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
-    there = sorted(path.parent for path in Path("hf_datasets").glob("*/manifest.json"))
-    dataset = opts.train_tokenizer or (there[0] if there else Path("hf_datasets/corpus"))
+    there = [path.parent for path in Path("hf_datasets").glob("*/manifest.json")
+             if path.parent.name not in resolve.TRIAL_NAMES]
+    dataset = opts.train_tokenizer or (there[0] if len(there) == 1 else Path("hf_datasets/corpus"))
     elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
     return shlex.join(["torchrun", "04_train_fsdp.py", "-e", paths.model_dir_name(name), "-d",
                        str(dataset), "-m", name, *elsewhere])

@@ -10,7 +10,7 @@
 # make status              how that run is doing             make logs-follow   its log, line by line
 # make stop                save and end it; make run goes on
 #
-# EXP=exp DATASET=hf_datasets/corpus MODEL=org/name   the run; without MODEL the one prepared last
+# EXP=exp DATASET=hf_datasets/corpus MODEL=org/name   the run; without MODEL the only one prepared
 # ARGS='--max-steps 1000'    further options of stage 04
 # LAUNCHER=local             launch/single_node.sh on this machine; NPROC=8 sets its processes
 # LAUNCHER=slurm             launch/slurm.sbatch; NODES=4, and SBATCH='--partition=gpu' for sbatch

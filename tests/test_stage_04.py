@@ -156,7 +156,7 @@ def test_checkpoints_of_another_model_are_refused(experiment: Path):
     (experiment / "other" / "config.json").write_text(
         json.dumps({**config, "num_hidden_layers": 1}))
     (experiment / "other" / "model.safetensors").unlink()
-    arguments = ["-e", "new", *COMMON, "-b", 8, "--max-steps", 4]
+    arguments = ["-e", "new", *COMMON, "-b", 8, "--max-steps", 4, "--from-scratch"]
     arguments[arguments.index("-m") + 1] = "other"
     run_stage("04_train_fsdp.py", *arguments, cwd=experiment)
     shutil.rmtree(experiment / "outputs" / "new" / "checkpoints")

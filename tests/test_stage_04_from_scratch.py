@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lib.core import log, options
+from lib.core.errors import ArtifactError
+from lib.core.paths import Experiment
+from lib.train import arguments, startup
 from tests.conftest import run_stage
 from tests.training import losses
 
@@ -62,3 +66,45 @@ def test_what_makes_no_sense_is_refused(project: Path, given: tuple, says: tuple
     done = run_stage(STAGE, *RUN, *given, cwd=project, expect=2)
     assert not [text for text in says if text not in done.stderr], done.stderr
     assert "Traceback" not in done.stderr and not (project / ".cache").exists()
+
+
+def found(*given: object) -> tuple[float, bool]:
+    """Return the learning rate of a launch, and whether it draws its weights."""
+    parser = options.Parser("")
+    arguments.add(parser)
+    parser.add_common(workers="tokenise")
+    opts = parser.parse([*map(str, given)])
+    inputs = startup.find_inputs(opts, Experiment(opts.save_dir, opts.experiment_name), None)
+    return opts.lr, inputs.scratch
+
+
+def test_weights_that_are_missing_are_not_drawn_unasked(
+        project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(project)
+    run, model = (*RUN[:4], "-m", "model"), project / "model"
+    assert found(*run) == (3e-5, False)
+    weights = model / "model.safetensors"
+    weights.rename(model / "consolidated.safetensors")
+    done = run_stage(STAGE, *run, cwd=project, expect=3)
+    assert "the model model has no weights" in done.stderr
+    assert "consolidated.safetensors, which is not read" in done.stderr
+    assert "with --from-scratch, training would begin with random weights" in done.stderr
+    assert not (project / "outputs").exists() and not (project / ".cache").exists()
+    (model / "consolidated.safetensors").unlink()
+    with pytest.raises(ArtifactError, match="has no weights") as caught:
+        found(*run)
+    assert "without any .safetensors file" in caught.value.found
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(ArtifactError, match="are not whole") as caught:
+        found(*run)
+    assert "model-1.safetensors is missing" in caught.value.found
+    index.unlink()
+
+    assert found(*run, "--from-scratch") == (3e-4, True)
+    log.setup()
+    assert found(*run, "--dry-run") == (3e-5, False)
+    assert "warning: training would end here: the model model has no weights" in \
+        capsys.readouterr().out
+    run_stage("03_download_model.py", *TINY, cwd=project)
+    assert found(*RUN[:4]) == (3e-4, True)  # the only model, made from scratch

@@ -22,6 +22,32 @@ def has_weights(model_dir: Path) -> bool:
     return (model_dir / WEIGHTS).is_file() or (model_dir / INDEX).is_file()
 
 
+def missing_weights(model_dir: Path) -> list[str]:
+    """Return a sentence for each thing that a directory's weights lack; empty when they are there.
+
+    Only names are looked at, as whoever copied the directory may have left some behind.
+    """
+    if (model_dir / WEIGHTS).is_file():
+        return []
+    if (model_dir / INDEX).is_file():
+        try:
+            index = json.loads((model_dir / INDEX).read_text(encoding="utf-8"))
+            shards = sorted(set(map(str, index["weight_map"].values())))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return [f"{INDEX} is damaged"]
+        return [f"{name} is missing, {INDEX} names it" for name in shards
+                if not (model_dir / name).is_file()]
+    others = sorted(path.name for path in model_dir.glob("*.safetensors"))
+    return [f"{name}, which is not read: it has another layout, or {INDEX} is missing"
+            for name in others[:5]] or ["config.json without any .safetensors file"]
+
+
+def is_made_from_scratch(model_dir: Path) -> bool:
+    """Tell whether stage 03 or 04 made a directory that is meant to have no weights."""
+    content = manifest.read_if_any(model_dir)
+    return content is not None and content["summary"].get("source") == "scratch"
+
+
 def fingerprint(model_dir: Path) -> str:
     """Identify config and weights wherever the directory lies, without reading all weights.
 

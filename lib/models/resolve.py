@@ -20,6 +20,7 @@ _OPTIONS = ("model_name", "dataset_name", "include", "dst_root", "revision", "fr
             "model_size", "config_json", "vocab_size", "train_tokenizer", "tokenizer",
             "allow_pickle", "trust_remote_code", "cache_dir")
 _DEFAULT_CACHE = ".cache"
+TRIAL_NAMES = ("demo", "test-quick")  # models that the Makefile makes, and no run is meant to take
 
 
 def resolve(name: str | None, cache_dir: Path) -> Path:
@@ -27,12 +28,13 @@ def resolve(name: str | None, cache_dir: Path) -> Path:
 
     name: a directory with a config.json, ours or one that `save_pretrained` wrote; a name that
     stage 03 prepared (`org/name`, `org--name`, `scratch-tiny`); the name of a model whose snapshot
-    the Hugging Face cache of this machine holds; None for the one that stage 03 prepared last.
+    the Hugging Face cache of this machine holds; None for the only one that stage 03 prepared,
+    apart from those of `make demo` and `make test-quick`.
     Raises ArtifactError, telling what there is and what to run, when it is missing, unfinished or
-    has lost files; UsageError when its weights are pickles.
+    has lost files; UsageError when its weights are pickles, or when None stands for several.
     """
     if name is None:
-        return _latest(cache_dir)
+        return _only(cache_dir)
     path = Path(name).expanduser()
     if (path / _CONFIG).is_file():
         return _directory(path)
@@ -47,7 +49,7 @@ def resolve(name: str | None, cache_dir: Path) -> Path:
 
 
 def prepared(cache_dir: Path) -> list[Path]:
-    """Return the finished models under a cache directory, the one prepared last in front."""
+    """Return the finished models under a cache directory, the newest first."""
     found = []
     for path in models_root(cache_dir).glob(f"*/{MANIFEST}"):
         content = manifest.read_if_any(path.parent)
@@ -80,13 +82,19 @@ def command(name: str, made: dict[str, Any] | None = None) -> str:
     return " ".join(["python 03_download_model.py", *words])
 
 
-def _latest(cache_dir: Path) -> Path:
-    found = prepared(cache_dir)
+def _only(cache_dir: Path) -> Path:
+    """Return the one model that is prepared; which of several is meant is never guessed."""
+    found = [path for path in prepared(cache_dir) if path.name not in TRIAL_NAMES]
     if not found:
+        trial = ", ".join(path.name for path in prepared(cache_dir))
         raise ArtifactError(f"no model is prepared under {models_root(cache_dir)}",
+                            found=f"{trial}, which only -m takes" if trial else "",
                             run=f"{command('ORG/NAME')}\n{command('scratch-tiny')}")
-    others = f" (of {len(found)}; -m names another)" if found[1:] else ""
-    log.info(f"model: {found[0]}, the one prepared last{others}")
+    if found[1:]:
+        raise UsageError(f"{len(found)} models are prepared under {models_root(cache_dir)}, and "
+                         "none was named", expected="one of these words in the command",
+                         found="\n".join(f"-m {shlex.quote(path.name)}" for path in found))
+    log.info(f"model: {found[0]}, the only one prepared")
     return _check(found[0])
 
 

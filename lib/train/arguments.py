@@ -25,7 +25,7 @@ def _run(parser: Parser) -> None:
                             "with its share of the samples, make a mixture: -d a=0.7 -d b=0.3")
     group.add_argument("-m", "--model-name", metavar="NAME|DIR",
                        help="model that stage 03 prepared, or any model directory "
-                            "(default: the one prepared last)")
+                            "(default: the only one prepared)")
     group.add_argument("--save-dir", type=Path, default=Path("outputs"), metavar="DIR",
                        help="where experiments lie")
     group.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",

@@ -23,7 +23,7 @@ from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.core.publish import differences
-from lib.models import identity, remote_code
+from lib.models import remote_code
 from lib.models.initialise import initialise
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
@@ -230,7 +230,7 @@ def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data) -> No
 
 def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:
     began = time.monotonic()
-    if opts.from_scratch or not identity.has_weights(inputs.model_dir):
+    if inputs.scratch:
         initialise(model, opts.seed)
     else:
         load_pretrained(model, inputs.model_dir)

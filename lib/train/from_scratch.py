@@ -1,7 +1,8 @@
-"""A model that stage 04 makes itself: `--from-scratch --model-size SIZE --tokenizer DIR`.
+"""Training from random weights: who asked for it, and the model of `--model-size` itself.
 
-Config and tokenizer are those that stage 03 would make. They lie in `.cache/scratch/`, derived
-like tokens: whoever deletes them has them made again.
+Config and tokenizer of `--from-scratch --model-size SIZE --tokenizer DIR` are those that stage 03
+would make. They lie in `.cache/scratch/`, derived like tokens: whoever deletes them has them made
+again.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import hashing, log, manifest, options, paths, publish
-from lib.core.errors import Problems
+from lib.core.errors import ArtifactError, Problems
 from lib.core.options import Options
-from lib.models import prepare, scratch, tokenizer
+from lib.models import identity, prepare, scratch, tokenizer
 from lib.models.design import Design
 from lib.tokens import build
 
@@ -41,6 +42,31 @@ def check_options(opts: Options) -> None:
     problems.raise_if_any()
 
 
+def is_meant(opts: Options, model_dir: Path, has_begun: bool) -> bool:
+    """Tell whether the first weights are drawn from the seed.
+
+    That is so when --from-scratch was typed, when stage 03 made the model from scratch, or when the
+    run has begun so: then its weights are in its checkpoints. Raises ArtifactError when weights are
+    missing and nobody asked for random ones; where nothing is trained, that is only a warning.
+    """
+    if opts.from_scratch or identity.is_made_from_scratch(model_dir):
+        return True
+    if has_begun:
+        return not identity.has_weights(model_dir)
+    if missing := identity.missing_weights(model_dir):
+        shown = "\n".join(missing[:5] + [f"… and {len(missing) - 5} more"] * (len(missing) > 5))
+        error = ArtifactError(
+            f"the model {model_dir} has no weights" if not identity.has_weights(model_dir) else
+            f"the weights of the model {model_dir} are not whole", found=shown,
+            expected=f"{identity.WEIGHTS}, or {identity.INDEX} and the shards that it names",
+            hint="copy the missing files to it; with --from-scratch, training would begin with "
+                 "random weights")
+        if not (opts.dry_run or opts.prepare_only):
+            raise error
+        log.warn("training would end here: " + error.render().removeprefix("error: "))
+    return False
+
+
 @contextmanager
 def model(opts: Options) -> Iterator[Path | None]:
     """Make the directory of the model for the while; None without --model-size.
@@ -53,21 +79,21 @@ def model(opts: Options) -> Iterator[Path | None]:
         yield None
         return
     design = Design(opts.model_size, None, opts.vocab_size, None, opts.tokenizer)
-    identity = design.identity(design.default_name())
+    content = design.identity(design.default_name())
     target = paths.scratch_root(opts.cache_dir) / \
-        f"{opts.model_size}-{hashing.fingerprint(identity)[:12]}"
+        f"{opts.model_size}-{hashing.fingerprint(content)[:12]}"
     if opts.dry_run and not target.exists():
         with tempfile.TemporaryDirectory() as folder:
-            _make(design, Path(folder) / target.name, identity, opts)
+            _make(design, Path(folder) / target.name, content, opts)
             yield Path(folder) / target.name
         return
-    build.once(target, KIND, identity, lambda: _make(design, target, identity, opts))
+    build.once(target, KIND, content, lambda: _make(design, target, content, opts))
     yield target
 
 
-def _make(design: Design, target: Path, identity: dict[str, Any], opts: Options) -> None:
+def _make(design: Design, target: Path, content: dict[str, Any], opts: Options) -> None:
     vocabulary = design.vocabulary()
-    with publish.Build(target, KIND, identity, overwrite=False) as building:
+    with publish.Build(target, KIND, content, overwrite=False) as building:
         tokenizer.copy(opts.tokenizer, design.context(), building.dir)
         design.write_beside_tokenizer(building.dir, vocabulary)
         prepare.examine(building, weights=False, name=f"--model-size {opts.model_size}")

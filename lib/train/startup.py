@@ -21,7 +21,7 @@ from lib.tokens.shards import Shards
 from lib.tokens.store import TokenStore
 from lib.tokens.streaming import Stream
 from lib.tokens.windows import Windows
-from lib.train import earlier, goodput, streaming
+from lib.train import earlier, from_scratch, goodput, streaming
 from lib.train import plan as plans
 from lib.train.plan import Plan
 
@@ -38,7 +38,7 @@ class Inputs:
     """fingerprints: of model, dataset and tokenizer. shards: of --streaming, instead of corpora.
 
     begun: what the run that has left checkpoints here was begun with; empty when there is none.
-    named: the checkpoint that --resume names.
+    named: the checkpoint that --resume names. scratch: the first weights are drawn from the seed.
     """
 
     model_dir: Path
@@ -46,6 +46,7 @@ class Inputs:
     fingerprints: dict[str, str]
     begun: dict[str, Any]
     named: Checkpoint | None
+    scratch: bool
     shards: Shards | None = None
 
     def begun_with(self, option: str) -> Any:
@@ -105,11 +106,11 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(streaming.identity(opts, shards) if shards
                        else {"dataset": mixture.fingerprint(corpora)})}
-    scratch = opts.from_scratch or not identity.has_weights(model_dir)
+    scratch = from_scratch.is_meant(opts, model_dir, bool(begun or named))
     opts.lr = (3e-4 if scratch else 3e-5) if opts.lr is None else opts.lr
     opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
     plans.check_options(opts)
-    return Inputs(model_dir, corpora, fingerprints, begun, named, shards)
+    return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards)
 
 
 def is_complete(opts: Options, experiment: Experiment, inputs: Inputs) -> bool:
@@ -274,9 +275,10 @@ def model_of(opts: Options, inputs: Inputs) -> str:
 
 def weights_of(opts: Options, inputs: Inputs) -> str:
     """Say where the first weights come from."""
-    if opts.from_scratch or not identity.has_weights(inputs.model_dir):
+    if inputs.scratch:
         return f"drawn from seed {opts.seed}"
-    return f"read from {inputs.model_dir}"
+    return f"{'missing' if identity.missing_weights(inputs.model_dir) else 'read'} from " \
+           f"{inputs.model_dir}"
 
 
 def dataset_of(inputs: Inputs) -> str:

@@ -37,10 +37,20 @@ def test_every_spelling_of_a_prepared_model(cache, name):
     assert resolve(name, cache) == cache / "models/org--first"
 
 
-def test_none_is_the_one_prepared_last_and_the_log_says_which(cache, capsys):
+def test_without_a_name_the_only_model_is_taken_and_the_log_says_which(cache, capsys):
     log.setup()
-    assert resolve(None, cache) == cache / "models/scratch-tiny"
-    assert "scratch-tiny, the one prepared last (of 2" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="2 models are prepared") as caught:
+        resolve(None, cache)
+    assert caught.value.found.splitlines() == ["-m scratch-tiny", "-m org--first"]
+    # Those of the Makefile never count, whenever they were made.
+    (cache / "models/scratch-tiny").rename(cache / "models/demo")
+    assert resolve(None, cache) == cache / "models/org--first"
+    assert "org--first, the only one prepared" in capsys.readouterr().out
+    (cache / "models/org--first").rename(cache / "models/test-quick")
+    with pytest.raises(ArtifactError, match="no model is prepared") as caught:
+        resolve(None, cache)
+    assert caught.value.found == "demo, test-quick, which only -m takes"
+    assert resolve("demo", cache) == cache / "models/demo"
 
 
 def test_a_directory_made_elsewhere_is_welcome(cache, capsys):
