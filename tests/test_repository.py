@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from lib.core import options
+from lib.core import elsewhere, options
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = sorted(ROOT.glob("0[1-5]_*.py"))
@@ -227,6 +227,17 @@ def requirements(name: str) -> list[str]:
 def test_requirements_are_exact(name: str) -> None:
     pin = re.compile(r'[a-z0-9-]+==\d[\w.]*(; python_version (>=|<) "3\.\d+")?')
     assert not [line for line in requirements(name) if not pin.fullmatch(line)]
+
+
+def test_what_stands_for_options_of_other_trainers_can_be_typed() -> None:
+    parsers = [set(parser_of(stage)._option_string_actions) for stage in STAGES]
+    for row in elsewhere.ROWS:
+        owners = [options for options in parsers if row.option in options]
+        named = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", row.text))
+        known = set.union(*parsers) if "stage 0" in row.text else set.intersection(*owners)
+        assert owners and named <= known, (row, named - known)
+        names = {name for names in row[2:] for name in names.split()}
+        assert not [name for name in names if f"--{name.replace('_', '-')}" in set.union(*owners)]
 
 
 def test_what_is_imported_is_required() -> None:

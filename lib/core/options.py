@@ -10,16 +10,20 @@ import argparse
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands
+from lib.core import commands, elsewhere, log
 from lib.core.commands import REDACTED, SECRET
-from lib.core.errors import UsageError
+from lib.core.errors import Problems, UsageError
 
 Options = argparse.Namespace
 
+# Options for one launch of a person, which a record of the run does not ask for again.
+_OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits", "merge", "verify"}
+_SIMILAR = 0.75  # below it, difflib names options that only share some letters
 # Options that say how to work, not what comes out: no part of an artifact's identity.
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 
@@ -59,29 +63,34 @@ class Parser(argparse.ArgumentParser):
             return self._parse_known(argv)
         given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         from_yaml: list[str] = []
-        for key, value in read_yaml(config, "--config: ").items():
+        problems = Problems()
+        for key, value in _recorded(read_yaml(config, "--config: "), config).items():
             flag = "--" + str(key).replace("_", "-")
             if flag not in self._option_string_actions:
-                raise UsageError(f"{config}: unknown key {key!r}{self._nearest(flag)}")
-            if flag == "--config" or self._dest(flag) not in given:
+                near, hint = self._nearest(flag)
+                problems.add(f"{config}: unknown key {key!r}{near}", hint=hint)
+            elif flag == "--config" or self._dest(flag) not in given:
                 from_yaml += self._as_arguments(flag, value, config)
+        problems.raise_if_any()
         try:
             self._parse_known(from_yaml)
         except UsageError as error:
             raise UsageError(f"{config}: {error.problem}") from None
         return self._parse_known(from_yaml + argv)
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str, hint: str = "") -> NoReturn:
         """Raise instead of exiting, so that a stage reports all errors in one way."""
-        raise UsageError(re.sub(r"^argument ([^:]+):", r"\1:", message),
+        raise UsageError(re.sub(r"^argument ([^:]+):", r"\1:", message), hint=hint,
                          run=commands.help_of())
 
     def _parse_known(self, argv: list[str]) -> Options:
         options, unknown = self.parse_known_args(argv)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            self.error(f"unknown option {flag}{self._nearest(flag)}" if flag.startswith("-")
-                       else f"unexpected argument {flag!r}")
+            if not flag.startswith("-"):
+                self.error(f"unexpected argument {flag!r}")
+            near, hint = self._nearest(flag)
+            self.error(f"unknown option {flag}{near}", hint)
         return options
 
     def _dest(self, flag: str) -> str:
@@ -96,9 +105,17 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError:
             return None
 
-    def _nearest(self, flag: str) -> str:
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
-        return f"; the nearest is {near[0]}" if near else ""
+    def _nearest(self, flag: str) -> tuple[str, str]:
+        """Return what follows `unknown option`, and the hint: both empty when nothing is close."""
+        if advice := elsewhere.advice(flag.lstrip("-"), self._option_string_actions):
+            return "", advice
+        options = {option.lstrip("-"): option for option in self._option_string_actions
+                   if option.startswith("--")}
+        words = set(flag.lstrip("-").split("-"))
+        near = [name for name in options if words <= set(name.split("-"))]  # --epochs
+        if len(near) != 1:
+            near = difflib.get_close_matches(flag.lstrip("-"), options, n=1, cutoff=_SIMILAR)
+        return f"; the nearest is {options[near[0]]}" if near else "", ""
 
     def _as_arguments(self, flag: str, value: Any, config: Path) -> list[str]:
         action = self._option_string_actions[flag]
@@ -111,6 +128,8 @@ class Parser(argparse.ArgumentParser):
             if not isinstance(value, bool):
                 raise UsageError(f"{config}: {flag[2:]!r} takes true or false, got {shown}")
             return [flag] if value else []
+        if isinstance(value, list) and action.type in _JOINED:
+            value = _JOINED[action.type].join(map(str, value))
         if isinstance(value, list) and not isinstance(action.default, list):
             raise UsageError(f"{config}: {flag[2:]!r} takes one value, got {shown}")
         values = value if isinstance(value, list) else [value]
@@ -146,6 +165,27 @@ def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"{label}{path} must hold `key: value` lines")
     return content
+
+
+def _recorded(content: dict[str, Any], config: Path) -> dict[str, Any]:
+    """Return the options in a file: its keys, or what a run or a stage has recorded as its options.
+
+    A run's config.yaml and an artifact's manifest.json hold more than options. Secrets, and what
+    belongs to one launch, are left out. Raises UsageError for the manifest of another stage.
+    """
+    recorded = content.get("options")
+    if not isinstance(recorded, dict) or "versions" not in content:
+        return content
+    stage, script = content.get("stage"), Path(sys.argv[0]).name
+    if stage and script != stage and script[:1].isdigit():
+        raise UsageError(f"--config: {config} holds options of {stage}, not of {script}")
+    taken = {key: value for key, value in recorded.items() if value not in (None, [], REDACTED)
+             and key not in VOLATILE | _OF_ONE_LAUNCH}
+    if content.get("model_dir") and not taken.keys() & {"model_name", "model_size"}:
+        taken["model_name"] = content["model_dir"]
+    log.info(f"--config: the {len(taken)} options recorded in {config} are taken; those of the "
+             "command line win")
+    return taken
 
 
 def resolved(options: Options) -> dict[str, Any]:
@@ -219,3 +259,7 @@ def positive_size(text: str) -> int:
     if size <= 0:
         raise argparse.ArgumentTypeError(f"expected a size above 0, got {text!r}")
     return size
+
+
+# How a value that is a list in a record is typed.
+_JOINED = {counts: ",", span: ":"}

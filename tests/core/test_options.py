@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lib.core import commands, options
 from lib.core.errors import UsageError
@@ -104,6 +105,25 @@ def test_yaml_values(with_yaml, text: str, name: str, value: object) -> None:
     assert got == value and type(got) is type(value)
 
 
+def test_what_a_run_has_recorded_is_a_config(parser: Parser, tmp_path: Path) -> None:
+    parser.add_argument("--profile", type=options.span, help="steps")
+    given = parser.parse(["-e", "one", "--lr", "1e-3", "--token", "x", "--dry-run", "--include",
+                          "a", "--include", "b", "--profile", "2:4"])
+    content = {"launch": "1", "options": options.resolved(given), "versions": {}, "argv": []}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    again = parser.parse(["--config", str(tmp_path / "config.yaml"), "-e", "two"])
+    assert (again.experiment_name, again.lr, again.token, again.dry_run, again.profile) == \
+        ("two", 1e-3, None, False, (2, 4))
+    assert again.include == ["a", "b"] and again.src_dir == given.src_dir
+
+
+def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["04_train_fsdp.py"])
+    (tmp_path / "manifest.json").write_text('{"stage": "02.py", "options": {}, "versions": {}}')
+    with pytest.raises(UsageError, match=r"holds options of 02\.py, not of 04"):
+        parser.parse(["--config", str(tmp_path / "manifest.json")])
+
+
 @pytest.mark.parametrize(("text", "told"), [
     ("num_dir: 3", r"run\.yaml: unknown key 'num_dir'; the nearest is --num-dirs"),
     ("e: x", "unknown key 'e'"),
@@ -155,6 +175,24 @@ def test_a_bad_command_line_is_told(parser: Parser, argv: list[str], told: str) 
     with pytest.raises(UsageError, match=told) as caught:
         parser.parse(argv)
     assert caught.value.run.endswith("--help")
+
+
+@pytest.mark.parametrize(("argv", "hint"), [
+    (["--learning_rate", "1"], "--lr X (learning_rate is the name in the Hugging Face Trainer and "
+                               "Axolotl)"),
+    (["--optimizer.lr=1"], "--lr X (optimizer.lr is the name in torchtitan)"),
+    (["--per_device_train_batch_size=1"], ""),  # this parser has no --batch-size
+    (["--banana", "1"], ""),
+])
+def test_names_of_other_trainers_are_known(parser: Parser, argv: list[str], hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parser.parse(argv)
+    assert caught.value.hint == hint and "nearest" not in caught.value.problem
+
+
+def test_all_unknown_keys_are_told_at_once(with_yaml) -> None:
+    with pytest.raises(UsageError, match=r"(?s)learning_rate.*--lr X.*'banana'"):
+        with_yaml("learning_rate: 1\nbanana: 2")
 
 
 def test_a_mistyped_secret_is_not_repeated(parser: Parser) -> None:
