@@ -60,8 +60,8 @@ STATUS_kubernetes = $(POD) status $(POD_JOB)
 LOGS_local = tail -n 40 -F outputs/$(EXP)/logs/rank_00000.log
 LOGS_slurm = $(LOGS_local)
 LOGS_kubernetes = $(POD) logs $(POD_JOB) --follow on
-STOP_local = touch outputs/$(EXP)/stop && echo "outputs/$(EXP) saves and ends after its step"
-STOP_slurm = $(STOP_local)
+STOP_local = $(ANY_PY) launch/stop.py outputs/$(EXP)
+STOP_slurm = $(STOP_local) --slurm
 STOP_kubernetes = $(POD) stop $(POD_JOB)
 
 ifeq ($(filter $(LAUNCHER),local slurm kubernetes),)
@@ -148,6 +148,4 @@ logs-follow:
 	@$(LOGS_$(LAUNCHER))
 
 stop:
-	@test -d outputs/$(EXP) || test $(LAUNCHER) = kubernetes || \
-	  { echo "error: there is no run outputs/$(EXP); make stop EXP=…"; exit 2; }
 	@$(STOP_$(LAUNCHER))

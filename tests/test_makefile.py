@@ -119,7 +119,7 @@ def test_status_stop_and_log_of_a_run(place: Path):
     (run / "state.json").write_text(json.dumps({"status": "preempted", "step": 3,
                                                 "total_steps": 9}))
     assert "preempted" in make(place, "status")
-    assert "saves and ends" in make(place, "stop") and (run / "stop").exists()
+    assert "nothing to stop" in make(place, "stop") and not (run / "stop").exists()
     process = subprocess.Popen(["make", "logs-follow"], cwd=place, stdout=subprocess.PIPE,
                                text=True, start_new_session=True)
     try:

@@ -166,7 +166,8 @@ def _torchrun_above() -> list[str]:
         if len(words) > 1 and Path(words[1]).name == "torchrun":
             is_found = shutil.which("torchrun") == words[1]
             return ["torchrun" if is_found else words[1], *words[2:]]
-        if "torch.distributed.run" in words[:4]:
+        if "torch.distributed.run" in words[:4] or \
+                any(Path(word).name == "torchrun.py" for word in words[1:2]):
             return [_python(), *words[1:]]
     return []
 

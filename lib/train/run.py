@@ -289,6 +289,9 @@ class Run:
         self.progress.close()
         self.metrics.close()
         if self.lease is not None:
+            if in_order:  # asked to end while it was ending: not a word for the next launch
+                with suppress(OSError):
+                    self.experiment.stop_file.unlink(missing_ok=True)
             self.lease.release()
         if in_order:
             distributed.stop(self.world)

@@ -24,7 +24,7 @@ class StopRequest:
     """Turns a reason to stop on any rank into one decision of all ranks.
 
     Reasons: SIGTERM, SIGINT and SIGUSR1; `minutes` since the start are over (None: never); the file
-    `stop` appears, which is deleted once it is obeyed.
+    `stop` appears, which is deleted once the run stops.
     """
 
     def __init__(self, world: World, stop_file: Path, minutes: float | None) -> None:
@@ -57,7 +57,7 @@ class StopRequest:
         """Return the reason on which all ranks agreed, or an empty string."""
         self._pending.wait()
         number = int(self._agreed)
-        if number == _STOP_FILE and self._world.rank == 0:
+        if number and self._world.rank == 0:  # whatever it was: it must not end the next launch too
             with suppress(OSError):
                 self._file.unlink()
         return _REASONS[number] if number else ""

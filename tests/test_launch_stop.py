@@ -1,0 +1,78 @@
+"""Stopping a run from outside: what is running is asked to save and end, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch import stop
+from lib.core import log
+from lib.core.errors import UsageError
+from lib.core.lease import Lease
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return outputs/exp, seen from the project's directory."""
+    monkeypatch.chdir(tmp_path)
+    root = Path("outputs/exp")
+    root.mkdir(parents=True)
+    return root
+
+
+def state(run: Path, status: str) -> None:
+    (run / "state.json").write_text(json.dumps({"status": status, "step": 1500,
+                                                "total_steps": 20_000}))
+
+
+def said(run: Path, capsys: pytest.CaptureFixture, *options: str) -> str:
+    log.setup()  # with the console of this test
+    stop.main([str(run), *options])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", ["complete", "preempted", "failed", "disk_full", "running", ""])
+def test_what_is_not_running_is_told_so_and_no_file_is_left(
+        run: Path, status: str, capsys: pytest.CaptureFixture) -> None:
+    if status:
+        state(run, status)
+    (run / "stop").touch()  # of an earlier time
+    text = said(run, capsys)
+    assert f"nothing to stop: {run} is not running ({'died' if status == 'running' else status}" \
+        in text
+    assert ("step 1,500 of 20,000" in text) == bool(status)
+    assert not (run / "stop").exists()
+
+
+def test_a_running_one_is_told_what_will_happen(run: Path, capsys: pytest.CaptureFixture) -> None:
+    state(run, "running")
+    lease = Lease(run / "lock.json", lost=pytest.fail)
+    try:
+        assert "is running" in said(run, capsys, "--dry-run") and not (run / "stop").exists()
+        text = said(run, capsys)
+    finally:
+        lease.release()
+    assert "saves a checkpoint" in text and "step 1,500 of 20,000" in text and "75" in text
+    assert (run / "stop").exists()
+
+
+def test_jobs_that_would_start_it_again_are_named(
+        run: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        ) -> None:
+    state(run, "preempted")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="squeue is not installed"):
+        stop.main([str(run), "--slurm"])
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\necho "17 PENDING"\n')
+    squeue.chmod(0o755)
+    text = said(run, capsys, "--slurm")
+    assert "not running (preempted)" in text and "scancel 17" in text and "pending" in text
+
+
+def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: Path) -> None:
+    with pytest.raises(UsageError, match="no run") as caught:
+        stop.main(["outputs/exq"])
+    assert "exp" in caught.value.render()
