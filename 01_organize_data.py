@@ -103,11 +103,12 @@ def print_plan(opts: options.Options, entries: Sequence[Entry],
         counts[split] += 1
         sizes[split] += entry.bytes
     if len(counts) < opts.num_dirs:
-        log.warn(f"{len(files)} files make {len(counts)} splits, not --num-dirs {opts.num_dirs}")
+        log.warn(f"{units.counted(len(files), 'file')} can fill only "
+                 f"{units.counted(len(counts), 'split')}, not --num-dirs {opts.num_dirs}")
     kinds = Counter(entry.kind for entry, _ in files)
     log.info(f"organize {opts.src_dir} → {opts.dst_root}")
     log.table({
-        "take": f"{len(files):,} files, {units.size(sum(sizes.values()))} "
+        "take": f"{units.counted(len(files), 'file')}, {units.size(sum(sizes.values()))} "
                 f"({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())})",
         "skip": reasons(entries) or "nothing",
         "splits": f"{len(counts)}, each with {_range(min(counts.values()), max(counts.values()))} "

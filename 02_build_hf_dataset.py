@@ -120,7 +120,8 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
     total = sum(file.bytes for file in files)
     log.info(f"build {opts.data_folder} → {opts.save_dir}")
     log.table({
-        "read": f"{len(files):,} files, {units.size(total)}, in {count:,} units by "
+        "read": f"{units.counted(len(files), 'file')}, {units.size(total)}, "
+                f"in {units.counted(count, 'unit')} by "
                 f"{min(opts.num_workers, count)} workers",
         "rows": "one per document" if opts.strings == "joined" else "one per string",
         "fields": ", ".join(opts.fields) or "every string value",
@@ -173,7 +174,8 @@ def build_split(opts: options.Options, build: publish.Build, files: Sequence[Inp
                 bar.advance(done.unit.bytes)
         build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
                       summary={"files": len(files), "bytes": total, "rows": rows})
-    log.info(f"{build.target.name}: {rows:,} rows of {len(files):,} files")
+    log.info(f"{build.target.name}: {units.counted(rows, 'row')} of "
+             f"{units.counted(len(files), 'file')}")
 
 
 def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Unit]) -> None:
@@ -204,7 +206,8 @@ def check_result(opts: options.Options, dataset: Dataset, files: int,
         left = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
         shutil.copyfile(dataset.errors, left)
         build.resumable = False  # other options or inputs are needed, so nothing goes on from here
-        raise UsageError(kept, found=f"{tally.short:,} rows below --min-chars; problems: "
+        raise UsageError(kept, found=f"{units.counted(tally.short, 'row')} below "
+                                     f"--min-chars; problems: "
                                      f"{problems}\nlisted in {left}; nothing was published")
     for field in sorted(set(opts.fields) - tally.fields_seen):
         log.warn(f"--fields: no document has {field!r}")
@@ -219,15 +222,18 @@ def print_summary(opts: options.Options, dataset: Dataset, files: int, total: in
     summary, tally = dataset.summary(), dataset.tally
     rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
     log.info(f"done in {units.duration(seconds)}, {units.size(total / max(seconds, 1e-9))}/s")
-    lines = {"in": f"{files:,} files, {units.size(total)}, {tally.documents:,} documents",
+    lines = {"in": f"{units.counted(files, 'file')}, {units.size(total)}, "
+                   f"{units.counted(tally.documents, 'document')}",
              "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text"}
     if tally.short:
-        lines["short"] = f"{tally.short:,} rows below --min-chars {opts.min_chars} dropped"
+        lines["short"] = f"{units.counted(tally.short, 'row')} below --min-chars " \
+                         f"{opts.min_chars} dropped"
     if dataset.duplicates:
-        lines["dedup"] = f"{dataset.duplicates:,} rows with the text of an earlier one dropped"
+        lines["dedup"] = f"{units.counted(dataset.duplicates, 'row')} with the text of an " \
+                         "earlier one dropped"
     if tally.problems:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
-        lines["problems"] = f"{counts} ({len(tally.failed):,} files failed), " \
+        lines["problems"] = f"{counts} ({units.counted(len(tally.failed), 'file')} failed), " \
                            f"listed in {opts.save_dir}/{ERRORS}"
     log.table(lines)
     print_next(opts)

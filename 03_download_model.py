@@ -258,14 +258,15 @@ def verify_all(opts: options.Options) -> None:
     """Hash everything prepared under the cache directory; ArtifactError naming what is damaged."""
     began, found = time.monotonic(), verify.artifacts(opts.cache_dir, opts.dst_root)
     total = sum(artifact.bytes for artifact in found)
-    print_plan(opts, {"verify": f"{len(found)} artifacts, {units.size(total)}"})
+    print_plan(opts, {"verify": f"{units.counted(len(found), 'artifact')}, {units.size(total)}"})
     if opts.dry_run:
         return
     verify.check_all(found, opts.num_workers, not opts.no_progress)
     for directory in verify.unfinished(opts.cache_dir):
         log.warn(f"not verified: {directory} has no manifest (unfinished, or made elsewhere)")
     verify.require_whole(found)
-    log.info(f"done in {units.duration(time.monotonic() - began)}: {len(found)} artifacts, "
+    log.info(f"done in {units.duration(time.monotonic() - began)}: "
+             f"{units.counted(len(found), 'artifact')}, "
              f"{units.size(total)}, every byte as it was written")
 
 

@@ -110,7 +110,8 @@ def write(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
                       summary={"step": checkpoint.step, "dtype": opts.dtype, "bytes": plan.bytes,
                                "tensors": len(plan.entries)})
     seconds = time.monotonic() - began
-    log.info(f"done: {len(plan.entries):,} tensors, {units.size(plan.bytes)}, written and read "
+    log.info(f"done: {units.counted(len(plan.entries), 'tensor')}, {units.size(plan.bytes)}, "
+             f"written and read "
              f"back in {units.duration(seconds)} ({units.size(plan.bytes / seconds)}/s)\n"
              + next_command(out))
 

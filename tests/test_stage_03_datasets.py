@@ -71,15 +71,15 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
     assert "already done: raw_text/org--text (" in fetch(stage).stdout and not hub.requests
     assert "--revision: main there, v2 now" in fetch(stage, "--revision", "v2", expect=2).stderr
     told = fetch(stage, "--overwrite").stdout  # these alone
-    assert "1 files of the earlier run are not asked for now and will be deleted: README.md" in told
+    assert "1 file of the earlier run that this one does not ask for will be deleted: REA" in told
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert {path.name for path in (tmp_path / "raw_text").iterdir()} == {"org--text"}
     whole = stage(SCRIPT, "--verify", "--dst-root", "raw_text").stdout
-    assert "1 artifacts" in whole and "whole    raw_text/org--text\n" in whole
+    assert "1 artifact" in whole and "whole    raw_text/org--text\n" in whole
     (tmp_path / WHERE / FILES[2]).unlink()
     told = stage(SCRIPT, "--verify", "--dst-root", "raw_text", expect=3).stderr
     assert f"raw_text/org--text/{FILES[2]} is missing" in told
-    assert "1 of 1 artifacts are damaged: raw_text/org--text\n" in told
+    assert "1 damaged artifact of 1: raw_text/org--text\n" in told
     assert f"--dataset-name {NAME} --include 'en/*.json.gz' --overwrite" in told
     assert f"raw_text/org--text/{FILES[2]} is missing" in fetch(stage, expect=3).stderr
 
@@ -110,7 +110,7 @@ def test_what_is_in_the_way_is_kept(repo, stage: StageRunner, tmp_path):
     mine.parent.rmdir()
     mine.parent.write_text("mine")  # a file where a directory has to be
     told = fetch(stage, "--include", "README.md", expect=2).stderr
-    assert "1 files in raw_text/org--text are in the way" in told and "en\n" in told
+    assert "1 file in the way in raw_text/org--text" in told and "en\n" in told
     assert files_of(tmp_path / WHERE) == {"en": b"mine"}
     mine.parent.unlink()
     mine.parent.mkdir()

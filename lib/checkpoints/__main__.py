@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     for path in aside:
         log.info(f"set aside: {path}")
     if damaged := [row for row in rows if row[-1] not in ("valid", "whole")]:
-        raise ArtifactError(f"{len(damaged)} of {len(rows)} checkpoints are damaged",
+        raise ArtifactError(f"{units.counted(len(damaged), 'damaged checkpoint')} of {len(rows)}",
                             expected="stage 04 takes the newest that is valid, and sets damaged "
                                      "newer ones aside")
 

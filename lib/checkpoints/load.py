@@ -15,7 +15,7 @@ from lib.checkpoints import commit, state
 from lib.checkpoints.collective import gather, on_rank_0
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.storage import StrictReader, plain_errors
-from lib.core import log
+from lib.core import log, units
 from lib.core.errors import ArtifactError
 
 
@@ -105,5 +105,6 @@ def require_described(tensors: dict[str, torch.Tensor],
                             f"{here[1]} {list(here[0])}")
     if problems:
         shown = "\n".join(sorted(problems)[:8])
-        raise ArtifactError(f"checkpoint {path} is of another model ({len(problems)} differences)",
+        raise ArtifactError(f"checkpoint {path} is of another model "
+                            f"({units.counted(len(problems), 'difference')})",
                             found=shown, expected="the model that this experiment was begun with")

@@ -54,3 +54,8 @@ def duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes:02d} min"
     return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a count of things: `1 file`, `2,034 files`; plural: where it is not noun + s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import commands, log, manifest
+from lib.core import commands, log, manifest, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.scan import Entry, Rules, count_files, inputs_of, reasons, scan, shown, taken
 
@@ -95,7 +95,8 @@ def _of_splits(folder: Path) -> list[InputFile]:
             found=f"{len(missing):,} of {len(missing) + len(files):,} files of {FILE_LIST} are "
                   f"gone, {shown(missing[0])} the first")
     if changed:
-        log.warn(f"{changed:,} files changed since stage 01 listed them; they are read as they are")
+        log.warn(f"{units.counted(changed, 'file')} changed since stage 01 listed them; stage 02 "
+                 "reads what is there now")
     there = sum(count_files(f"{folder}/{split}") for split in content["summary"]["splits"])
     if extra := there - len(files):
         log.warn(f"files in {folder} that {FILE_LIST} does not list: {extra:,}; they are not read "

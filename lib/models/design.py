@@ -62,7 +62,7 @@ class Design:
         tokens = len(tokenizer.load(self.copy_from))
         if self.vocab_size and tokens > self.vocab_size:
             raise UsageError(f"--vocab-size {self.vocab_size} is smaller than the tokenizer",
-                             found=f"{tokens} tokens in {self.copy_from}",
+                             found=f"{units.counted(tokens, 'token')} in {self.copy_from}",
                              expected=f"--vocab-size {tokens} or more, or none")
         return self.vocab_size or tokens
 
@@ -88,7 +88,8 @@ class Design:
         return {"architecture": f"{type(model).__name__} of {self.config_json}, "
                                 f"{units.count(count)} parameters",
                 "vocabulary": scratch.padding(rows, vocabulary) + instead,
-                "context": f"{context} tokens" if context else "not limited by the config"}
+                "context": units.counted(context, "token") if context else
+                "not limited by the config"}
 
     def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> None:
         """Write the configs into a directory that holds the tokenizer.
@@ -101,7 +102,7 @@ class Design:
         beside = tokenizer.load(directory)
         if type(beside) is not type(alone):
             log.warn(f"transformers reads this model's tokenizer as {type(beside).__name__}, "
-                     f"with {len(beside)} tokens instead of {len(alone)}; text may be split in "
+                     f"with {len(beside):,} tokens instead of {len(alone):,}; text may be split in "
                      "another way than by the tokenizer alone")
             self.write(directory, max(vocabulary, len(beside)), beside)
 

@@ -38,7 +38,8 @@ class _Fetched:
         parts = [f"{units.size(size)} from {place}" for place, size in self.bytes_from.items()
                  if size]
         rate = sum(self.bytes_from.values()) / max(self.seconds, 1e-9)
-        return f"{len(self.files)} files ({', '.join(parts) or 'empty'}; {units.size(rate)}/s)"
+        return f"{units.counted(len(self.files), 'file')} ({', '.join(parts) or 'empty'}; " \
+               f"{units.size(rate)}/s)"
 
     def summary(self) -> dict[str, Any]:
         """Return what the manifest says of the source."""
@@ -124,7 +125,7 @@ class Model(_Fetched):
             if trust_code:
                 model._take_code()
             model._look_ahead()
-        log.info(f"commit {repository.commit}: {len(model.files)} files, "
+        log.info(f"commit {repository.commit}: {units.counted(len(model.files), 'file')}, "
                  f"{units.size(sum(file.size for file in model.files))}")
         return model
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lib.core import log, manifest, paths
+from lib.core import log, manifest, paths, units
 from lib.core.errors import UsageError
 from lib.models.prepare import called
 from lib.models.repository import RemoteFile
@@ -61,8 +61,8 @@ def tell_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
     """Say which files of an earlier run are not among those wanted, and will be deleted."""
     if outdated := sorted(set(earlier(target)) - {file.path for file in wanted}):
         more = f" and {len(outdated) - _SHOWN} more" if outdated[_SHOWN:] else ""
-        log.warn(f"{len(outdated)} files of the earlier run are not asked for now and will be "
-                 f"deleted: {', '.join(outdated[:_SHOWN])}{more}")
+        log.warn(f"{units.counted(len(outdated), 'file')} of the earlier run that this one "
+                 f"does not ask for will be deleted: {', '.join(outdated[:_SHOWN])}{more}")
 
 
 def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
@@ -79,7 +79,7 @@ def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
                 and folder.as_posix() not in ours:
             in_the_way.add(folder.as_posix())
     if in_the_way:
-        raise UsageError(f"{len(in_the_way)} files in {target.parent} are in the way",
+        raise UsageError(f"{units.counted(len(in_the_way), 'file')} in the way in {target.parent}",
                          found=", ".join(sorted(in_the_way)[:_SHOWN]),
                          expected="files that this stage put there, or none",
                          run="move them away, or choose another --dst-root")

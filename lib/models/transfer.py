@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from lib.core import log, manifest
+from lib.core import log, manifest, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 from lib.models import hf_cache, pieces
@@ -60,7 +60,8 @@ class Transfer:
         the Hub declares at a second try too.
         """
         require_safe(files, self._repository.name)
-        what, total = f"fetching {len(files)} files", sum(file.size for file in files)
+        what = f"fetching {units.counted(len(files), 'file')}"
+        total = sum(file.size for file in files)
         with Progress(what, total, "B", self._show_progress) as self._progress:
             self._run([lambda file=file: self._begin(file, directory) for file in files])
         return [_entry(file, directory) for file in files]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, manifest, paths
+from lib.core import log, manifest, paths, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.core.progress import Progress
@@ -105,7 +105,7 @@ def require_whole(found: Sequence[Artifact]) -> None:
     """Raise ArtifactError naming all that is damaged, and the commands that mend it."""
     if damaged := [artifact for artifact in found if artifact.problems]:
         raise ArtifactError(
-            f"{len(damaged)} of {len(found)} artifacts are damaged: "
+            f"{units.counted(len(damaged), 'damaged artifact')} of {len(found)}: "
             + _names([artifact.place for artifact in damaged]),
             found="\n".join(problem for artifact in damaged for problem in artifact.problems),
             run="\n".join(artifact.run for artifact in damaged))

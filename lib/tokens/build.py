@@ -106,7 +106,8 @@ def _build(source: Source, tokenizer_dir: Path, target: Path, identity: dict[str
                       summary=summary)
     seconds = time.monotonic() - began
     for name, count in counts.items():
-        log.info(f"  {name}: {count['tokens']:,} tokens in {count['documents']:,} documents")
+        log.info(f"  {name}: {units.counted(count['tokens'], 'token')} in "
+                 f"{units.counted(count['documents'], 'document')}")
     log.info(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
 
 
@@ -128,7 +129,8 @@ class _SplitWriter:
     def run(self, split_dir: Path, encoder: Encoder, bar: Progress) -> None:
         """Tokenise the documents that are not there yet."""
         if self.documents:
-            log.info(f"  going on after {self.documents:,} documents of an interrupted run")
+            log.info(f"  going on after {units.counted(self.documents, 'document')} of an "
+                     "interrupted run")
         saved = time.monotonic()
         for texts in sources.documents(split_dir, self.documents):
             ids, lengths = encoder.encode(texts)

@@ -59,7 +59,8 @@ class Shards:
 
     def __str__(self) -> str:
         files = len({piece.path for piece in self.pieces})
-        return f"{self.name}, {files:,} files in {len(self.pieces):,} pieces, " \
+        return f"{self.name}, {units.counted(files, 'file')} in " \
+               f"{units.counted(len(self.pieces), 'piece')}, " \
                f"{units.size(self.bytes)}, streamed"
 
 

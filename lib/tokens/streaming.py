@@ -61,7 +61,8 @@ class Stream:
 
     def __init__(self, shards: Shards, text_field: str, seed: int, rank: int, ranks: int) -> None:
         if len(shards.pieces) < ranks:
-            raise UsageError(f"{shards.name} has {len(shards.pieces)} pieces for {ranks} ranks",
+            raise UsageError(f"{shards.name} has {units.counted(len(shards.pieces), 'piece')} for "
+                             f"{units.counted(ranks, 'rank')}",
                              expected="a piece per rank at least: more files, or fewer ranks (a "
                                       "compressed file, and one from the Hub, is one piece)")
         self.shards, self.text_field, self.seed = shards, text_field, seed
@@ -163,7 +164,8 @@ class Stream:
         """Return what a plan says of the pieces, whatever the number of samples."""
         count = len(self.shards.pieces)
         return {"pieces": f"{count / self.ranks:,.1f} per rank = {count:,} of about "
-                          f"{units.size(self.shards.bytes // count)} / {self.ranks} ranks"}
+                          f"{units.size(self.shards.bytes // count)} / "
+                          f"{units.counted(self.ranks, 'rank')}"}
 
     def _sequence(self, cursor: Cursor) -> Iterator[tuple[int, int, Piece]]:
         """Yield epoch, number and piece from the cursor's on, without end."""

@@ -39,7 +39,7 @@ def test_what_there_is_and_what_is_damaged(tmp_path: Path) -> None:
     (paths[1] / commit.TENSORS / "data").write_bytes(bytes(1009) + b"\1")
     table("list", tmp_path / "exp")
     damaged = table("verify", tmp_path / "exp", code=3)
-    assert "1 of 3 checkpoints are damaged" in damaged and "other content" in damaged
+    assert "1 damaged checkpoint of 3" in damaged and "other content" in damaged
     (paths[2] / commit.COMMIT).unlink()
     assert "COMMIT.json is missing" in table("list", tmp_path / "exp", code=3)
     assert all(path.exists() for path in paths)

@@ -219,7 +219,7 @@ def test_nothing_to_read_is_refused(tmp_path: Path):
         stream_of(tmp_path).sample()
     assert "it has content, url" in told.value.found
     assert stream_of(tmp_path, field="content").sample() == [b"x"]
-    with pytest.raises(UsageError, match="1 pieces for 2 ranks"):
+    with pytest.raises(UsageError, match="1 piece for 2 ranks"):
         stream_of(tmp_path, ranks=2)
     with pytest.raises(ArtifactError, match="gave no document"):
         documents(stream_of(tmp_path))
