@@ -41,9 +41,9 @@ def parse(argv: Sequence[str]) -> options.Options:
         help="how a file gets into its split; hardlink falls back to copy where it must")
     add("--include", action="append", default=[], metavar="GLOB",
         help="take only files whose relative path or basename matches; `*` also matches `/`; "
-             "may be repeated")
+             "may be repeated (default: all)")
     add("--exclude", action="append", default=[], metavar="GLOB",
-        help="leave out files and directories that match; may be repeated")
+        help="leave out files and directories that match; may be repeated (default: none)")
     add("--follow-symlinks", action="store_true",
         help="also take what symbolic links lead to, inside or outside the source "
              "(without it, no link is followed)")

@@ -64,7 +64,8 @@ def parse(argv: Sequence[str]) -> options.Options:
         help="fail when more than this fraction of the files could not be read in full "
              "(1: never)")
     add("--only-splits", type=_numbers, metavar="0-4",
-        help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge")
+        help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge "
+             "(default: all splits, in one go)")
     add("--merge", action="store_true",
         help="put the parts of all splits together; the result is that of one machine, byte for "
              "byte")

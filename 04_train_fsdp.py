@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Stage 04: train a causal language model with FSDP2; run the same command again to resume.
+"""Stage 04: train a causal language model; run the same command again to resume.
 
-  torchrun 04_train_fsdp.py -e exp -d hf_datasets/corpus
+  torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d hf_datasets/corpus
+  python 04_train_fsdp.py -e exp -d corpus --dry-run     # the plan, anywhere
+
   torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d corpus -m meta-llama/Llama-3.1-8B \\
       --global-batch-size 256 --num-epochs 1
-  python 04_train_fsdp.py -e exp -d corpus --dry-run         # the plan, on any machine
-  python 04_train_fsdp.py -e exp -d corpus --dry-run --plan-gpus 8,64    # and its memory there
+  python 04_train_fsdp.py -e exp -d corpus --dry-run --plan-gpus 8,64    # memory of other machines
   python 04_train_fsdp.py -e exp -d corpus --prepare-only    # tokenise ahead of time
-
   torchrun 04_train_fsdp.py -e exp -d raw_text --streaming --max-steps 100    # without stage 02
 
-Reads a dataset of stage 02 and a model of stage 03, and never the network (but with --online).
-Writes outputs/<exp>/.
+Shards the model with FSDP2. Reads a dataset of stage 02 and a model of stage 03, and never the
+network (but with --online). Writes outputs/<exp>/.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
 
 def parse(argv: list[str]) -> Options:
     """Return the options of the command line and of --config."""
-    parser = options.Parser(__doc__)
+    parser = options.Parser(__doc__, "-e NAME -d DIR [options]", arguments.FIRST)
     arguments.add(parser)
     parser.add_common(workers="tokenise")
-    return parser.parse(argv)
+    opts = parser.parse(argv)
+    paths.settle(opts)
+    return opts
 
 
 def main(argv: list[str]) -> None:
@@ -43,9 +45,6 @@ def main(argv: list[str]) -> None:
     if not opts.experiment_name or not opts.dataset_name:
         raise UsageError("-e and -d are needed: a name for the run, and a dataset",
                          run="torchrun 04_train_fsdp.py -e exp -d hf_datasets/corpus")
-    if not paths.is_name(opts.experiment_name):
-        raise UsageError(f"-e {opts.experiment_name!r} is no name for an experiment",
-                         expected="a name for a directory, without / and not beginning with - or .")
 
     from lib.train import from_scratch
 

@@ -31,27 +31,32 @@ if TYPE_CHECKING:
     from lib.checkpoints.export import Plan
 
 KIND = "export/1"
+_DTYPES = ("bfloat16", "float32", "float16")
 
 
 def parse(argv: list[str]) -> Options:
     """Return the options of the command line and of --config."""
-    parser = options.Parser(__doc__)
+    parser = options.Parser(__doc__, "-e NAME [options]")
     parser.add_argument("-e", "--experiment-name", metavar="NAME",
-                        help="directory of the run under --save-dir")
-    parser.add_argument("--save-dir", type=Path, default=Path("outputs"), metavar="DIR",
-                        help="where experiments lie")
+                        help="name of the run, a directory under --save-dir; or the path of "
+                             "that directory (needed)")
+    parser.add_argument("--save-dir", type=Path, metavar="DIR",
+                        help="where experiments lie (default: outputs, or where -e leads)")
     parser.add_argument("--step", default="latest", metavar="N|latest|best",
                         help="which checkpoint; best is the one with the lowest validation loss")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="the model directory to write "
                              "(default: <save-dir>/<experiment>/export/step_…)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16",
-                        help="dtype of the weights; training keeps them in float32")
+    parser.add_argument("--dtype", type=options.dtype(*_DTYPES), choices=_DTYPES,
+                        default="bfloat16", help="dtype of the weights, also as bf16, fp32 or "
+                        "fp16; training keeps them in float32")
     parser.add_argument("--max-shard-size", type=options.positive_size, default="5GB",
                         metavar="SIZE",
                         help="bytes per safetensors file at most, for example 5GB or 512MiB")
-    parser.add_common(workers="are not used here: the disk is what limits an export")
-    return parser.parse(argv)
+    parser.add_common()
+    opts = parser.parse(argv)
+    paths.settle(opts)
+    return opts
 
 
 def main(argv: list[str]) -> None:
@@ -60,8 +65,6 @@ def main(argv: list[str]) -> None:
     if not opts.experiment_name:
         raise UsageError("-e is needed: the experiment to export",
                          run="python 05_export_checkpoint.py -e exp")
-    if not paths.is_name(opts.experiment_name):
-        raise UsageError(f"-e {opts.experiment_name!r} is no name of an experiment")
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     checkpoint = find_checkpoint(opts, experiment)
     out = opts.out or experiment.exports / paths.step_name(checkpoint.step)

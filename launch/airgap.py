@@ -65,10 +65,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for action in (verify, unpack):
         action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
     unpack.add_argument("--to", type=Path, required=True, metavar="DIR",
-                        help="project directory to make; must be free")
+                        help="project directory to make; must be free (needed)")
     unpack.add_argument("--install", action="store_true",
-                        help="make its .venv from the wheelhouse with this Python")
-    unpack.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
+                        help="make its .venv from the wheelhouse with this Python "
+                             "(default: off)")
+    unpack.add_argument("--dry-run", action="store_true",
+                        help="print the plan, write nothing (default: off)")
     return parser.parse_args(argv)
 
 

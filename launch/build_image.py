@@ -60,13 +60,15 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--driver-version", default="", metavar="V",
                         help="NVIDIA driver of the nodes (default: this machine's, if it has one)")
     parser.add_argument("--pip-conf", type=Path, metavar="FILE",
-                        help="pip.conf with the index to install from; it stays out of the image")
+                        help="pip.conf with the index to install from; it stays out of the image "
+                             "(default: none)")
     parser.add_argument("--auto-fix", action="store_true",
                         help="apply remedies that cost nothing, and try again")
     parser.add_argument("--max-attempts", type=options.positive_int, default=3, metavar="N",
                         help="builds to try with --auto-fix")
     parser.add_argument("--push", default="", metavar="REGISTRY",
-                        help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR")
+                        help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR "
+                             "(default: not pushed)")
     parser.add_argument("--create-repository", action="store_true",
                         help="with --push to ECR: make the repository if it is missing")
     options.add_config(parser, "check, print the commands of docker and run none")

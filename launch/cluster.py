@@ -62,9 +62,10 @@ def parse(argv: list[str]) -> Options:
                      help="EFA devices per node (default: those of the instance type, else 0)")
     job.add_argument("--pvc", default="fsx-claim", metavar="NAME",
                      help="volume claim with data and experiments")
-    job.add_argument("--image", default="", metavar="IMAGE", help="container image of the job")
+    job.add_argument("--image", default="", metavar="IMAGE",
+                     help="container image of the job (default: not checked)")
     job.add_argument("--image-pull-secret", default="", metavar="NAME",
-                     help="secret that the nodes fetch the image with")
+                     help="secret that the nodes fetch the image with (default: none)")
     findings.add_options(parser)
     options.add_config(parser, "print what would be asked and ask nothing")
     return parser.parse(argv)

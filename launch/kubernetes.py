@@ -51,7 +51,8 @@ _TRAIN = "train"  # key of a values file: options of stage 04
 
 def parser() -> options.Parser:
     """Return the parser of everything before `--`."""
-    parser = options.Parser(__doc__)
+    parser = options.Parser(__doc__, f"{'|'.join(COMMANDS)} --job-name J [options] -- "
+                            "TRAINING OPTIONS")
     parser.add_argument("command", choices=COMMANDS, help="what to do")
     job = parser.add_argument_group("the job")
     job.add_argument("--kind", choices=KINDS, default="pytorchjob",
@@ -73,9 +74,10 @@ def parser() -> options.Parser:
     nodes.add_argument("--efa-per-node", type=options.count, metavar="N",
                        help="EFA adapters to ask for (default: by instance type)")
     pod = parser.add_argument_group("the pods")
-    pod.add_argument("--image", default="", metavar="URI", help="image with the code")
+    pod.add_argument("--image", default="", metavar="URI", 
+                     help="image with the code (needed by render, apply and deploy)")
     pod.add_argument("--image-pull-secret", default="", metavar="NAME",
-                     help="secret with the registry's credentials")
+                     help="secret with the registry's credentials (default: none)")
     pod.add_argument("--code-dir", default="/opt/pipeline", metavar="DIR",
                      help="where 04_train_fsdp.py lies in the image")
     pod.add_argument("--pvc", default="fsx-claim", metavar="NAME",
@@ -89,12 +91,14 @@ def parser() -> options.Parser:
                           "one when HF_TOKEN is set)")
     run = parser.add_argument_group("the run")
     run.add_argument("--values", metavar="NAME|FILE",
-                     help="YAML file with these options, and under `train` those of stage 04")
+                     help="YAML file with these options, and under `train` those of stage 04 "
+                          "(default: none)")
     run.add_argument("--max-restarts", type=options.count, default=5, metavar="M",
                      help="restarts without progress before the job fails")
     run.add_argument("--slow-below", type=options.count, default=0, metavar="TOK_S",
                      help="call the job slow below so many tokens per second (hyperpod)")
-    run.add_argument("--out", type=Path, metavar="FILE", help="render: file to write")
+    run.add_argument("--out", type=Path, metavar="FILE",
+                     help="render: file to write (default: print it)")
     run.add_argument("--node-rank", type=options.count, default=0, metavar="R",
                      help="logs: of which node")
     run.add_argument("--follow", type=options.on_off, default=True, metavar="on|off",

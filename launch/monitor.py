@@ -10,7 +10,6 @@ and changes nothing. Exit codes: 0; 2 when there is no such run.
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import signal
@@ -23,8 +22,9 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.common.run_files import Row, RunFiles
-from lib.core import stage, units
+from lib.core import options, paths, stage, units
 from lib.core.errors import UsageError
+from lib.core.options import Options
 
 _BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "_.-~=*#@"
 _CURVE_ROWS = 8
@@ -34,22 +34,22 @@ _LABEL = 13
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> Options:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", type=Path, metavar="DIR", help="outputs/<exp>")
+    parser = options.Parser(__doc__)
+    parser.add_argument("experiment", metavar="NAME|DIR",
+                        help="the run: its name, for outputs/NAME, or its directory")
     parser.add_argument("--once", action="store_true", help="look once and end")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S",
-                        help="seconds between looks (default: %(default)s)")
-    return parser.parse_args(argv)
+    parser.add_argument("--every", type=options.positive, default=2.0, metavar="S",
+                        help="seconds between looks")
+    return parser.parse(argv)
 
 
 def main(argv: list[str]) -> None:
     """Show a run once, or until it is complete."""
     wanted = parse(argv)
     live = sys.stdout.isatty() and not wanted.once
-    root = wanted.experiment.resolve()
+    root = paths.existing_experiment(wanted.experiment).root.resolve()
     if not root.is_dir() and not live:
         there = ", ".join(sorted(p.name for p in root.parent.glob("*") if p.is_dir())[:10])
         raise UsageError(f"there is no run {wanted.experiment}",

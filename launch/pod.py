@@ -39,7 +39,8 @@ _LOOK_EVERY_S = 2.0
 
 def parse(argv: list[str]) -> Options:
     """Return the options before `--`."""
-    parser = options.Parser(__doc__)
+    parser = options.Parser(__doc__, "--kind KIND --nnodes N --nproc-per-node K [options] -- "
+                            "TRAINING OPTIONS")
     parser.add_argument("--kind", choices=("pytorchjob", "trainjob", "hyperpod"), required=True,
                         help="what the pod belongs to")
     parser.add_argument("--nnodes", type=options.positive_int, required=True, metavar="N",

@@ -42,7 +42,8 @@ def parse(argv: list[str]) -> Options:
                         help="directory that must be equal on all nodes; may be repeated (default: "
                              "all that stages 02 to 04 prepared)")
     parser.add_argument("--min-bandwidth", type=options.positive, metavar="GB/S",
-                        help="least bus bandwidth of an all-reduce over all ranks")
+                        help="least bus bandwidth of an all-reduce over all ranks "
+                             "(default: any)")
     parser.add_argument("--seconds", type=options.positive, default=30.0, metavar="S",
                         help="time after which no further pair of nodes is measured")
     parser.add_argument("--timeout", type=options.positive, default=30.0, metavar="S",

@@ -8,32 +8,42 @@ Uses plain transformers, as any program would, and no network.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lib.core import options, paths, stage
+from lib.core.errors import UsageError
 
 PROMPTS = ["The", "Once upon a time"]
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Print loss, plot and generated text."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", type=Path, help="directory that stage 04 wrote")
-    parser.add_argument("--model", type=Path, required=True, help="directory that stage 05 wrote")
-    parser.add_argument("--prompt", action="append", help="beginning of a text; may be repeated")
-    parser.add_argument("--tokens", type=int, default=60, help="tokens to generate per prompt")
-    arguments = parser.parse_args()
-    rows = [json.loads(line) for line in
-            (arguments.experiment / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    parser = options.Parser(__doc__)
+    parser.add_argument("experiment", metavar="NAME|DIR",
+                        help="the run: its name, for outputs/NAME, or its directory")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR",
+                        help="directory that stage 05 wrote")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT",
+                        help="beginning of a text; may be repeated "
+                             f"(default: {' and '.join(map(repr, PROMPTS))})")
+    parser.add_argument("--tokens", type=options.positive_int, default=60, metavar="N",
+                        help="tokens to generate per prompt")
+    arguments = parser.parse(argv)
+    run = paths.existing_experiment(arguments.experiment)
+    if not run.metrics.is_file():
+        raise UsageError(f"there is no run {run.root}", found=f"no {run.metrics}")
+    rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     print(f"\ntraining loss    {rows[0]['train/loss']:.3f} at step {rows[0]['step']} → "
           f"{rows[-1]['train/loss']:.3f} at step {rows[-1]['step']}")
     held_out = [row for row in rows if "eval/loss" in row]
     if held_out:
         print(f"validation loss  {held_out[0]['eval/loss']:.3f} at step {held_out[0]['step']} → "
               f"{held_out[-1]['eval/loss']:.3f} at step {held_out[-1]['step']}")
-    print(f"plot             {arguments.experiment / 'loss.png'}")
+    print(f"plot             {run.plot}")
     for prompt, text in generate(arguments.model, arguments.prompt or PROMPTS, arguments.tokens):
         print(f"\n--- {prompt!r} continued by {arguments.model} (transformers)\n{text}")
     print("""
@@ -48,7 +58,6 @@ python 05_export_checkpoint.py -e exp""")
 
 def generate(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str, str]]:
     """Return each prompt with its sampled continuation (fixed seed)."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -68,4 +77,4 @@ def generate(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str
 
 
 if __name__ == "__main__":
-    main()
+    stage.run(main)

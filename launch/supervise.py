@@ -40,15 +40,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 def parse(argv: list[str]) -> Options:
     """Return the options of the launcher, without the command that it is to start."""
-    parser = options.Parser(__doc__)
+    parser = options.Parser(__doc__, "[options] -- COMMAND …")
     parser.add_argument("--nnodes", type=options.positive_int, default=1, metavar="N",
                         help="nodes of the run")
     parser.add_argument("--node-rank", type=options.count, default=0, metavar="R",
                         help="number of this node, from 0, the head")
     parser.add_argument("--head", default="", metavar="ADDR",
-                        help="address of the head, to find this node's network interface by")
+                        help="address of the head, to find this node's network interface by "
+                             "(default: none, needed with several nodes)")
     parser.add_argument("--interface", default="", metavar="IF",
-                        help="network interface that reaches the other nodes")
+                        help="network interface that reaches the other nodes "
+                             "(default: the one that leads to the head)")
     parser.add_argument("--max-restarts", type=options.count, default=3, metavar="M",
                         help="restarts in a row without a newer checkpoint")
     parser.add_argument("--backoff", type=options.non_negative, default=5.0, metavar="S",

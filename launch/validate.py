@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
                         help="where models and token stores lie")
     findings.add_options(parser)
-    parser.add_common(workers="hash")
+    parser.add_common(workers="hash", overwrite=False)
     opts = parser.parse(argv)
     if opts.dry_run:
         log.info(f"would check the {opts.what}, and write nothing")

@@ -153,7 +153,8 @@ def test_options_have_help_and_the_common_ones_are_there(stage: Path) -> None:
     actions = parser_of(stage)._actions
     assert not [a.option_strings for a in actions if not (a.help or "").strip()]
     spelled = {string for action in actions for string in action.option_strings}
-    assert {"--config", "--dry-run", "--overwrite", "--num-workers", "--no-progress"} <= spelled
+    assert {"--config", "--dry-run", "--overwrite", "--no-progress"} <= spelled
+    assert ("--num-workers" in spelled) == (stage != STAGES[4])  # where it would do nothing
     assert all(re.fullmatch(r"-[a-z]|--[a-z][a-z0-9-]*", string) for string in spelled)
     valued = [a for a in actions if a.nargs != 0 and not a.choices]
     assert not [a.dest for a in valued if not a.metavar], "options that take no named value"

@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help=f"least severity that fails the command; it then exits with "
                              f"{EXIT_ERROR} for an error, {EXIT_WARNING} for a warning")
     parser.add_argument("--json", type=Path, metavar="FILE",
-                        help="also write everything that was found to a file")
+                        help="also write everything that was found to a file (default: none)")
 
 
 def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:

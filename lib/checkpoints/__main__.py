@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import log, options, stage, units
+from lib.core import log, options, paths, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 
@@ -24,12 +23,13 @@ _COLUMNS = ("step", "saved", "size", "tokens", "loss", "validation", "state")
 def main(argv: list[str]) -> None:
     """Print the table; ArtifactError when a checkpoint is damaged."""
     parser = options.Parser(__doc__)
-    parser.add_argument("action", choices=("list", "verify"))
-    parser.add_argument("experiment", type=Path, metavar="DIR",
-                        help="outputs/<exp>, or its checkpoints directory")
+    parser.add_argument("action", choices=("list", "verify"), help="what to do")
+    parser.add_argument("experiment", metavar="NAME|DIR",
+                        help="the run: its name, for outputs/NAME, or its directory, or the "
+                             "checkpoints directory in it")
     opts = parser.parse(argv)
-    directory = opts.experiment / "checkpoints"
-    directory = directory if directory.is_dir() else opts.experiment
+    run = paths.existing_experiment(opts.experiment)
+    directory = run.checkpoints if run.checkpoints.is_dir() else run.root
     found = commit.scan(directory)
     aside = commit.quarantined(directory)
     if not found and not aside:

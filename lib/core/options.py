@@ -11,11 +11,11 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands, elsewhere, log
+from lib.core import commands, elsewhere, help_text, log
 from lib.core.commands import REDACTED, SECRET
 from lib.core.errors import Problems, UsageError
 
@@ -28,32 +28,52 @@ _SIMILAR = 0.75  # below it, difflib names options that only share some letters
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the docstring's layout and ends each help text with its default."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", action.default
-        if default is None or default is argparse.SUPPRESS or default is False \
-                or "default" in text or not action.option_strings:
-            return text
-        shown = "on" if default is True else default
-        return f"{text} (default: {shown})".replace("%", "%%") if shown != [] else text
-
-
 class Parser(argparse.ArgumentParser):
-    """argparse with both spellings, YAML, and errors that name the nearest option."""
+    """argparse with both spellings, YAML, and errors that name the nearest option.
 
-    def __init__(self, description: str | None) -> None:
-        super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
+    usage: what stands behind the script's name (default: what must be given, and `[options]`).
+    first: by destination, what the options that matter most are for. With them --help is a short
+    page, and --help-all tells every option.
+    """
 
-    def add_common(self, workers: str) -> None:
-        """Add the options that every stage has; `workers` says what the worker processes do."""
+    def __init__(self, description: str | None, usage: str = "",
+                 first: Mapping[str, str] | None = None) -> None:
+        super().__init__(description=description, formatter_class=help_text.Formatter,
+                         allow_abbrev=False)
+        self._usage, self._first = usage, first or {}
+        if first:
+            self.add_argument("--help-all", action=help_text.HelpAll, nargs=0,
+                              default=argparse.SUPPRESS, help="show every option and exit")
+
+    def format_help(self) -> str:
+        """Return what --help prints."""
+        return help_text.short_page(self, self._usage_line(), self._first) if self._first \
+            else self.format_all()
+
+    def format_all(self) -> str:
+        """Return the help of every option."""
+        self.usage = self._usage_line().replace("%", "%%")
+        return super().format_help()
+
+    def _usage_line(self) -> str:
+        return f"{self.prog} {self._usage}" if self._usage else help_text.usage(self)
+
+    def add_common(self, workers: str = "", overwrite: bool = True) -> None:
+        """Add the options that most commands have.
+
+        workers: what the worker processes do, "" where there are none. overwrite: an artifact is
+        made.
+        """
         common = self.add_argument_group("common")
         add_config(common, "print the plan and touch nothing")
-        common.add_argument("--overwrite", action="store_true",
-                            help="replace an existing artifact made from other inputs or options")
-        common.add_argument("--num-workers", type=positive_int, default=os.cpu_count() or 1,
-                            metavar="N", help=f"processes that {workers} (default: one per core)")
+        if overwrite:
+            common.add_argument("--overwrite", action="store_true",
+                                help="replace an existing artifact made from other inputs or "
+                                     "options")
+        if workers:
+            common.add_argument("--num-workers", type=positive_int, default=os.cpu_count() or 1,
+                                metavar="N",
+                                help=f"processes that {workers} (default: one per core)")
         common.add_argument("--no-progress", action="store_true", help="show no progress")
 
     def parse(self, argv: Sequence[str]) -> Options:
@@ -147,7 +167,8 @@ def _dashed(argument: str) -> str:
 def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
     """Add --config and --dry-run to a parser or a group; `dry_run` says what the latter does."""
     parser.add_argument("--config", type=Path, metavar="FILE",
-                        help="YAML file with options (`key: value`); the command line wins")
+                        help="YAML file with options (`key: value`); the command line wins "
+                             "(default: none)")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
 
 
@@ -216,6 +237,7 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
     return parse
 
 
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _FINITE = float("inf")
 positive_int = _number(int, lambda n: n > 0, "a whole number above 0")
 count = _number(int, lambda n: n >= 0, "a whole number, 0 or more")
@@ -231,6 +253,16 @@ seed = _number(int, lambda n: 0 <= n < 1 << 63, "a whole number from 0 to 2^63 -
 def counts(text: str) -> list[int]:
     """Parse `8,64,512`, whole numbers above 0."""
     return [positive_int(part) for part in text.split(",")]
+
+
+def dtype(*names: str) -> Callable[[str], str]:
+    """Return what reads a dtype under any of its usual names, as one of `names`."""
+    canonical = {_DTYPES.get(name, name): name for name in names}
+
+    def parse(text: str) -> str:
+        name = text.lower()
+        return canonical.get(_DTYPES.get(name, name), text)
+    return parse
 
 
 def on_off(text: str) -> bool:

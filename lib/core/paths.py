@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lib.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from lib.core.options import Options
 
 MANIFEST = "manifest.json"
+OUTPUTS = Path("outputs")
 
 
 def model_dir_name(model_name: str) -> str:
@@ -36,6 +43,46 @@ def is_name(text: str) -> bool:
     """Tell whether a text can name an experiment's directory, and be typed in a command again."""
     return text.isprintable() and not text.startswith(("-", ".")) and "/" not in text \
         and 0 < len(text.encode()) <= 200
+
+
+def settle(opts: Options) -> None:
+    """Replace what -e and --save-dir say by the experiment's name and the directory it lies in."""
+    if opts.experiment_name:
+        root = experiment(opts.experiment_name, opts.save_dir).root
+        opts.save_dir, opts.experiment_name = root.parent, root.name
+    opts.save_dir = opts.save_dir or OUTPUTS
+
+
+def existing_experiment(text: str) -> Experiment:
+    """Return the experiment that a text means to who reads it; UsageError as `experiment`.
+
+    A name means a directory here where outputs/ has none of that name.
+    """
+    found = experiment(text)
+    here = Path(text).absolute()
+    return Experiment(here.parent, here.name) if here.is_dir() and not found.root.exists() \
+        else found
+
+
+def experiment(text: str, save_dir: Path | None = None) -> Experiment:
+    """Return the experiment that a text means: a name in `save_dir`, or a path to its directory.
+
+    `exp` lies in `save_dir` (None: outputs/); `outputs/exp` is that directory, with or without a
+    slash at its end. Raises UsageError when it is neither, or a path that leads out of `save_dir`.
+    """
+    path = Path(text)
+    if text and path.name in ("", ".."):
+        path = path.absolute().resolve()
+    is_path = len(path.parts) > 1 or text.startswith(".")
+    if not is_name(path.name):
+        raise UsageError(f"{text!r} is no name of an experiment",
+                         expected="a name for a directory, not beginning with - or ., or the path "
+                                  "of such a directory")
+    if is_path and save_dir is not None and save_dir.resolve() != path.parent.resolve():
+        raise UsageError(f"{text} does not lie in --save-dir {save_dir}",
+                         expected=f"-e {path.name} to mean {save_dir / path.name}, or "
+                                  f"--save-dir {path.parent}")
+    return Experiment(path.parent if is_path else save_dir or OUTPUTS, path.name)
 
 
 class Experiment:

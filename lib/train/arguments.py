@@ -9,6 +9,22 @@ from lib.core.options import Parser
 from lib.models import scratch
 from lib.train import goodput, schedule
 
+_PRECISIONS = ("bf16", "fp16", "fp32")
+
+# The options that matter most, as the short page of --help tells them.
+FIRST = {
+    "experiment_name": "name of the run; it lies in outputs/",
+    "dataset_name": "dataset of stage 02; several make a mixture",
+    "model_name": "model of stage 03",
+    "num_epochs": "passes over the data",
+    "max_steps": "optimizer steps at most",
+    "batch_size": "samples per process in one pass",
+    "global_batch_size": "samples per step",
+    "seq_length": "tokens per sample",
+    "lr": "peak learning rate",
+    "dry_run": "print the plan and touch nothing",
+}
+
 
 def add(parser: Parser) -> None:
     """Add all options but those that every stage has."""
@@ -19,15 +35,17 @@ def add(parser: Parser) -> None:
 def _run(parser: Parser) -> None:
     group = parser.add_argument_group("the run")
     group.add_argument("-e", "--experiment-name", metavar="NAME",
-                       help="directory of the run under --save-dir")
+                       help="name of the run, a directory under --save-dir; or the path of that "
+                            "directory (needed)")
     group.add_argument("-d", "--dataset-name", action="append", default=[], metavar="DIR[=WEIGHT]",
                        help="dataset: a directory, or a name under hf_datasets/; several, each "
-                            "with its share of the samples, make a mixture: -d a=0.7 -d b=0.3")
+                            "with its share of the samples, make a mixture: -d a=0.7 -d b=0.3 "
+                            "(needed)")
     group.add_argument("-m", "--model-name", metavar="NAME|DIR",
                        help="model that stage 03 prepared, or any model directory "
                             "(default: the only one prepared)")
-    group.add_argument("--save-dir", type=Path, default=Path("outputs"), metavar="DIR",
-                       help="where experiments lie")
+    group.add_argument("--save-dir", type=Path, metavar="DIR",
+                       help="where experiments lie (default: outputs, or where -e leads)")
     group.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
                        help="where prepared models and token stores lie")
     group.add_argument("--seed", type=options.seed, default=0, metavar="N",
@@ -35,12 +53,14 @@ def _run(parser: Parser) -> None:
     group.add_argument("--from-scratch", action="store_true",
                        help="draw the weights from the seed, even if the model has some")
     group.add_argument("--model-size", choices=tuple(scratch.SIZES),
-                       help="with --from-scratch: make a model of this size, without stage 03")
+                       help="with --from-scratch: make a model of this size, without stage 03 "
+                            "(default: none, the model is -m)")
     group.add_argument("--vocab-size", type=options.positive_int, metavar="N",
                        help="with --model-size: tokens of its vocabulary, padded to a multiple of "
                             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has)")
     group.add_argument("--tokenizer", type=Path, metavar="DIR",
-                       help="with --model-size: directory with the tokenizer to use")
+                       help="with --model-size: directory with the tokenizer to use "
+                            "(default: none, it is needed then)")
     group.add_argument("--prepare-only", action="store_true",
                        help="make the token store, or verify the one there, and stop")
     group.add_argument("--streaming", action="store_true",
@@ -67,17 +87,18 @@ def _run(parser: Parser) -> None:
 def _length(parser: Parser) -> None:
     group = parser.add_argument_group("length and batch")
     group.add_argument("--num-epochs", type=options.positive_int, metavar="N",
-                       help="passes over the data (default: 1, or endless with --max-steps)")
+                       help="passes over the data (default: 1 without --max-steps)")
     group.add_argument("--max-steps", type=options.positive_int, metavar="N",
-                       help="optimizer steps at most")
+                       help="optimizer steps at most (default: no limit)")
     group.add_argument("-b", "--batch-size", type=options.positive_int, default=1, metavar="N",
                        help="samples per process in one pass")
     group.add_argument("--global-batch-size", type=options.positive_int, metavar="N",
-                       help="samples per step over all ranks (instead of --grad-accum-steps)")
+                       help="samples per step over all ranks, instead of --grad-accum-steps "
+                            "(default: --batch-size × ranks)")
     group.add_argument("--grad-accum-steps", type=options.positive_int, metavar="N",
                        help="passes per step (default: 1)")
     group.add_argument("-s", "--seq-length", "--seq-len", type=options.positive_int, metavar="N",
-                       help="tokens per sample (default: 1024, or the model's limit if lower)")
+                       help="tokens per sample (default: 1024 or the model's limit)")
     group.add_argument("--packing", choices=("concat", "documents"), default="concat",
                        help="concat: windows across documents; documents: whole documents that "
                             "do not see each other, with padding")
@@ -112,9 +133,10 @@ def _optimizer(parser: Parser) -> None:
     group.add_argument("--rollback-after", type=options.positive_int, default=20, metavar="N",
                        help="after N such steps in a row go back to the checkpoint before them "
                             "and pass over their data, three times at most")
-    group.add_argument("--precision", "--mixed-precision", choices=("bf16", "fp16", "fp32"),
-                       help="compute dtype (default: bf16 where the hardware has it, else "
-                            "fp32); masters are float32")
+    group.add_argument("--precision", "--mixed-precision", choices=_PRECISIONS,
+                       type=options.dtype(*_PRECISIONS),
+                       help="compute dtype; masters are float32; bfloat16, float16 and float32 "
+                            "mean the same (default: bf16 where the hardware has it, else fp32)")
 
 
 def _speed(parser: Parser) -> None:
@@ -142,7 +164,8 @@ def _ahead(parser: Parser) -> None:
                                       "any machine)")
     group.add_argument("--plan-gpus", type=options.counts, metavar="N,N,…",
                        help="print the memory per GPU on so many GPUs, for each kind of activation "
-                            "checkpointing and several batch sizes")
+                            "checkpointing and several batch sizes (default: only the bytes of "
+                            "its states on the ranks of this launch)")
     group.add_argument("--plan-gpu-memory", type=options.positive, default=80.0, metavar="GIB",
                        help="memory of one of those GPUs")
     group.add_argument("--plan-mtbf-hours", type=options.positive, metavar="HOURS",
@@ -153,7 +176,8 @@ def _ahead(parser: Parser) -> None:
     group.add_argument("--plan-write-gbps", type=options.positive, default=2.0, metavar="GB/S",
                        help="rate at which all ranks together write to --save-dir")
     group.add_argument("--plan-step-seconds", type=options.positive, metavar="S",
-                       help="duration of a step there, to tell --ckpt-freq in steps")
+                       help="duration of a step there, to tell --ckpt-freq in steps "
+                            "(default: not told in steps)")
 
 
 def _watch(parser: Parser) -> None:
@@ -166,15 +190,16 @@ def _watch(parser: Parser) -> None:
                        help="newest checkpoints to keep (2 at least, and always the one with the "
                             "lowest validation loss), 0 for all")
     group.add_argument("--ckpt-keep-every", type=options.positive_int, metavar="N",
-                       help="also keep the checkpoints of steps that are multiples of N")
+                       help="also keep the checkpoints of steps that are multiples of N "
+                            "(default: none)")
     group.add_argument("--ckpt-async", type=options.on_off, default=True, metavar="on|off",
                        help="write checkpoints while training goes on, from copies in host memory")
     group.add_argument("--ckpt-local-dir", type=Path, metavar="DIR",
                        help="on each node's own disk: also save there, more often; a resume with "
-                            "the same ranks takes whichever is newest")
+                            "the same ranks takes whichever is newest (default: none)")
     group.add_argument("--ckpt-hyperpod", metavar="auto|URL",
                        help="instead of --ckpt-local-dir: in the memory of the HyperPod cluster, "
-                            "whose service is found by itself or at an address")
+                            "whose service is found by itself or at an address (default: not used)")
     group.add_argument("--ckpt-local-freq", type=options.positive_int, metavar="N",
                        help="steps between those (default: a tenth of --ckpt-freq)")
     group.add_argument("--eval-freq", type=options.count, default=500, metavar="N",
@@ -183,7 +208,7 @@ def _watch(parser: Parser) -> None:
                        help="global batches of the validation split in an evaluation")
     group.add_argument("--max-minutes", type=options.positive, metavar="X",
                        help="save and stop (exit code 75) when the run has taken so long; the same "
-                            "command goes on")
+                            "command goes on (default: no limit)")
     group.add_argument("--watchdog-minutes", type=options.non_negative, default=30.0, metavar="X",
                        help="end a process whose step takes longer, with the stacks of its threads "
                             "in logs/; 0 for never")
@@ -192,4 +217,4 @@ def _watch(parser: Parser) -> None:
                             "(`wandb sync` sends it later)")
     group.add_argument("--profile", type=options.span, metavar="START:END",
                        help="steps to record: a trace and a table of operations per rank, on a GPU "
-                            "also its memory, in the experiment's profile/")
+                            "also its memory, in the experiment's profile/ (default: none)")

@@ -220,6 +220,18 @@ def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
         "--token=[redacted]"]
 
 
+@pytest.mark.parametrize(("names", "text", "expected"), [
+    (("bf16", "fp16", "fp32"), "bfloat16", "bf16"), (("bf16", "fp16", "fp32"), "bf16", "bf16"),
+    (("bf16", "fp16", "fp32"), "float32", "fp32"), (("bf16", "fp16", "fp32"), "FP16", "fp16"),
+    (("bfloat16", "float32", "float16"), "bf16", "bfloat16"),
+    (("bfloat16", "float32", "float16"), "fp32", "float32"),
+    (("bfloat16", "float32", "float16"), "float16", "float16"),
+    (("bf16",), "int8", "int8"), (("bf16",), "float16", "float16"),  # choices refuses them
+])
+def test_a_dtype_has_two_names_and_one_value(names, text: str, expected: str) -> None:
+    assert options.dtype(*names)(text) == expected
+
+
 def test_identity_leaves_out_how_the_work_is_done(parser: Parser) -> None:
     one = parser.parse(["--num-workers", "1", "--overwrite", "--no-progress"])
     other = parser.parse(["--num-workers", "2", "--dry-run"])
@@ -234,4 +246,5 @@ def test_help_tells_every_default_once(parser: Parser, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert caught.value.code == 0
     assert "(default: 20)" in text and "(default: one per core)" in text
+    assert "keep (default: off)" in text
     assert "[]" not in text and "None" not in text

@@ -1,0 +1,87 @@
+"""What --help prints: a usage of one line, and a default at the end of every option's help."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Mapping
+
+_COLUMNS = 80
+_DEFAULT = re.compile(r"\((?:default: .*|needed.*)\)$")
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the docstring's layout and ends each help text with its default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return with_default(action)
+
+
+class HelpAll(argparse.Action):
+    """Prints every option; only where --help is a short page."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
+        parser._print_message(parser.format_all())  # type: ignore[attr-defined]
+        parser.exit()
+
+
+def with_default(action: argparse.Action) -> str:
+    """Return the help of an option with its default; one that is computed stands there in words.
+
+    Percent signs are doubled, as argparse wants them.
+    """
+    text, default = action.help or "", action.default
+    if default is argparse.SUPPRESS or _DEFAULT.search(text) \
+            or not (action.option_strings or action.nargs == "?"):
+        return text
+    if action.required:
+        return f"{text} (needed)"
+    if action.nargs == 0 or isinstance(default, bool):
+        return f"{text} (default: {'on' if default else 'off'})"
+    if default in (None, "", []):
+        return text
+    return f"{text} (default: {str(default).replace('%', '%%')})"
+
+
+def usage(parser: argparse.ArgumentParser) -> str:
+    """Return a usage of one line: what must be given, the rest as `[options]`."""
+    needed = [_named(action) for action in parser._actions
+              if action.option_strings and action.required]
+    places = [_place(action) for action in parser._actions if not action.option_strings]
+    return " ".join([parser.prog, *places, *needed, "[options]"])
+
+
+def short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, str]) -> str:
+    """Return the page of the options that matter most, a line each, and the names of the groups.
+
+    first: by destination, what an option is for, without its default. The docstring is shown up to
+    its second empty line: a sentence, and the commands to begin with.
+    """
+    head = "\n\n".join((parser.description or "").strip().split("\n\n")[:2])
+    by_name = {action.dest: action for action in reversed(parser._actions)}
+    named = {name: _named(by_name[name]) for name in first}
+    width = max(map(len, named.values())) + 2
+    lines = [f"  {named[name]:<{width}}{text} {_default(by_name[name])}"
+             for name, text in first.items()]
+    groups = "; ".join((group.title or "").partition(" (")[0]
+                       for group in parser._action_groups[2:])
+    more = len([action for action in parser._actions if action.option_strings]) - len(first)
+    return "\n".join([f"usage: {usage}", "", head, "",
+                      f"the {len(first)} options that matter most:", *lines, "",
+                      *textwrap.wrap(f"--help-all tells {more} more: {groups}", _COLUMNS), ""])
+
+
+def _named(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else f" {action.metavar or '|'.join(action.choices or [])}"
+    return action.option_strings[0] + value
+
+
+def _place(action: argparse.Action) -> str:
+    name = str(action.metavar or "|".join(action.choices or [action.dest]))
+    return f"[{name}]" if action.nargs == "?" else name
+
+
+def _default(action: argparse.Action) -> str:
+    found = _DEFAULT.search(with_default(action))
+    return found[0].replace("%%", "%") if found else ""

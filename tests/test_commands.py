@@ -1,0 +1,127 @@
+"""What every command says of its options, and that it reads each of them."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from lib.core import help_text, options
+from lib.train import arguments
+from tests.test_repository import ROOT, STAGES, load, name_of
+
+TOOLS = [ROOT / "lib/checkpoints/__main__.py", ROOT / "launch/bundling/bundle.py",
+         *(path for path in sorted((ROOT / "launch").glob("*.py"))
+           if path.stem not in ("__init__", "install_wheels", "torchrun"))]  # torch's own options
+COMMANDS = [*STAGES, *TOOLS]
+# What a parser of its own reads before the others.
+READ_FIRST = {"config", "values"}
+# What a namespace of options is called.
+NAMES = {"opts", "_opts", "options", "wanted", "arguments", "given", "asked"}
+
+
+class Made(Exception):
+    """Carries a parser out of the command that made it."""
+
+
+def parser_of(path: Path) -> argparse.ArgumentParser:
+    """Return the parser of a command."""
+    def hand_out(self: argparse.ArgumentParser, *ignored: object) -> None:
+        raise Made(self)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Made) as caught:
+        patch.setattr(options.Parser, "parse", hand_out)
+        patch.setattr(argparse.ArgumentParser, "parse_args", hand_out)
+        module = load(path)
+        getattr(module, "parse", getattr(module, "main", None))(["unpack"])
+    return caught.value.args[0]
+
+
+def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the options and arguments of a parser, and those of its verbs."""
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [a for verb in action.choices.values() for a in actions_of(verb)]
+        elif action.default is not argparse.SUPPRESS:
+            found.append(action)
+    return found
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=name_of)
+def test_every_option_has_help_that_ends_with_its_default(path: Path) -> None:
+    actions = actions_of(parser_of(path))
+    assert actions and not [action.dest for action in actions if not (action.help or "").strip()]
+    told = {action.option_strings[0]: help_text.with_default(action)
+            for action in actions if action.option_strings}
+    assert not {flag: text for flag, text in told.items()
+                if not re.search(r"\((default: .+|needed.*)\)$", text)}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=name_of)
+def test_the_usage_is_one_line(path: Path) -> None:
+    parser = parser_of(path)
+    if isinstance(parser, options.Parser):
+        usage, empty = parser.format_help().splitlines()[:2]
+        assert usage.startswith("usage: ") and not empty
+        assert len(usage) <= 100 and "[options]" in usage
+
+
+def test_the_help_of_training_is_a_page_and_all_of_it_can_be_had() -> None:
+    parser = parser_of(STAGES[3])
+    page, everything = parser.format_help(), parser.format_all()
+    assert len(page.splitlines()) <= 24 and max(map(len, page.splitlines())) <= 80
+    flags = [action.option_strings[0] for action in parser._actions]
+    lines = [line for line in page.splitlines() if line.split(" ")[2:3] and line.startswith("  -")]
+    assert len(lines) == len(arguments.FIRST) == 10
+    assert all(re.search(r"\((default: .+|needed)\)$", line) for line in lines)
+    assert "--help-all" in page and not [flag for flag in flags if flag not in everything]
+    assert {*arguments.FIRST} <= {action.dest for action in parser._actions}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(path: Path) -> set[Path]:
+    """Return the modules of ours that a script imports, lazily or through others, and itself."""
+    seen, left = set(), [path]
+    while left:
+        if (path := left.pop()) in seen:
+            continue
+        seen.add(path)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("lib", "launch"):
+                for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
+                    file = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+                    left += [file] * file.is_file()
+    return seen
+
+
+@functools.cache
+def is_given_options(tree: ast.Module) -> bool:
+    """Tell whether a module is handed the options of a command, and has none of its own."""
+    typed = [node.annotation for node in ast.walk(tree)
+             if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation]
+    return any(ast.unparse(t).split(".")[-1] == "Options" for t in typed) \
+        and "Parser(__doc__" not in ast.unparse(tree)
+
+
+@functools.cache
+def reads(tree: ast.Module) -> set[str]:
+    """Return the names of options that a module reads, those it names in a string too."""
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+                  and ast.unparse(node.value).split(".")[-1] in NAMES}
+    return attributes | {node.value for node in ast.walk(tree)
+                         if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=name_of)
+def test_every_option_is_read_somewhere(path: Path) -> None:
+    read = {name for file in imported(path) - {ROOT / "lib/core/options.py"}
+            if file == path or is_given_options(tree_of(file)) for name in reads(tree_of(file))}
+    assert not {action.dest for action in actions_of(parser_of(path))} - read - READ_FIRST
