@@ -18,6 +18,7 @@ import argparse
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import platform
@@ -332,10 +333,26 @@ def pack(argv: list[str]) -> None:
     stage.run(lambda _: bundle.main(argv))
 
 
+class _Outlet(io.FileIO):
+    """A descriptor that drops what is written once its reader is gone (`| head`)."""
+
+    def write(self, data: bytes) -> int:
+        """Write, or drop."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def _outlet(descriptor: int) -> io.TextIOWrapper:
+    """Return a stream for a descriptor; names of files may be no text."""
+    return io.TextIOWrapper(io.BufferedWriter(_Outlet(descriptor, "w", closefd=False)),
+                            errors="backslashreplace", line_buffering=True)
+
+
 def main(argv: list[str]) -> int:
     """Do what the command line says and return the exit code."""
-    for stream in (sys.stdout, sys.stderr):  # names of files may be no text
-        stream.reconfigure(errors="backslashreplace")
     try:
         if argv[:1] == ["pack"]:
             pack(argv[1:])
@@ -357,4 +374,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = _outlet(1), _outlet(2)
     sys.exit(main(sys.argv[1:]))

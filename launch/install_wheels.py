@@ -15,6 +15,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from lib.core import streams  # noqa: E402
+
 LISTS = "requirements.txt", "requirements-dev.txt"
 MARKS = "installed", "installed-dev"  # in .venv, as the Makefile names them
 
@@ -52,4 +56,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    streams.outlive_readers()
     sys.exit(main())

@@ -157,6 +157,7 @@ def main(argv: list[str]) -> None:
     asked = job.of_options(opts, values, train)
     manifest = render.text(asked.manifests(), headline(argv))
     if opts.command == "render" and opts.out and not opts.dry_run:
+        opts.out.parent.mkdir(parents=True, exist_ok=True)
         opts.out.write_text(manifest, encoding="utf-8")
         log.info(f"{opts.out}: {asked.nodes} × {asked.gpus} GPUs, {asked.efa} EFA per node")
         log.info(f"next: kubectl apply -f {opts.out}")
@@ -286,4 +287,4 @@ def context_of(cluster_name: str) -> str:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run(main, only_shows=sys.argv[1:2] in (["logs"], ["status"]))

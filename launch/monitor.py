@@ -214,4 +214,4 @@ def _is_unicode() -> bool:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run(main, only_shows=True)

@@ -232,9 +232,13 @@ def test_where_it_is_unpacked(pack: Callable[..., Path], tmp_path: Path,
 
 def test_changes_stay_behind_and_only_when_asked(artifacts: Path, tmp_path: Path):
     changed = check_out(tmp_path / "changed")
+    command = [changed / "launch" / "airgap.py", "pack", "--out", changed / "out", "--no-wheels"]
+    (changed / "an earlier bundle").mkdir()
+    (changed / "an earlier bundle/manifest.json").touch()
+    (changed / "notes.md").touch()
+    run(*command, "--dry-run", cwd=artifacts)  # neither is code
     (changed / "README.md").write_text("changed")
     (changed / "lib" / "new file.py").touch()
-    command = [changed / "launch" / "airgap.py", "pack", "--out", changed / "out", "--no-wheels"]
     said = run(*command, cwd=artifacts, expect=2).stderr
     assert "README.md" in said and "lib/new file.py" in said and not (changed / "out").exists()
     said = run(*command, "--allow-dirty", cwd=artifacts).stdout

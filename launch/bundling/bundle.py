@@ -62,10 +62,10 @@ def main(argv: list[str]) -> None:
     """Make the bundle that the command line asks for."""
     opts = parse(argv)
     if opts.out is None:
-        raise UsageError("--out is needed", run="python launch/airgap.py pack --out bundle "
-                                                "--dataset corpus --model org/name")
+        raise UsageError("--out is needed: the directory of the bundle to make",
+                         expected="--out bundle --dataset CORPUS --model NAME, say")
     wanted = None if opts.no_wheels else wheelhouse.target(opts.python, opts.platform)
-    code = bundle_contents.code(opts.out, opts.allow_dirty)
+    code = bundle_contents.code(opts.allow_dirty)
     artifacts = bundle_contents.artifacts(opts)
     lists = code.requirements(opts.dev)
     identity = {"options": {"python": wanted and wanted.python, "dev": opts.dev,

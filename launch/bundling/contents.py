@@ -20,6 +20,7 @@ from lib.tokens import source as datasets
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REQUIREMENTS = "requirements.txt", "requirements-dev.txt"
+_CODE = ("lib", "launch", "tests", "benchmarks")
 _UNFINISHED = (".partial-", ".old-")
 
 
@@ -63,14 +64,14 @@ class Code:
         return {name: self.files[name] for name in _REQUIREMENTS[:2 if dev else 1]}
 
 
-def code(out: Path, allow_dirty: bool) -> Code:
-    """Return the files of the last commit; UsageError when others are here, or there is no git.
+def code(allow_dirty: bool) -> Code:
+    """Return the files of the last commit; UsageError when code here differs, or there is no git.
 
-    out: the bundle, which may lie in the checkout.
+    Files that git does not know matter only where code lies: not bundles, data and notes.
     """
     listed = _git("status", "--porcelain", "-z", "--no-renames").decode(errors="replace")
     changed = [line[3:] for line in listed.split("\0") if line
-               and (_ROOT / line[3:]).resolve() != out.resolve()]
+               and (not line.startswith("??") or _is_code(line[3:]))]
     if changed and not allow_dirty:
         raise UsageError("the code here is not that of its last commit",
                          expected="everything committed, or --allow-dirty to leave the changes "
@@ -85,6 +86,12 @@ def code(out: Path, allow_dirty: bool) -> Code:
             payloads.append(Payload(member.name, data, len(data), 0o755 if member.mode & 0o100
                                     else 0o644, member.mtime * 10**9))
     return Code(_git("rev-parse", "HEAD").decode().strip(), files, payloads, changed)
+
+
+def _is_code(path: str) -> bool:
+    """Tell whether an untracked file, or directory (with a slash behind it), would be code."""
+    directory, slash, _ = path.partition("/")
+    return directory in _CODE if slash else path.endswith((".py", ".toml", ".txt", "Makefile"))
 
 
 def _git(*arguments: str) -> bytes:

@@ -76,4 +76,4 @@ def _print(rows: list[tuple[str, ...]]) -> None:
 
 if __name__ == "__main__":
     sys.argv[0] = "lib.checkpoints"
-    stage.run(main)
+    stage.run(main, only_shows=True)

@@ -117,6 +117,6 @@ def from_os_error(error: OSError) -> StageError | None:
                           expected="a sound one (`dmesg` tells more)",
                           hint="the same command goes on from what was finished")
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
-                       errno.ENAMETOOLONG, errno.EEXIST}:
+                       errno.ENAMETOOLONG, errno.EEXIST, errno.ELOOP}:
         return UsageError(f"{error.strerror}{where}")
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
@@ -36,9 +35,6 @@ def rank() -> int:
 
 def setup() -> None:
     """Send log lines to the console: all of rank 0's, warnings of the others."""
-    for stream in (sys.stdout, sys.stderr):  # a file name or a locale must not end a run
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     console = _Console(sys.stdout)
     console.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
     _logger.handlers = [console]

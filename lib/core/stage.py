@@ -11,17 +11,20 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from lib.core import commands, failure, log, offline
+from lib.core import commands, failure, log, offline, streams
 from lib.core.errors import EXIT_BUG, EXIT_DONE, Preempted, StageError, UsageError, from_os_error
 
 _AFTER_RANK_0_S = 2.0
 
 
-def run(main: Callable[[list[str]], None], *, network: bool = False) -> NoReturn:
+def run(main: Callable[[list[str]], None], *, network: bool = False, only_shows: bool = False,
+        ) -> NoReturn:
     """Run a stage's main with the command line and exit as errors.py says.
 
-    network: True only for stage 03. A bug keeps its traceback (exit code 1).
+    network: True only for stage 03. only_shows: True for a command that ends when nobody reads it.
+    A bug keeps its traceback (exit code 1).
     """
+    streams.outlive_readers(only_shows)
     if not network:
         offline.enable()
     faulthandler.enable()
@@ -45,10 +48,21 @@ def _known(error: BaseException) -> StageError | None:
     if isinstance(error, StageError):
         return error
     if isinstance(error, OSError):
-        return from_os_error(error)
+        return from_os_error(error) or _missing(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "lib").partition(".")[0] != "lib":
         return UsageError(f"the package {error.name} is not installed",
                           run=commands.pip_install("-r", commands.path_of("requirements.txt")))
+    return None
+
+
+def _missing(error: OSError) -> UsageError | None:
+    """Return the error for a path of the command line that is not there; of others it is a bug."""
+    values = [word.rpartition("=")[2] for word in sys.argv[1:]]
+    path = str(error.filename or "")
+    if isinstance(error, FileNotFoundError) and any(
+            len(value) > 1 and path and (path.startswith(value) or value.startswith(path))
+            for value in values):
+        return UsageError(f"there is no {path}", expected="a path whose directory is there")
     return None
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, publish, units
+from lib.core import log, publish, streams, units
 from lib.core.workers import Worker
 from lib.models import pieces
 from lib.models.hub import Hub
@@ -61,6 +61,7 @@ def _go_online(name: str, revision: str, include: Sequence[str], directory: Path
     """Return what lists or fetches files; called in the process that fetches."""
     for variable in _OFFLINE:  # read when huggingface_hub is imported
         os.environ.pop(variable, None)
+    streams.outlive_readers()
     log.setup()
     hub = Hub("")
     repository = hub.look_up(name, revision, "dataset")

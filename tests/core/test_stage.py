@@ -102,7 +102,8 @@ def test_after_the_real_import_too(python) -> None:
 
 
 def test_names_that_are_no_text_do_not_end_a_run(python) -> None:
-    done = python("from lib.core import log\nlog.setup()\nlog.info('caf\\u00e9 \\udcff')",
+    done = python("from lib.core import log, streams\nstreams.outlive_readers()\nlog.setup()\n"
+                  "log.info('caf\\u00e9 \\udcff')",
                   env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert done.stdout == "caf\\xe9 \\udcff\n"
 

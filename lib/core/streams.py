@@ -1,0 +1,60 @@
+"""Standard output and standard error, whose reader may leave (`| head`) before the work is done.
+
+A run that trains, builds or exports goes on: what it would still have printed is dropped, while the
+logs, the metrics and the exit code are as ever. A command that does nothing but show ends there.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+EXIT_READER_LEFT = 141  # as of a process that SIGPIPE ends: 128 + 13
+
+
+class _Outlet(io.FileIO):
+    """A descriptor that leads nowhere once its reader is gone. only_shows: end the process then."""
+
+    def __init__(self, descriptor: int, only_shows: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._only_shows = only_shows
+
+    def write(self, data: bytes) -> int | None:  # type: ignore[override]
+        """Write, or drop what nobody reads."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            if self._only_shows:
+                os._exit(EXIT_READER_LEFT)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def outlive_readers(only_shows: bool = False) -> None:
+    """Have standard output and standard error outlive who reads them.
+
+    Names of files that are no UTF-8 are printed with backslashes, whatever the locale.
+    only_shows: for a command that has no other work than to print.
+    """
+    sys.stdout = _wrapped(sys.stdout, 1, only_shows)
+    sys.stderr = _wrapped(sys.stderr, 2, only_shows)
+
+
+def _wrapped(stream: io.TextIOBase, descriptor: int, only_shows: bool) -> io.TextIOBase:
+    if not isinstance(stream, io.TextIOWrapper):  # a test's, or none
+        return stream
+    try:
+        is_usual = stream.fileno() == descriptor
+    except (OSError, ValueError):
+        is_usual = False
+    if not is_usual or isinstance(getattr(stream.buffer, "raw", None), _Outlet):
+        stream.reconfigure(errors="backslashreplace")
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(io.BufferedWriter(_Outlet(descriptor, only_shows)),
+                            encoding=stream.encoding, errors="backslashreplace",
+                            line_buffering=stream.line_buffering,
+                            write_through=stream.write_through)
