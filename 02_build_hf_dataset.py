@@ -179,18 +179,22 @@ def build_split(opts: options.Options, build: publish.Build, files: Sequence[Inp
              f"{units.counted(len(files), 'file')}")
 
 
-def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Unit]) -> None:
-    """Add what the units give that are not in a dataset yet: read now, or kept for the merge."""
+def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Unit]) -> int:
+    """Add what the units give that are not in a dataset yet: read now, or kept for the merge.
+
+    Returns the bytes of these units.
+    """
     if dataset.units:
         log.info(f"going on after unit {dataset.units} of {len(tasks)}, where a run before this "
                  "one was stopped")
     total, left = sum(task.bytes for task in tasks), tasks[dataset.units:]
     with Pool(min(opts.num_workers, len(tasks))) as workers, \
             Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar:
-        bar.advance(total - sum(task.bytes for task in left))
+        bar.skip(total - sum(task.bytes for task in left))
         for done in store.kept(left) if opts.merge else workers.run(left):
             dataset.add(done)
             bar.advance(done.unit.bytes)
+    return sum(task.bytes for task in left)
 
 
 def check_result(opts: options.Options, dataset: Dataset, files: int,
@@ -217,12 +221,17 @@ def check_result(opts: options.Options, dataset: Dataset, files: int,
                  f"{opts.validation_percent:g}")
 
 
-def print_summary(opts: options.Options, dataset: Dataset, files: int, total: int,
+def print_summary(opts: options.Options, dataset: Dataset, files: int, total: int, read: int,
                   seconds: float) -> None:
-    """Print what went in, what came out, what did not, and what comes next."""
+    """Print what went in, what came out, what did not, and what comes next.
+
+    read: bytes that this launch took in `seconds`; the rest of `total` was done before.
+    """
     summary, tally = dataset.summary(), dataset.tally
     rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
-    log.info(f"done in {units.duration(seconds)}, {units.size(total / max(seconds, 1e-9))}/s")
+    earlier = f"; {units.size(total - read)} were done before" if read < total else ""
+    log.info(f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s"
+             f"{earlier}")
     lines = {"in": f"{units.counted(files, 'file')}, {units.size(total)}, "
                    f"{units.counted(tally.documents, 'document')}",
              "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text"}
@@ -289,7 +298,7 @@ def main(argv: list[str]) -> None:
         # Work.
         if not dataset.units:
             dataset.note_skipped(skipped)
-        add_units(opts, dataset, tasks)
+        read = add_units(opts, dataset, tasks)
 
         # Verify and publish.
         check_result(opts, dataset, len(files), build)
@@ -299,7 +308,7 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         store.remove(opts.save_dir)
-    print_summary(opts, dataset, len(files), total, time.monotonic() - began)
+    print_summary(opts, dataset, len(files), total, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

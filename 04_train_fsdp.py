@@ -125,7 +125,7 @@ def train(run: Run) -> bool:
         with timers("update"):
             grad_norm = run.step_guard.clip(run.optimizer, run.options.grad_clip)
             with timers("optimizer"):
-                run.optimizer.step()  # nothing where the norm is no number
+                run.optimizer.step()  # changes nothing where the norm is NaN or infinite
             run.optimizer.zero_grad(set_to_none=True)
         run.step_done(batch)
         window_loss, window_tokens = window_loss + step_loss, window_tokens + batch.label_tokens
@@ -134,18 +134,17 @@ def train(run: Run) -> bool:
         evaluating = run.evaluation_is_due() and not stopping  # a launcher waits half a minute
         if run.log_is_due() or evaluating or stopping:
             losses = distributed.total([step_loss.item(), window_loss.item()], world)
-            figures = run.figures(losses[0] / batch.label_tokens, grad_norm, learning_rate)
+            means = losses[0] / batch.label_tokens, losses[1] / window_tokens
+            figures = run.figures(*means, grad_norm, learning_rate)
             if evaluating:
                 figures |= run.evaluate()
-            run.report(figures, losses[1] / window_tokens)
+            run.tell(figures)
             window_loss, window_tokens = torch.zeros_like(window_loss), 0
             if run.has_diverged() and not stopping:
                 return False
         run.save_if_due(stopping)
         if stopping and run.step < plan.total_steps:
-            again = " without --overwrite" if run.options.overwrite else ""
-            raise Preempted(f"stopped by {stopping} after step {run.step}, which is saved; run the "
-                            f"same command again{again} to go on")
+            raise run.preempted(stopping)
     return True
 
 

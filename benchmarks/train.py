@@ -175,8 +175,8 @@ def launch(name: str, args: argparse.Namespace, tag: str, **env: str) -> dict[st
         command = [*_torchrun(args), ROOT / "04_train_fsdp.py", "-e", tag, "-d", work / "data",
                    "-m", work / "model", "--save-dir", work / "outputs",
                    "--cache-dir", work / ".cache", "-s", args.seq_length, "-b", args.batch,
-                   "--max-steps", args.steps, "--log-freq", 1, "--ckpt-freq", 10**6,
-                   "--overwrite", *shlex.split(args.ours)]
+                   "--max-steps", args.steps, "--log-freq", 1, "--log-style", "dict",
+                   "--ckpt-freq", 10**6, "--overwrite", *shlex.split(args.ours)]
     else:
         command = [*_torchrun(args), __file__, "--trainer", work, "--batch", args.batch,
                    "--seq-length", args.seq_length, "--steps", args.steps]

@@ -21,14 +21,14 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.common.run_files import Row, RunFiles
+from launch.common.run_files import Row, RunFiles, mean_loss
 from lib.core import options, paths, stage, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
 
 _BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "_.-~=*#@"
 _CURVE_ROWS = 8
-_RECENT = 20  # logged steps that a mean is taken over
+_RECENT = 20  # rows that are looked at for a slow rank
 _STRAGGLER = 1.2  # times the usual rank
 _LABEL = 13
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -86,13 +86,13 @@ def _end(number: int, frame: object) -> NoReturn:
 
 def page(run: RunFiles, width: int) -> list[str]:
     """Return everything that is known about a run, as lines."""
-    ranks = f", {run.ranks():,} ranks" if run.ranks() else ""
+    ranks = f", {run.ranks():,} rank{'s' * (run.ranks() > 1)}" if run.ranks() else ""
     lines = [_line(run.experiment.root.name, run.status() + ranks)]
     if progress := _progress(run, width):
         lines.append(_line("progress", progress))
     if run.rows:
         lines += [_line(label, text) for label, text in _figures(run) if text]
-        lines += ["", *curve([row["train/loss"] for row in run.rows], width,
+        lines += ["", *curve([mean_loss(row) for row in run.rows], width,
                              (run.rows[0]["step"], run.rows[-1]["step"]))]
     saved = run.checkpoints()
     if saved:
@@ -119,59 +119,60 @@ def _progress(run: RunFiles, width: int) -> str:
     cells = max(10, min(40, width - 60))
     full, empty = ("█", "·") if _is_unicode() else ("#", ".")
     bar = (full * round(share * cells)).ljust(cells, empty)
-    return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{_left(run, total - step)}"
+    return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{_left(run)}"
 
 
-def _left(run: RunFiles, steps: int) -> str:
-    times = [row["time/total"] for row in run.rows[-_RECENT:] if "time/total" in row]
-    if not times or steps <= 0 or not run.status().startswith("running"):
+def _left(run: RunFiles) -> str:
+    seconds = run.rows[-1].get("perf/eta_sec") if run.rows else None
+    if seconds is None or not run.status().startswith("running"):
         return ""
-    return f", {units.duration(steps * statistics.median(times) / 1000)} left"
+    return f", {units.duration(seconds)} left"
 
 
 def _figures(run: RunFiles) -> list[tuple[str, str]]:
-    row, recent = run.rows[-1], run.rows[-_RECENT:]
-    mean = statistics.fmean(r["train/loss"] for r in recent)
-    best = min((r for r in run.evaluations if math.isfinite(r["eval/loss"])),
-               key=lambda r: r["eval/loss"], default=None)
+    """Return label and text of the figures of the last row, as docs/artifacts.md defines them."""
+    row, best = run.rows[-1], min((r for r in run.evaluations if math.isfinite(r["eval/loss"])),
+                                  key=lambda r: r["eval/loss"], default=None)
+    since = f"since step {run.rows[-2]['step']:,}" if len(run.rows) > 1 else "in the first step"
     validation = f"{run.evaluations[-1]['eval/loss']:.4f} at step " \
                  f"{run.evaluations[-1]['step']:,}, the lowest {best['eval/loss']:.4f} at " \
                  f"{best['step']:,}" if best else ""
     return [
-        ("loss", f"{row['train/loss']:.4f}, mean of {len(recent)} logged steps {mean:.4f}; "
-                 f"gradient norm {row.get('train/grad_norm', math.nan):.3g}, "
+        ("loss", f"{mean_loss(row):.4f} on average {since}, {row['train/loss']:.4f} in step "
+                 f"{row['step']:,}; gradient norm {row.get('train/grad_norm', math.nan):.3g}, "
                  f"learning rate {row.get('train/learning_rate', math.nan):.3g}"),
         ("validation", validation),
-        ("speed", _speed(recent)),
-        ("step time", _times(row)),
+        ("speed", _speed(row, since)),
+        ("step time", _times(row, since)),
         ("memory", _memory(row)),
-        ("slowest rank", _slowest(recent)),
+        ("slowest rank", _slowest(run.rows[-_RECENT:])),
         ("tokens", f"{units.count(row.get('train/tokens_seen', 0))} seen, epoch "
                    f"{row.get('epoch', 0):.3g}"),
     ]
 
 
-def _speed(rows: list[Row]) -> str:
-    def median(key: str) -> float:
-        return statistics.median(r.get(key, math.nan) for r in rows)
-    return f"{median('perf/tokens_per_sec'):,.0f} tokens/s, " \
-           f"{median('perf/tokens_per_sec_per_device'):,.0f} per device; " \
-           f"{median('perf/tflops'):.3g} TFLOP/s per device, MFU {100 * median('perf/mfu'):.1f} %"
+def _speed(row: Row, since: str) -> str:
+    def of(key: str) -> float:
+        return row.get(key, math.nan)
+    launch = f"{of('perf/run_tokens_per_sec'):,.0f} tok/s over this launch with evaluation and " \
+             "saves; " if "perf/run_tokens_per_sec" in row else ""
+    return f"{of('perf/tokens_per_sec'):,.0f} tok/s {since}, {launch}per device " \
+           f"{of('perf/tokens_per_sec_per_device'):,.0f} tok/s, {of('perf/tflops'):.3g} TFLOP/s, " \
+           f"MFU {100 * of('perf/mfu'):.1f} %"
 
 
-def _times(row: Row) -> str:
+def _times(row: Row, since: str) -> str:
     names = ("data", "forward", "backward", "update")
-    parts = [f"{name} {row[f'time/{name}']:.0f}" for name in names if f"time/{name}" in row]
-    return f"{row.get('time/total', math.nan):.0f} ms: {', '.join(parts)}"
+    parts = [f"{name} {row[f'time/{name}']:,.0f}" for name in names if f"time/{name}" in row]
+    return f"{row.get('time/total', math.nan):,.0f} ms on average {since}: {', '.join(parts)}"
 
 
 def _memory(row: Row) -> str:
     if "memory/peak_gib" not in row:
         return ""
-    total = row.get("memory/total_gib", 0)
-    peak = row["memory/peak_gib"]
-    return f"peak {peak:.1f}" + (f" of {total:.1f} GiB ({100 * peak / total:.0f} %)" if total
-                                 else " GiB")
+    peak, total = (row.get(f"memory/{kind}_gib", 0) * (1 << 30) for kind in ("peak", "total"))
+    share = f" of {units.memory(total)} ({100 * peak / total:.0f} %)" if total else ""
+    return f"peak of this launch {units.memory(peak)}{share}, on rank 0"
 
 
 def _slowest(rows: list[Row]) -> str:

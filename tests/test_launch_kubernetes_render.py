@@ -22,6 +22,7 @@ from launch import kubernetes
 from launch.kube import job, render
 from launch.kube.job import Job
 from lib.core.errors import UsageError
+from lib.train import console
 from tests import kube_schemas
 from tests.kube_cluster import ASKED, ROOT, SCRIPT, TRAIN, launch
 
@@ -190,13 +191,24 @@ def test_hyperpod_has_its_own_names_and_policies() -> None:
 def test_log_rules_match_what_a_run_prints() -> None:
     import re
 
-    [found] = manifests("render", "--kind", "hyperpod", *ASKED, "--slow-below", 20000, *TRAIN)
-    hang, slow = found["spec"]["runPolicy"]["logMonitoringConfiguration"]
-    line = "[rank=0] {'global_step': 150, 'running_loss': 1.72, 'tok/s': 6404, 'time/data': 7.9}"
-    source = (ROOT / "lib" / "train" / "metrics.py").read_text()
-    assert "'tok/s'" in source.replace('"', "'") and "global_step" in source
-    assert re.match(hang["logPattern"], line)
-    assert re.match(slow["logPattern"], line)[1] == "6404"
+    row = {"step": 1500, "train/loss_mean": 1.72, "train/learning_rate": 2.9e-4,
+           "perf/tokens_per_sec": 6404.4, "perf/mfu": 0.38, "perf/slowest_ratio": 1.0,
+           "memory/peak_gib": 61.2, "time/data": 7.9}
+
+    def rules(*options: object) -> dict[str, dict[str, str]]:
+        [found] = manifests("render", "--kind", "hyperpod", *ASKED, *options)
+        assert pod_of([found])["spec"]["containers"][0]["args"]
+        return {rule["name"]: rule
+                for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]}
+
+    said = {"line": console.Lines(20_000).line(row), "dict": console.record(row, 0)}
+    assert re.match(rules(*TRAIN)["hang"]["logPattern"], said["line"])
+    for options in ((*TRAIN, "--log-style", "dict"), ("--slow-below", 20000, *TRAIN)):
+        hang = rules(*options)["hang"]
+        assert re.match(hang["logPattern"], said["dict"])
+        assert not re.match(hang["logPattern"], said["line"])
+    assert re.match(rules("--slow-below", 20000, *TRAIN)["slow"]["logPattern"],
+                    said["dict"])[1] == "6404"
     assert re.match(hang["stopPattern"], "done: 1,000 steps, 8,192,000 tokens")
     assert 'f"done: ' in (ROOT / "lib" / "train" / "run.py").read_text()
 
@@ -257,6 +269,8 @@ def test_the_command_line_wins_over_values(tmp_path: Path) -> None:
     (("render", *ASKED, "--min-nodes", "4", *TRAIN), "--min-nodes 4 is above"),
     (("render", *ASKED, "--kind", "trainjob", "--min-nodes", "1", *TRAIN), "fixed size"),
     (("render", *ASKED, "--spares", "1", *TRAIN), "--spares is for --kind hyperpod"),
+    (("render", "--kind", "hyperpod", *ASKED, "--slow-below", "9", *TRAIN, "--log-style", "line"),
+     "--slow-below reads the speed from --log-style dict"),
     (("render", *ASKED, "--values", "lama", *TRAIN), "llama3_1_8b"),
     (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
 ])

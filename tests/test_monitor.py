@@ -38,7 +38,9 @@ def row(step: int, **more: object) -> str:
     """Return a line of metrics.jsonl."""
     figures = {"step": step, "epoch": 0.1, "train/loss": 8.0 - step / 100, "train/grad_norm": 1.0,
                "train/learning_rate": 1e-3, "train/tokens_seen": step * 1000,
-               "perf/tokens_per_sec": 5000.0, "perf/tokens_per_sec_per_device": 2500.0,
+               "train/loss_mean": 8.05 - step / 100, "perf/run_tokens_per_sec": 4321.0,
+               "perf/eta_sec": 4000.0 - 10 * step, "perf/tokens_per_sec": 5000.0,
+               "perf/tokens_per_sec_per_device": 2500.0,
                "perf/tflops": 100.0, "perf/mfu": 0.31, "time/data": 1.0, "time/forward": 30.0,
                "time/backward": 60.0, "time/update": 9.0, "time/total": 100.0,
                "perf/slowest_rank": 3, "perf/slowest_ratio": 1.0, "memory/peak_gib": 60.0,
@@ -78,15 +80,16 @@ def test_figures_of_a_run(run: Path):
     with held(run):
         said = once(run)
     assert re.search(r"exp +running, 16 ranks\n", said)
-    assert "25.0 %, step 100 of 400, 30 s left" in said
-    assert "7.0000, mean of 10 logged steps 7.4500" in said
-    assert "5,000 tokens/s, 2,500 per device" in said and "MFU 31.0 %" in said
-    assert "peak 60.0 of 80.0 GiB (75 %)" in said
-    assert "100 ms: data 1, forward 30, backward 60, update 9" in said
+    assert "25.0 %, step 100 of 400, 50 min 00 s left" in said
+    assert "7.0500 on average since step 90, 7.0000 in step 100;" in said
+    assert "5,000 tok/s since step 90, 4,321 tok/s over this launch with evaluation" in said
+    assert "per device 2,500 tok/s, 100 TFLOP/s, MFU 31.0 %" in said
+    assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %)" in said
+    assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in said
     assert re.search(r"checkpoint +step 100, \S+ s ago; 2 kept", said)
     assert "slowest" not in said and "warnings" not in said
     picture = [line for line in said.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")][1:]
-    assert len(picture) == 8 and "7.9000" in picture[0] and "7.0000" in picture[-1]
+    assert len(picture) == 8 and "7.9500" in picture[0] and "7.0500" in picture[-1]
     assert picture[0].count("█") == 1 and len(picture[-1].split()[-1]) == 10  # it falls
 
 
@@ -202,7 +205,7 @@ def test_a_real_run_lives_and_dies(project: Path):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         said = once(root)
-        assert re.search(r"exp +running, 1 ranks", said) and " left" in said
+        assert re.search(r"exp +running, 1 rank\n", said) and " left" in said
         assert "tokens/s" in said and "MFU" in said and "step 20" in said
         shown = watched(root)
         assert shown.startswith("\x1b[?1049h") and "running" in shown

@@ -57,12 +57,20 @@ def refused(root: Path, *arguments: object, code: int, says: str) -> None:
 def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: Path):
     run_stage("04_train_fsdp.py", "-e", "one", *COMMON, "--max-steps", STEPS, "-b", 2,
               "--global-batch-size", 8, cwd=project)  # without torchrun
-    run_stage("04_train_fsdp.py", "-e", "wide", *COMMON, "--max-steps", STEPS, "-b", 4,
-              cwd=project, ranks=2)
+    done = run_stage("04_train_fsdp.py", "-e", "wide", *COMMON, "--max-steps", STEPS, "-b", 4,
+                     "--log-freq", 3, "--log-style", "dict", cwd=project, ranks=2)
     expected = losses(trained, "two")
     assert len(expected) == STEPS and expected[STEPS] < expected[1] - 0.5
+    assert losses(project, "one") == pytest.approx(expected, rel=1e-4)
+    logged = metrics(project, "wide")
+    assert [row["step"] for row in logged] == [1, 3, 6, 9, 12]
+    for row, first in zip(logged, (1, 2, 4, 7, 10), strict=True):
+        since = [expected[step] for step in range(first, row["step"] + 1)]
+        assert row["train/loss"] == pytest.approx(since[-1], rel=1e-4)
+        assert row["train/loss_mean"] == pytest.approx(sum(since) / len(since), rel=1e-4)
+    assert re.findall(r"^\[rank=(\d)\] {'global_step': (\d+),", done.stdout, re.MULTILINE) == [
+        ("0", str(row["step"])) for row in logged]
     for name in ("one", "wide"):
-        assert losses(project, name) == pytest.approx(expected, rel=1e-4)
         validation = [row["eval/loss"] for row in metrics(project, name) if "eval/loss" in row]
         assert validation == pytest.approx([row["eval/loss"] for row in metrics(trained, "two")
                                             if "eval/loss" in row], rel=1e-4)
@@ -125,9 +133,16 @@ def test_what_a_run_leaves(trained: Path):
     assert [p.name for p in sorted((root / "logs").iterdir())] == ["rank_00000.log",
                                                                    "rank_00001.log"]
     row = metrics(trained, "two")[-1]
-    keys = {"step", "epoch", "train/loss", "train/grad_norm", "train/learning_rate",
-            "train/tokens_seen", "perf/tokens_per_sec", "perf/tokens_per_sec_per_device",
-            "perf/tflops", "perf/mfu", "perf/slowest_rank", "perf/slowest_ratio",
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row.pop("time"))
+    assert row["train/loss_mean"] == row["train/loss"]  # a row for every step
+    logs = [(root / "logs" / f"rank_0000{rank}.log").read_text() for rank in (0, 1)]
+    own = [re.findall(r"\[rank=(\d)\] {'global_step': (\d+), .*'time/data'", log) for log in logs]
+    assert own == [[(str(rank), str(step)) for step in range(1, STEPS + 1)] for rank in (0, 1)]
+    assert "  loss " not in "".join(logs)  # that is the line of the console
+    keys = {"step", "epoch", "train/loss", "train/loss_mean", "train/grad_norm",
+            "train/learning_rate", "train/tokens_seen", "perf/tokens_per_sec",
+            "perf/tokens_per_sec_per_device", "perf/run_tokens_per_sec", "perf/tflops",
+            "perf/mfu", "perf/slowest_rank", "perf/slowest_ratio",
             "time/optimizer", "eval/loss", "eval/perplexity",
             *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),
             *(f"memory/{name}_gib" for name in ("current", "peak", "reserved", "total"))}

@@ -33,6 +33,8 @@ class Kind:
     port: tuple[str, int]
 
 
+# What a line about a step looks like, by stage 04's --log-style.
+_STEP_PATTERNS = {"dict": ".*'global_step': \\d+", "line": ".*step +[0-9,]+/[0-9,]+ +loss"}
 KINDS = {
     "pytorchjob": Kind("pytorchjob.yaml", "pytorchjobs.kubeflow.org", "pytorch",
                        ("pytorchjob-port", 23456)),
@@ -110,7 +112,9 @@ class Job:
             "PROJECT_DIR": self.project_dir, "CODE_DIR": self.code_dir,
             "MAX_RESTARTS": self.max_restarts, "POD_RESTARTS": self.max_restarts * self.nodes,
             "POD_RESTART": "Never" if self.kind == "trainjob" else "",
-            "SLOW_BELOW": self.slow_below, "INTERFACES": self.interfaces,
+            "SLOW_BELOW": self.slow_below,
+            "STEP_PATTERN": _STEP_PATTERNS[stage_options(self.train).log_style],
+            "INTERFACES": self.interfaces,
             "TOKEN_SECRET": self.token_secret, "PULL_SECRET": self.pull_secret,
             "MORE_ENV": [{"name": key, "value": value} for key, value in self.env.items()],
             "TRAIN": list(self.train),
@@ -149,7 +153,8 @@ def of_options(opts: Options, values: dict[str, Any], given: Sequence[str]) -> J
                      expected="one of " + ", ".join(known) + "; or --gpus-per-node (and "
                      "--efa-per-node) for any other")
     _check(opts, problems)
-    train = problems.collect(lambda: train_options(opts.job_name, values, given))
+    train = problems.collect(lambda: train_options(opts.job_name, values, given,
+                                                   opts.slow_below))
     problems.raise_if_any()
     has = known.get(bare_type, {})
     is_hyperpod = opts.kind == "hyperpod" and bare_type
@@ -184,11 +189,12 @@ def _check(opts: Options, problems: Problems) -> None:
         problems.add("--image is missing", expected="the image that launch/build_image.py made")
 
 
-def train_options(name: str, values: dict[str, Any], given: Sequence[str]) -> list[str]:
+def train_options(name: str, values: dict[str, Any], given: Sequence[str],
+                  slow_below: int = 0) -> list[str]:
     """Return the options of stage 04: those of a file, then those given, which win.
 
-    The job's name becomes the experiment's when there is none. UsageError when stage 04 would not
-    take them.
+    The job's name becomes the experiment's when there is none, and a rule for slow jobs has the
+    log style that it reads. UsageError when stage 04 would not take them.
     """
     asked = stage_options(given)
     arguments: list[str] = []
@@ -201,7 +207,13 @@ def train_options(name: str, values: dict[str, Any], given: Sequence[str]) -> li
     if not (stage_options(arguments).experiment_name or asked.experiment_name):
         arguments.insert(0, f"--experiment-name={name}")
     arguments += given
-    if not stage_options(arguments).dataset_name:
+    if slow_below:
+        arguments.insert(0, "--log-style=dict")
+    opts = stage_options(arguments)
+    if slow_below and opts.log_style != "dict":
+        raise UsageError("--slow-below reads the speed from --log-style dict",
+                         found=f"--log-style {opts.log_style}", expected="no --log-style, or dict")
+    if not opts.dataset_name:
         raise UsageError("no dataset is named", expected="-d NAME after --, or in --values")
     return arguments
 

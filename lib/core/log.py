@@ -55,6 +55,17 @@ def info(text: str) -> None:
     _logger.info(text)
 
 
+def to_console(text: str) -> None:
+    """Tell the reader of the console alone; rank 0 only."""
+    if rank() == 0:
+        _pass_on(text, logging.INFO, to_files=False)
+
+
+def to_file(text: str) -> None:
+    """Note something expected in this rank's file alone."""
+    _pass_on(text, logging.INFO, to_files=True)
+
+
 def warn(text: str) -> None:
     """Tell the reader of the log something that wants attention."""
     _logger.warning(text)
@@ -62,9 +73,13 @@ def warn(text: str) -> None:
 
 def error(text: str) -> None:
     """Note in this rank's file what ends the run (the console gets it from the stage's exit)."""
+    _pass_on(text, logging.ERROR, to_files=True)
+
+
+def _pass_on(text: str, level: int, to_files: bool) -> None:
     for handler in _logger.handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(_logger.makeRecord(_logger.name, logging.ERROR, "", 0, text, (), None))
+        if isinstance(handler, logging.FileHandler) == to_files:
+            handler.handle(_logger.makeRecord(_logger.name, level, "", 0, text, (), None))
 
 
 def table(rows: dict[str, object], indent: int = 2) -> None:

@@ -9,25 +9,29 @@ from types import TracebackType
 from lib.core import log, units
 
 _LINE_EVERY_S = 15.0
+_TOLD_EVERY_S = 0.2
+_TOLD_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n}/{total}{postfix}"  # who counts tells the time
 
 
 class Progress:
     """Counts work done towards a total and shows it.
 
-    total: in `unit`s, None when it is not known. unit: `B` prints as kB, MB, …. done: before this.
+    total: in `unit`s, None when it is not known. unit: `B` prints as kB, MB, …. done: before this
+    launch, which no speed counts. times: of the bar itself; False where `tell` gives better ones.
     On a terminal it is a tqdm bar; elsewhere a log line at most every 15 seconds.
     """
 
     def __init__(self, what: str, total: int | None, unit: str, enabled: bool = True,
-                 done: int = 0) -> None:
+                 done: int = 0, times: bool = True) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, done
+        self._before = done
         self._began = self._last_line = time.monotonic()
         self._enabled = enabled and log.rank() == 0
         self._bar = None
         if self._enabled and sys.stderr.isatty():
             from tqdm import tqdm
             self._bar = tqdm(desc=what, total=total, unit=unit, unit_scale=True, leave=False,
-                             initial=done)
+                             initial=done, bar_format=None if times else _TOLD_BAR)
 
     def __enter__(self) -> Progress:
         return self
@@ -50,8 +54,24 @@ class Progress:
             self._last_line = time.monotonic()
             log.info(self._line())
 
+    def skip(self, amount: int) -> None:
+        """Note that `amount` units were done before this launch; no speed counts them."""
+        self.done, self._before = self.done + amount, self._before + amount
+        if self._bar is not None:
+            for name in ("n", "initial", "last_print_n"):
+                setattr(self._bar, name, getattr(self._bar, name) + amount)
+            self._bar.refresh()
+
+    def tell(self, text: str) -> None:
+        """Show a few words behind the bar, if there is one."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            if time.monotonic() - self._last_line > _TOLD_EVERY_S:
+                self._last_line = time.monotonic()
+                self._bar.refresh()
+
     def _line(self) -> str:
-        rate = self.done / max(time.monotonic() - self._began, 1e-9)
+        rate = (self.done - self._before) / max(time.monotonic() - self._began, 1e-9)
         show = units.size if self.unit == "B" else lambda n: f"{units.count(n)} {self.unit}"
         if not self.total:
             return f"{self.what}: {show(self.done)}, {show(rate)}/s"

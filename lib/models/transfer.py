@@ -87,8 +87,11 @@ class Transfer:
             self._progress.advance(amount)
 
     def _came(self, place: str, amount: int) -> None:
-        self._advance(amount)
+        if place == "the Hub":
+            self._advance(amount)
         with self._lock:
+            if place != "the Hub":
+                self._progress.skip(amount)
             self.bytes_from[place] += amount
 
     def _begin(self, file: RemoteFile, directory: Path) -> list[Job]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lib.core import options
 from lib.core.options import Parser
 from lib.models import scratch
-from lib.train import goodput, schedule
+from lib.train import console, goodput, schedule
 
 _PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -184,6 +184,9 @@ def _watch(parser: Parser) -> None:
     group = parser.add_argument_group("logs, checkpoints and evaluation")
     group.add_argument("--log-freq", "--log-interval", type=options.positive_int, default=10,
                        metavar="N", help="steps between log lines")
+    group.add_argument("--log-style", choices=console.STYLES, default="line",
+                       help="on the console: an aligned line for people, or the dict with the "
+                            "four timers that each rank's log has")
     group.add_argument("--ckpt-freq", "--checkpoint-interval", type=options.positive_int,
                        default=500, metavar="N", help="steps between checkpoints")
     group.add_argument("--ckpt-keep", type=options.count, default=3, metavar="N",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from lib.core.errors import EXIT_BUG, UsageError
 from lib.core.lease import Lease
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
-from lib.core.progress import Progress
 from lib.core.publish import differences
 from lib.models import remote_code
 from lib.models.initialise import initialise
@@ -43,10 +41,10 @@ from lib.train import (
 from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
 from lib.train.memory_estimate import MemoryEstimate
-from lib.train.metrics import Metrics
 from lib.train.optimizer import StepGuard
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
+from lib.train.report import Report
 from lib.train.run import Run
 from lib.train.saving import Saves
 from lib.train.signals import StopRequest
@@ -112,11 +110,11 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     if opts.packing == "documents":
         isolation.require(model, world)
     log.info(f"loss: {loss.chunk(model, world)}")
-    run.metrics = Metrics(experiment, world.rank, run.step, opts.wandb)
+    run.report = Report(opts, experiment, run_plan, world.rank, run.step,
+                        f"{experiment.root.name}: {model.config.model_type}, {world.size} × "
+                        f"{world.device.type}")
     run.watchdog = Watchdog(opts.watchdog_minutes,
                             experiment.rank_log(world.rank).with_suffix(".stacks.txt"))
-    run.progress = Progress("training", run_plan.total_steps, "step", done=run.step,
-                            enabled=not opts.no_progress and sys.stderr.isatty())
     run.write_state("running")
     run.tell_estimate()
     return run

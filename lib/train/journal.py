@@ -42,14 +42,14 @@ class Journal:
     def state(self, **facts: Any) -> None:
         """Replace state.json: a hint for people and launchers, never the truth."""
         if self._active:
-            facts["updated"] = _now()
+            facts["updated"] = now()
             with told("state.json"):
                 manifest.write_json(self.experiment.state, facts)
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append a line to events.jsonl."""
         if self._active:
-            line = json.dumps({"time": _now(), "event": event, "step": step, **facts}) + "\n"
+            line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
             with told(f"the event {event}"), self.experiment.events.open("ab+") as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
@@ -106,5 +106,6 @@ def _unpacked_commit() -> str:
         return ""
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time as events.jsonl and metrics.jsonl have it, in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

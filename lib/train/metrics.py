@@ -1,4 +1,4 @@
-"""Figures of a run: metrics.jsonl, TensorBoard and the console, written by rank 0 alone."""
+"""Figures of a run: metrics.jsonl and TensorBoard, written by rank 0 alone."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from typing import Any
 from lib.core import log, manifest
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.train.journal import told
-
-_CONSOLE = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "lr",
-            "perf/tokens_per_sec": "tok/s", "perf/mfu": "mfu", "memory/peak_gib": "peak_gib",
-            "perf/loader_share": "loader_share",
-            "perf/loader_tokens_per_sec_per_device": "loader_tok/s"}
-_STRAGGLER = 1.5  # times the usual rank's time before the console names the slowest
+from lib.train import journal
 
 
 class Metrics:
-    """Appends one JSON object per logged step; figures are not rounded, but on the console."""
+    """Appends one JSON object per logged step; figures are not rounded."""
 
     def __init__(self, experiment: Experiment, rank: int, step: int, wandb: bool = False) -> None:
         """step: where the run goes on; what an interrupted run logged after it is dropped."""
@@ -36,27 +30,17 @@ class Metrics:
             self._open(step)
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Write the figures of `figures["step"]`."""
+        """Write the figures of `figures["step"]` with the time."""
         if not self._active:
             return
-        with told("a line of metrics.jsonl"):
-            self._file.write(_line(figures))
+        with journal.told("a line of metrics.jsonl"):
+            self._file.write(_line({"step": figures["step"], "time": journal.now(), **figures}))
         if self._board is not None:
             for key, value in figures.items():
                 if isinstance(value, (int, float)) and key != "step":
                     self._board.add_scalar(key, value, figures["step"])
         if self._wandb is not None:
             self._wandb.log(figures, step=figures["step"])
-
-    def console(self, figures: dict[str, Any], running_loss: float, left: str) -> None:
-        """Print a step's line. left: how long the run still takes."""
-        line: dict[str, Any] = {"global_step": figures["step"],
-                                "running_loss": round(running_loss, 4)}
-        line |= {short: _short(figures[key]) for key, short in _CONSOLE.items() if key in figures}
-        line |= {key: round(value, 1) for key, value in figures.items() if key.startswith("time/")}
-        if figures["perf/slowest_ratio"] > _STRAGGLER:
-            line["slowest_rank"] = figures["perf/slowest_rank"]
-        log.info(f"[rank=0] {line | {'left': left}}")
 
     def close(self) -> None:
         """Flush all sinks."""
@@ -71,7 +55,7 @@ class Metrics:
         self._board = _tensorboard(self._experiment.tensorboard, step)
 
     def _close_files(self) -> None:
-        with told("metrics.jsonl"):
+        with journal.told("metrics.jsonl"):
             self._file.close()
         if self._board is not None:
             self._board.close()
@@ -91,6 +75,19 @@ def read(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append({key: math.nan if value is None else value for key, value in row.items()})
     return rows
+
+
+def mean_loss(row: dict[str, Any]) -> float:
+    """Return the mean loss since the row before; of rows older than that key, the step's."""
+    return row.get("train/loss_mean", row["train/loss"])
+
+
+def training(rows: list[dict[str, Any]]) -> str:
+    """Return the first and the last training loss in words."""
+    first, last = rows[0], rows[-1]
+    since = f", the mean since step {rows[-2]['step']:,}" if len(rows) > 1 else ""
+    return f"{first['train/loss']:.4f} at step {first['step']:,} → {mean_loss(last):.4f} at step " \
+           f"{last['step']:,}{since}"
 
 
 def last_validation(rows: list[dict[str, Any]]) -> str:
@@ -133,9 +130,3 @@ def _wandb(experiment: Experiment) -> Any:
     name = experiment.root.name
     return wandb.init(mode="offline", dir=str(experiment.root), project="pretraining", name=name,
                       id=name, resume="allow")
-
-
-def _short(value: float | None) -> Any:
-    if value is None:
-        return None
-    return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")

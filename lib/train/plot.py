@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lib.core import log
+from lib.core import log, units
+from lib.train import metrics
 
 
 def loss(rows: list[dict[str, Any]], path: Path, caption: str) -> None:
@@ -31,13 +32,18 @@ def loss(rows: list[dict[str, Any]], path: Path, caption: str) -> None:
     right.plot(*_columns(train, "train/learning_rate"), color="0.75", linewidth=1)
     right.set_ylabel("learning rate", color="0.5")
     right.set_ylim(bottom=0)
-    left.plot(*_columns(train, "train/loss"), color="tab:blue", linewidth=1, label="training")
+    left.plot(*_columns(train, "train/loss"), color="tab:blue", linewidth=0.6, alpha=0.35,
+              label="training, single steps")
+    tokens, _ = _columns(train, "train/loss")
+    left.plot(tokens, [metrics.mean_loss(row) for row in train], color="tab:blue", linewidth=1.2,
+              label="training, mean since the point before")
     if held_out:
         left.plot(*_columns(held_out, "eval/loss"), color="tab:orange", marker="o", markersize=4,
                   label="validation")
     left.set_zorder(right.get_zorder() + 1)
     left.patch.set_visible(False)
     left.set_xlabel("tokens")
+    left.xaxis.set_major_formatter(lambda tokens, _: units.count(tokens))
     left.set_ylabel("loss (nats per token)")
     left.legend(loc="upper right")
     left.set_title(caption, fontsize=9)

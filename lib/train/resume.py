@@ -87,8 +87,7 @@ def roll_back(run: Run) -> None:
             run.saves.tier.supersede(run.step, why)
         except ArtifactError as error:  # at worst a resume goes back to there, and then here again
             log.warn(error.render().removeprefix("error: "))
-    run.metrics.rewind(run.step)
-    run.progress.advance(run.step - diverged_at)
+    run.report.rewind(run.step)
     run.journal.event("rollback", run.step, diverged_at=diverged_at, bad_steps=bad)
     log.warn(f"{bad} bad steps in a row: back from step {diverged_at} to {checkpoint.path}; the "
              f"data of the steps between is passed over (rollback {run.rollbacks} of at most "

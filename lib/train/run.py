@@ -21,18 +21,17 @@ from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.lease import Lease
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.core.progress import Progress
 from lib.tokens.loader import Step, evaluation_batches
-from lib.train import distributed, memory, metrics, plot, symptoms
+from lib.train import distributed, memory, metrics, symptoms
 from lib.train.distributed import World
 from lib.train.feed import Feed
 from lib.train.journal import Journal
 from lib.train.loss import evaluate
 from lib.train.memory_estimate import MemoryEstimate
-from lib.train.metrics import Metrics
 from lib.train.optimizer import Skipped, StepGuard
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
+from lib.train.report import Report
 from lib.train.saving import Saves
 from lib.train.signals import StopRequest
 from lib.train.startup import Data
@@ -50,7 +49,7 @@ class Run:
     flops: per token, forward and backward. peak: FLOP/s per rank.
     resumed_from: digest of the checkpoint that a person named with --resume, here or in an earlier
     launch that this one goes on from. estimate, lease: rank 0 has them. memory_before: GiB in
-    use before the model had memory. memory_peak: the most of any window.
+    use before the model had memory. memory_peak: the most since then.
     """
 
     options: Options
@@ -77,12 +76,10 @@ class Run:
     rollbacks: int = 0
     resumed_from: str | None = None
     model_files: dict[str, str] = field(default_factory=dict)
-    metrics: Metrics = field(init=False)
-    progress: Progress = field(init=False)
+    report: Report = field(init=False)
     skipped: Skipped = field(default=Skipped(0, 0, 0))
     watchdog: Watchdog = field(init=False)
     saves: Saves = field(init=False)
-    began: float = field(default_factory=time.monotonic)
     last: dict[str, Any] = field(default_factory=dict)
 
     def log_is_due(self) -> bool:
@@ -101,8 +98,8 @@ class Run:
         self.step, self.tokens = self.step + 1, self.tokens + step.tokens
         self.feed.took(step)
         self.timers.step_done()
+        self.report.step_done(self.step)
         self.profiler.after(self.step)
-        self.progress.advance()
         self.watchdog.enter("step")
         if self.finish_save(wait=False):
             self.write_state("running")
@@ -111,22 +108,28 @@ class Run:
             gc.disable()
             gc.collect()
 
-    def figures(self, loss: float, grad_norm: torch.Tensor, learning_rate: float,
-                ) -> dict[str, Any]:
-        """Return the figures of this step, speeds as means since the last log line."""
+    def figures(self, loss: float, mean_loss: float, grad_norm: torch.Tensor,
+                learning_rate: float) -> dict[str, Any]:
+        """Return the row of this step, as docs/artifacts.md defines its keys.
+
+        loss: of the step. mean_loss, and all speeds: over the steps since the row before.
+        """
         times = self.timers.read()
         per_second = self.plan.tokens_per_step / (times["time/total"] / 1000)
         per_device = per_second / self.world.size
         in_use = memory.usage(self.world.device)
         self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
+        in_use["memory/peak_gib"] = self.memory_peak
         return {"step": self.step, "epoch": self.feed.epoch(self.step),
-                "train/loss": loss, "train/grad_norm": grad_norm.item(),
+                "train/loss": loss, "train/loss_mean": mean_loss,
+                "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": learning_rate,
                 "train/tokens_seen": self.tokens,
                 "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
                 "perf/tflops": per_device * self.flops / 1e12,
                 "perf/mfu": per_device * self.flops / self.peak,
-                **times, **self._slowest(times), **self.feed.costs(times), **in_use}
+                **self.report.speeds(self.step), **times, **self._slowest(times),
+                **self.feed.costs(times), **in_use}
 
     def _slowest(self, times: dict[str, float]) -> dict[str, float]:
         """Return which rank is slowest in what no rank waits for others in, and by how much.
@@ -147,26 +150,23 @@ class Run:
         for part in held_out:
             batches = evaluation_batches(part.samples, self.options.eval_batches,
                                          self.plan.division)
-            losses[part.name] = evaluate(self.model, batches, self.world)
+            losses[part.name] = evaluate(self.model, self.report.validating(batches), self.world)
         loss = sum(part.weight * losses[part.name] for part in held_out) \
             / sum(part.weight for part in held_out)
         each = {f"eval/loss/{name}": each for name, each in losses.items()} \
             if len(losses) > 1 else {}
-        log.info(f"[rank=0] step {self.step}: validation loss {loss:.4f} "
-                 f"({units.duration(time.monotonic() - began)})")
+        self.report.validated(self.step, loss, began)
         self.resume_timing()
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), **each}
 
-    def report(self, figures: dict[str, Any], running_loss: float) -> None:
-        """Write a step's figures everywhere. running_loss: mean since the last log line.
+    def tell(self, figures: dict[str, Any]) -> None:
+        """Write this step's row everywhere, and say how many steps were skipped before it.
 
-        Raises UsageError when the loss of the first step is no number.
+        Raises UsageError when the loss of the first step is NaN or infinite.
         """
         self.last = figures
         self.tell_estimate()
-        self.metrics.write(figures)
-        left = (self.plan.total_steps - self.step) * figures["time/total"] / 1000
-        self.metrics.console(figures, running_loss, units.duration(left))
+        self.report.row(figures)
         symptoms.require_finite(figures["train/loss"], self.step, self.options)
         self.skipped = self.step_guard.read()
         if self.skipped.steps:
@@ -208,7 +208,7 @@ class Run:
         if copies is None:
             self.finish_save(wait=True, last=last)
         else:
-            log.info(f"[rank=0] step {self.step}: saving in the background from a copy of "
+            log.info(f"step {self.step:,}: saving in the background from a copy of "
                      f"{units.size(copies.bytes)} in host memory; the steps waited "
                      f"{units.duration(time.monotonic() - began)}")
         done = self.step == self.plan.total_steps
@@ -233,7 +233,7 @@ class Run:
     def finish_save(self, wait: bool, last: bool = False) -> bool:
         """Do what follows a save that has ended, see Saves.finish; return whether there was one."""
         if ended := self.saves.finish(wait, last):
-            self._draw()
+            self.report.draw()
         return ended
 
     def note_quarantine(self, step: int, why: str) -> None:
@@ -256,22 +256,26 @@ class Run:
 
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
+        self.report.close_bar()
         if self.saves.tier is not None:
             self.saves.tier.remove()
         self.journal.event("complete", self.step)
         self.write_state("complete")
         if self.world.rank != 0:
             return
-        rows = [row for row in metrics.read(self.experiment.metrics) if "train/loss" in row]
-        if rows:
-            log.info(f"done: {self.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens, "
-                     f"{units.duration(time.monotonic() - self.began)}")
-            log.table({"training loss": f"{rows[0]['train/loss']:.4f} at step {rows[0]['step']} → "
-                                        f"{rows[-1]['train/loss']:.4f} at step {rows[-1]['step']}",
+        if rows := self.report.rows():
+            log.info(f"done: {self.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
+                     f"{self.report.launch()}")
+            log.table({"training loss": metrics.training(rows),
                        "validation loss": metrics.last_validation(rows),
-                       "memory": self.estimate.compared(self.memory_peak,
-                                                           self.memory_before),
+                       "memory": self.estimate.compared(self.memory_peak, self.memory_before),
                        "plot": self.experiment.plot, "metrics": self.experiment.metrics})
+
+    def preempted(self, stopping: str) -> Preempted:
+        """Return what ends a run that was stopped after this step, which is saved."""
+        again = " without --overwrite" if self.options.overwrite else ""
+        return Preempted(f"stopped by {stopping} after step {self.step:,}, which is saved; run the "
+                         f"same command again{again} to go on")
 
     def failed(self, error: BaseException) -> None:
         """Note in state.json how the run ended, unless it was stopped after saving."""
@@ -286,8 +290,7 @@ class Run:
         self.feed.close()
         if self.estimate is not None:
             self.estimate.close()
-        self.progress.close()
-        self.metrics.close()
+        self.report.close()
         if self.lease is not None:
             if in_order:  # asked to end while it was ending: not a word for the next launch
                 with suppress(OSError):
@@ -295,13 +298,3 @@ class Run:
             self.lease.release()
         if in_order:
             distributed.stop(self.world)
-
-    def _draw(self) -> None:
-        if self.world.rank != 0:
-            return
-        name = f"{self.experiment.root.name}: {self.model.config.model_type}, " \
-               f"{self.world.size} × {self.world.device.type}"
-        try:
-            plot.loss(metrics.read(self.experiment.metrics), self.experiment.plot, name)
-        except Exception as error:  # a picture is no reason to end a run that has just been saved
-            log.warn(f"no {self.experiment.plot.name} this time: {error}")

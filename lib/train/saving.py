@@ -71,7 +71,7 @@ class Saves:
         self._failures = 0
         self._journal.event("save", self._step, path=checkpoint.path.name)
         if log.rank() == 0:
-            log.info(f"[rank=0] step {self._step}: saved {checkpoint.path} "
+            log.info(f"step {self._step:,}: saved {checkpoint.path} "
                      f"({units.duration(time.monotonic() - self._began)})")
             self._prune()
         return True
@@ -85,7 +85,7 @@ class Saves:
             return
         self._journal.event("save", self._step, path=str(checkpoint.path))
         if log.rank() == 0:
-            log.info(f"[rank=0] step {self._step}: saved {checkpoint.path} "
+            log.info(f"step {self._step:,}: saved {checkpoint.path} "
                      f"({units.duration(time.monotonic() - self._began)})")
 
     def _write(self, snapshot: Snapshot) -> Checkpoint:

@@ -1,4 +1,5 @@
-"""The four timers of a step: data, forward, backward, update (and of that the optimizer alone).
+"""The four timers of a step: data, forward, backward, update (and of that the optimizer alone),
+and the pace of a launch.
 
 On CUDA they are events on the stream, read at log points, so timing adds no synchronisation.
 """
@@ -12,6 +13,27 @@ from contextlib import contextmanager
 import torch
 
 PHASES = ("data", "forward", "backward", "update", "optimizer")
+
+
+class Pace:
+    """Wall time of a launch's steps with evaluation and saves between them, without the first step.
+
+    That one compiles, allocates and warms up, and no other step takes as long.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self._began = 0, 0.0
+
+    def step_done(self) -> None:
+        """Note the end of a step."""
+        self.steps += 1
+        if self.steps == 1:
+            self._began = time.perf_counter()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Return the mean until now, None while there is only the first step."""
+        return (time.perf_counter() - self._began) / (self.steps - 1) if self.steps > 1 else None
 
 
 class Timers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -153,6 +154,18 @@ def test_progress_is_a_bar_on_a_terminal(environment, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout == "" and b"reading" in os.read(master, 4096)
     os.close(terminal)
     os.close(master)
+
+
+def test_what_was_done_before_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress.log, "info", lines.append)
+    bar = progress.Progress("reading", 4_000_000, "B")
+    bar._began -= 10
+    bar.skip(2_000_000)
+    bar.advance(1_000_000)
+    assert re.fullmatch(r"reading: 3.0 MB of 4.0 MB \(75 %\), (99|100)\.\d kB/s, 10 s left",
+                        lines[0])
 
 
 def test_progress_lines_are_rare() -> None:

@@ -1,14 +1,14 @@
-"""metrics.jsonl, TensorBoard and the console line."""
+"""metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from lib.core import log
 from lib.core.paths import Experiment
 from lib.train import metrics
 from lib.train.metrics import Metrics
@@ -37,6 +37,7 @@ def test_figures_come_back_as_they_were(experiment: Experiment) -> None:
     rows = metrics.read(experiment.metrics)
     assert [row["train/loss"] for row in rows] == [1 / 4, 1 / 5, 1 / 6]
     assert rows[0]["train/learning_rate"] == 1e-17 / 3
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["time"]) for row in rows)
 
 
 def test_a_line_is_there_as_soon_as_it_is_written(experiment: Experiment) -> None:
@@ -94,17 +95,3 @@ def test_tensorboard_has_the_figures_and_forgets_the_steps_run_again(experiment:
     assert [scalar.step for scalar in scalars] == [1, 2, 3, 4, 5, 6, 7]
     assert scalars[0].value == pytest.approx(1 / 4)
     assert "step" not in events.Tags()["scalars"]
-
-
-def test_the_console_line_is_rounded_and_keeps_its_shape(experiment: Experiment, capsys) -> None:
-    log.setup()
-    Metrics(experiment, 0, 0).console(
-        {"step": 150, "train/loss": 1.7234567, "train/learning_rate": 3.3333333e-5,
-         "perf/tokens_per_sec": 6404.4, "perf/mfu": None, "time/data": 7.88, "eval/loss": 2.0,
-         "perf/slowest_rank": 3, "perf/slowest_ratio": 1.7},
-        running_loss=1.7211111, left="2 h 5 min")
-    line = capsys.readouterr().out.strip()
-    assert line.startswith("[rank=0] {'global_step': 150, 'running_loss': 1.7211, ")
-    assert "'tok/s': 6404" in line and "'time/data': 7.9" in line and "'lr': 3.333e-05" in line
-    assert "'mfu': None" in line
-    assert "'slowest_rank': 3" in line and line.endswith("'left': '2 h 5 min'}")
