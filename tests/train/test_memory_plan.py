@@ -229,7 +229,7 @@ def test_a_run_takes_what_was_estimated(project: Path, ranks: int) -> None:
     save_tokenizer(model, project / "raw_text")
     # malloc keeps smaller blocks that were freed; so they are given back, as by a GPU's allocator.
     done = run_stage("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "larger", "-s", 1024,
-                     "-b", 2, "--max-steps", 3, "--log-freq", 1, "--precision", "bf16", ranks=ranks,
+                     "-b", 2, "--max-steps", 3, "--log-freq", 1, "--from-scratch", ranks=ranks,
                      cwd=project, env={"MALLOC_MMAP_THRESHOLD_": "1000000"})
     found = re.search(r"([\d.]+) GiB without .*; ([\d.]+) GiB were estimated", done.stdout)
     assert found, done.stdout
