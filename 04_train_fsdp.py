@@ -60,9 +60,15 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
     if startup.is_complete(opts, experiment, inputs):
         return
     setting = startup.check(opts, experiment, inputs)
+
+    from lib.train import memory_fit
+
     if opts.dry_run:
         startup.print_plan(opts, inputs, setting)
+        memory_fit.warn(opts, inputs, setting)
         return
+    if not opts.prepare_only:
+        memory_fit.require(opts, inputs, setting)
     data = startup.prepare_data(opts, inputs, setting)
     if opts.prepare_only:
         log.info("next: the same command without --prepare-only")

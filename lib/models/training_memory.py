@@ -31,7 +31,7 @@ class Estimate:
 
     def text(self) -> str:
         """Return the figures in words."""
-        *shown, last = [f"{units.size(size)} on {gpus}" for gpus, size in self.per_gpu.items()]
+        *shown, last = [f"{units.memory(size)} on {gpus}" for gpus, size in self.per_gpu.items()]
         return f"about {', '.join(shown)} or {last} GPUs, each with 1 × {self.tokens:,} tokens:"
 
     def notes(self) -> list[str]:
@@ -47,15 +47,21 @@ def estimate(model: PreTrainedModel) -> Estimate:
     config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or _LONGEST
     tokens = min(context, _LONGEST)
+    beside, states = sum(beside_states(model, tokens, "bf16")), _STATE * _count(model)
+    return Estimate(tokens, {n: -(-states // n) + beside for n in GPUS})
+
+
+def beside_states(model: PreTrainedModel, tokens: int, precision: str) -> tuple[int, int]:
+    """Return the bytes of activations, and of gathered weights, in a pass of so many tokens."""
     blocks = list(decoder_layers(model).values())
     largest = max(map(_count, blocks), default=0)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     rows, features = embedding.weight.shape
+    wider = 2 if precision == "fp32" else 1
     # A block, the one fetched ahead, and the gradients of one; weights and gradients of the head.
-    gathered = _COMPUTE * (3 * largest + 2 * _count(head or embedding))
-    activations = tokens * (_PER_FEATURE * features * len(blocks) + _PER_LOGIT * rows)
-    states = _STATE * _count(model)
-    return Estimate(tokens, {n: -(-states // n) + gathered + activations for n in GPUS})
+    gathered = wider * _COMPUTE * (3 * largest + 2 * _count(head or embedding))
+    kept = wider * tokens * (_PER_FEATURE * features * len(blocks) + _PER_LOGIT * rows)
+    return kept, gathered
 
 
 def _count(module: nn.Module) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 _GIB = 1 << 30
 _RESET_PEAK = "5"  # proc(5), clear_refs
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def total(device: torch.device) -> int:
@@ -18,6 +20,46 @@ def total(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_here
+
+
+def room(device: torch.device) -> int:
+    """Return the bytes that this rank can still be given: all of a GPU, or its share of the host.
+
+    On a CPU: what is free on the machine, and within the limits of the control groups around this
+    process (a container, a Slurm job), divided by the ranks here. Swap counts: what the kernel
+    would let run does fit.
+    """
+    if device.type == "cuda":
+        return total(device)
+    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    meminfo = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows}
+    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    free = min([meminfo["MemAvailable"], *_free_in(groups)]) + meminfo["SwapFree"]
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _free_in(groups: list[str]) -> Iterator[int]:
+    """Yield what each control group leaves free; the kernel gives caches back.
+
+    groups: lines as in cgroups(7), of version 1 `4:memory:/path` and of version 2 `0::/path`.
+    """
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root, limit, used, caches = (
+            (_CGROUPS, "memory.max", "memory.current", ("inactive_file", "active_file"))
+            if not controllers else
+            (_CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+             ("total_inactive_file", "total_active_file")))
+        inner = root / path.strip("/")
+        # The names may be those outside of a container, which sees its own group as the root.
+        for group in [inner, *inner.parents][:len(inner.parts) - len(root.parts) + 1]:
+            with suppress(OSError, ValueError):  # no limit: "max", or no such file at the root
+                most = int((group / limit).read_text())
+                stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                cached = sum(int(stat.get(name, 0)) for name in caches)
+                yield most - int((group / used).read_text()) + cached
 
 
 def usage(device: torch.device) -> dict[str, float]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -20,7 +21,7 @@ from lib.train.startup import Setting
 
 _RECOMPUTE = ("none", "selective", "full")
 _BATCHES = (1, 2, 4)  # times --batch-size
-_USABLE = 0.9  # the rest: CUDA context, NCCL buffers, fragments
+USABLE = 0.9  # the rest: CUDA context, NCCL buffers, fragments
 _SHORT = 4  # blocks that stand for any number of them
 _GIB = 1 << 30
 
@@ -86,7 +87,7 @@ def tell(opts: Options, setting: Setting) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
     # What is the default here is not what it is on those GPUs.
     setting = replace(setting, precision=opts.precision or "bf16")
-    estimates, usable = Estimates(setting.model), opts.plan_gpu_memory * _USABLE
+    estimates, usable = Estimates(setting.model), opts.plan_gpu_memory * USABLE
     log.info(f"memory per GPU in GiB, traced: {setting.seq_length} tokens per sample, "
              f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g}, the rest "
              "is for CUDA, NCCL, fragments")
@@ -126,34 +127,57 @@ def _row(case: Case, estimates: Estimates, usable: float, asked: bool) -> None:
 
 def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
     """Say which knob to turn first, or which together, so that it fits."""
-    for how, case in _turned(asked):
+    for turn in turned(asked):
         with suppress(RuntimeError):  # as in a row
-            if (peak := _peak(estimates.step(case))) <= usable:
-                return f"fits with {how}: {peak:.3g}"
+            if (peak := _peak(estimates.step(turn.case))) <= usable:
+                return f"fits with {' '.join(turn.words())}{turn.on('GPUs')}: {peak:.3g}"
     return "nothing makes it fit: take a smaller model or larger GPUs"
 
 
-def _turned(asked: Case) -> Iterator[tuple[str, Case]]:
+class Turn(NamedTuple):
+    """Another setting. options: to give instead, in the order in which people turn them."""
+
+    options: dict[str, str]
+    case: Case
+    more_ranks: bool = False
+
+    def words(self) -> list[str]:
+        """Return the options as words of a command."""
+        return [word for option in self.options.items() for word in option]
+
+    def on(self, devices: str) -> str:
+        """Return on how many devices, where the setting needs more of them."""
+        return f" on {self.case.ranks} {devices}" if self.more_ranks else ""
+
+
+def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
     """Yield other settings, the least costly first."""
     knob = "--activation-checkpointing"
     for recompute in _RECOMPUTE[_RECOMPUTE.index(asked.recompute) + 1:]:
-        yield f"{knob} {recompute}", replace(asked, recompute=recompute)
+        yield Turn({knob: recompute}, replace(asked, recompute=recompute))
     case = replace(asked, recompute="full")
-    while case.batch > 1:
-        case = replace(case, batch=case.batch // 2)
-        yield f"-b {case.batch} {knob} full", case
-    how = f"-b {case.batch} {knob} full"
+    for batch in reversed(range(1, asked.batch)):
+        if asked.batch % batch == 0:  # so that a global batch is still divided evenly
+            case = replace(case, batch=batch, accumulates=True)
+            yield Turn({"-b": str(batch), knob: "full"}, case)
+    given = ({"-b": str(case.batch)} if asked.batch > 1 else {}) | {knob: "full"}
     if case.shard_size < case.ranks:
         case = replace(case, shard_size=case.ranks)
-        yield f"{how} and no --shard-size", case
+        given |= {"--shard-size": str(case.ranks)}
+        yield Turn(given, case)
     for doublings in range(1, 7):
         ranks = case.ranks << doublings
-        yield f"{how} on {ranks} GPUs", replace(case, ranks=ranks, shard_size=ranks)
-    case = replace(case, offload=True, keep_gathered=False)
-    yield f"{how} --cpu-offload on", case
+        whole = {**given, "--shard-size": str(ranks)} if "--shard-size" in given else given
+        yield Turn(whole, replace(case, ranks=ranks, shard_size=ranks), more_ranks=True)
+    if case.optimizer == "adamw":
+        yield Turn({**given, "--optimizer": "adamw8bit"}, replace(case, optimizer="adamw8bit"))
+    if on_gpu and not case.offload:
+        given, case = {**given, "--cpu-offload": "on"}, replace(case, offload=True,
+                                                                 keep_gathered=False)
+        yield Turn(given, case)
     while case.seq_length >= 512:
         case = replace(case, seq_length=case.seq_length // 2)
-        yield f"{how} --cpu-offload on -s {case.seq_length}", case
+        yield Turn({**given, "-s": str(case.seq_length)}, case)
 
 
 def _peak(step: Step) -> float:

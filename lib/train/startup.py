@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _SEQ_LENGTH = 1024
 # Bytes per parameter: float32 masters and the two moments (with a scale for 256 numbers).
-_CHECKPOINTED = {"adamw": 12.0, "adamw8bit": 4 + 2 * (1 + 4 / 256)}
+CHECKPOINTED = {"adamw": 12.0, "adamw8bit": 4 + 2 * (1 + 4 / 256)}
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
                "precision": f"float32 masters, {setting.precision} compute"})
     for gpus in opts.plan_gpus or [plans.launched_size()]:
         log.table({f"on {gpus} GPU{'s' * (gpus > 1)}": goodput.describe(
-            round(parameters * _CHECKPOINTED[opts.optimizer]), gpus, opts)})
+            round(parameters * CHECKPOINTED[opts.optimizer]), gpus, opts)})
     if opts.plan_gpus:
         _plan_memory(opts, setting)
     if inputs.shards:

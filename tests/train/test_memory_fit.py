@@ -1,0 +1,136 @@
+"""Whether a run fits: what is refused and with which way out, and what there is of memory."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lib.core.errors import UsageError
+from lib.models import training_memory
+from lib.train import memory, memory_fit, startup
+from lib.train.memory_fit import Fit
+from lib.train.memory_trace import Case, Step
+from lib.train.memory_tracker import KINDS
+from lib.train.startup import Setting
+from tests.conftest import run_stage
+from tests.train.test_memory_plan import OPTIONS, on_meta
+
+MIB = 1 << 20
+
+
+class Known:
+    """A step of the model: its states, and activations of 8, 6 or 2 MiB per 1,024 tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.parameters = sum(p.numel() for p in model.parameters())
+
+    def step(self, case: Case) -> Step:
+        each = {"none": 8, "selective": 6, "full": 2}[case.recompute] * MIB
+        share = self.parameters / case.shard_size
+        held = dict.fromkeys(KINDS, 0) | {
+            "gradients": round(8 * share),
+            "optimizer": round(share * (8 if case.optimizer == "adamw" else 2)),
+            "activations": each * case.batch * case.seq_length // 1024}
+        return Step(held, (held,), case.offload)
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, ranks: int = 1,
+            begun: bool = False, seq_length: int = 1024, **changes: Any) -> UsageError | None:
+    """Return the refusal of a run on CPU ranks that have so much memory each."""
+    monkeypatch.setattr(memory_fit, "Estimates", Known)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(memory, "room", lambda _: round(room_mib * MIB))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
+    opts = Namespace(**{**OPTIONS, "compile": False, **changes})
+    inputs = Namespace(begun={"identity": {}} if begun else {})
+    try:
+        memory_fit.require(opts, inputs, Setting(on_meta(), seq_length, "fp32"))
+    except UsageError as error:
+        return error
+    return None
+
+
+def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(memory_fit.log, "warn", warned.append)
+    states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
+    need = states + 2 * 8  # two samples
+    assert refused(monkeypatch, 100 * need) is None
+    assert refused(monkeypatch, need / 0.89) is None and not warned
+    assert refused(monkeypatch, need / 0.95) is None
+    assert "memory will be short: a rank needs about" in warned.pop()
+    assert refused(monkeypatch, need - 1, compile=True) is None  # of which no trace tells
+    assert "memory will be short" in warned.pop()
+
+    error = refused(monkeypatch, need - 1)
+    assert error and "16.0 MiB activations" in error.found and "without" not in error.found
+    assert error.run.endswith("04_train_fsdp.py -e x --activation-checkpointing selective")
+    error = refused(monkeypatch, (states + 2.1) / 0.9)
+    assert error and error.run.endswith("-b 1 --activation-checkpointing full "
+                                        "--global-batch-size 2")
+    assert "it fits on 2 ranks, on machines with as much memory for each" in error.hint
+    error = refused(monkeypatch, (states + 2.1) / 0.9, grad_accum_steps=4)
+    assert error and error.run.endswith("--global-batch-size 8")
+    assert not warned
+
+
+def test_states_alone_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trace is needed to see it; the ways out are smaller states, if the run is new, or more
+    ranks."""
+    states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
+    few = {"seq_length": 64, "batch_size": 1}
+    error = refused(monkeypatch, states - 0.1, **few)
+    assert error and "over 1 rank, without activations" in error.found
+    assert error.run.endswith("--activation-checkpointing full --optimizer adamw8bit")
+    assert "it fits on 2 ranks" in error.hint and "no option" not in error.hint
+    error = refused(monkeypatch, states / 2 - 0.1, ranks=2, begun=True, **few)
+    assert error and "over 2 ranks" in error.found and not error.run
+    assert "it fits on 4 ranks" in error.hint and "no option makes it fit" in error.hint
+
+
+def test_stage_03_says_the_same() -> None:
+    model = on_meta()
+    advice = training_memory.estimate(model)
+    assert startup.CHECKPOINTED["adamw"] + 4 == training_memory._STATE
+    opts = Namespace(**{**OPTIONS, "compile": False, "batch_size": 1})
+    there = Fit.of(opts, Setting(model, advice.tokens, "bf16"))
+    assert sum(there._states(there.case).values()) < advice.per_gpu[1]
+    assert there._traced(there.case).total == pytest.approx(advice.per_gpu[1], rel=0.4)
+
+
+@pytest.mark.parametrize(("line", "files", "free"), [
+    ("0::/job/step", {"job/memory.max": "1000", "job/memory.current": "900",
+                      "job/memory.stat": "anon 1\ninactive_file 300\nactive_file 100",
+                      "job/step/memory.max": "max", "job/step/memory.current": "5",
+                      "job/step/memory.stat": ""}, [500]),
+    ("5:memory:/outside/of/the/container", {
+        "memory/memory.limit_in_bytes": "800", "memory/memory.usage_in_bytes": "700",
+        "memory/memory.stat": "total_inactive_file 50\ntotal_active_file 0"}, [150]),
+    ("3:cpu:/job", {}, [])], ids=["version 2", "version 1", "another"])
+def test_control_groups_limit_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                            line: str, files: dict[str, str], free: list[int],
+                                            ) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    assert list(memory._free_in([line])) == free
+    assert 0 < memory.room(torch.device("cpu")) < 1 << 50
+
+
+def test_a_run_that_cannot_fit_ends_before_the_tokens_are_made(project: Path) -> None:
+    """On all ranks, none of which waits for the others."""
+    huge = ("-e", "huge", "-d", "corpus", "--from-scratch", "--model-size", "70B", "--tokenizer",
+            "model")
+    done = run_stage("04_train_fsdp.py", *huge, cwd=project, ranks=2, expect=1, timeout=120)
+    said = done.stdout + done.stderr
+    assert "this run does not fit: a rank needs 510.0 GiB" in said
+    assert not (project / ".cache" / "tokens").exists() and not (project / "outputs").exists()
