@@ -3,8 +3,8 @@
 
   python launch/kubernetes.py render --job-name exp --nodes 2 --instance-type p5.48xlarge \\
       --image REGISTRY/train:1 -- -d c4 -m meta-llama/Llama-3.1-8B --global-batch-size 256
-  python launch/kubernetes.py deploy --kind trainjob --job-name exp --values llama3_1_8b \\
-      --image REGISTRY/train:1 -- --max-steps 1000
+  python launch/kubernetes.py deploy --kind trainjob --job-name exp --nodes 2 \\
+      --instance-type p5.48xlarge --image REGISTRY/train:1 -- --config recipes/llama-3.1-8b.yaml -d c4
   python launch/kubernetes.py status|logs|stop --kind trainjob --job-name exp
 
   from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
@@ -12,8 +12,8 @@
 render prints or writes the manifest; apply submits it; deploy checks the cluster, makes the secret
 of HF_TOKEN, submits, shows the log, and on a failure finds the cause, applies or names the cure and
 tries again. What stands behind `--` are options of 04_train_fsdp.py; -e is the job's name unless
-it is given. --values names a file of launch/kubernetes/models/ or any other of that shape; the
-command line wins. The volume of --pvc holds hf_datasets, .cache and outputs.
+it is given, and what --config names is read here. The volume of --pvc holds hf_datasets, .cache and
+outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -46,7 +46,6 @@ __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
 
 KINDS = ("pytorchjob", "trainjob", "hyperpod")
 COMMANDS = ("render", "apply", "status", "logs", "stop", "deploy")
-_TRAIN = "train"  # key of a values file: options of stage 04
 
 
 def parser() -> options.Parser:
@@ -90,9 +89,6 @@ def parser() -> options.Parser:
                      help="secret whose key `token` becomes HF_TOKEN (default: none; deploy makes "
                           "one when HF_TOKEN is set)")
     run = parser.add_argument_group("the run")
-    run.add_argument("--values", metavar="NAME|FILE",
-                     help="YAML file with these options, and under `train` those of stage 04 "
-                          "(default: none)")
     run.add_argument("--max-restarts", type=options.count, default=5, metavar="M",
                      help="restarts without progress before the job fails")
     run.add_argument("--slow-below", type=options.count, default=0, metavar="TOK_S",
@@ -118,33 +114,15 @@ def parser() -> options.Parser:
     return parser
 
 
-def parse(argv: list[str]) -> tuple[Options, dict[str, Any], list[str]]:
-    """Return the options, those of stage 04 from --values, and those of stage 04 that are given."""
+def parse(argv: list[str]) -> tuple[Options, list[str]]:
+    """Return the options, and those of stage 04, which stand behind `--`."""
     at = argv.index("--") if "--" in argv else len(argv)
-    before, train = argv[:at], argv[at + 1:]
-    # --values first: it may give what the command line does not.
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--values")
-    named = finder.parse_known_args(before)[0].values
-    if named is None:
-        return parser().parse(before), {}, train
-    from launch.kube import job
-
-    path = job.values_file(named)
-    content = options.read_yaml(path)
-    of_stage = content.pop(_TRAIN, None) or {}
-    if not isinstance(of_stage, dict):
-        raise UsageError(f"{path}: `{_TRAIN}` must hold `key: value` lines")
-    from_file = [f"--{str(key).replace('_', '-')}={value}" for key, value in content.items()]
-    try:
-        return parser().parse([*from_file, *before]), of_stage, train
-    except UsageError as error:
-        raise UsageError(f"{error.problem} (with the options in {path})") from None
+    return parser().parse(argv[:at]), argv[at + 1:]
 
 
 def main(argv: list[str]) -> None:
     """Do what the command says."""
-    opts, values, train = parse(argv)
+    opts, train = parse(argv)
     # Through `finally`, where a kubectl that follows a log is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     from launch.kube import deploy, job, render
@@ -154,7 +132,7 @@ def main(argv: list[str]) -> None:
     if opts.command in ("status", "logs", "stop"):
         {"status": status, "logs": logs, "stop": stop}[opts.command](opts, kubectl)
         return
-    asked = job.of_options(opts, values, train)
+    asked = job.of_options(opts, train)
     manifest = render.text(asked.manifests(), headline(argv))
     if opts.command == "render" and opts.out and not opts.dry_run:
         opts.out.parent.mkdir(parents=True, exist_ok=True)
@@ -247,22 +225,20 @@ def stop(opts: Options, kubectl: Kubectl) -> None:
 def deploy_training_job(*, cluster_name: str, num_nodes: int, job_name: str, instance_type: str,
                         image_uri: str, max_steps: int | None = None, hf_token: str | None = None,
                         monitor: bool = True, kind: str = "pytorchjob", namespace: str = "default",
-                        values: str | None = None, train: Sequence[str] = (),
-                        patience: Patience | None = None) -> None:
+                        train: Sequence[str] = (), patience: Patience | None = None) -> None:
     """Do what `deploy` does; raises a StageError (launch.kube.deploy.JobFailed) with the last word.
 
-    cluster_name: of EKS, or a context of the kubeconfig. values: as --values. train: further
-    options of stage 04. patience: how often and how long to try.
+    cluster_name: of EKS, or a context of the kubeconfig. train: further options of stage 04, such
+    as --config recipes/llama-3.1-8b.yaml. patience: how often and how long to try.
     """
     from launch.kube import deploy, job
     from launch.kube.kubectl import Kubectl
 
     argv = ["deploy", "--kind", kind, "--namespace", namespace, "--job-name", job_name,
             "--nodes", str(num_nodes), "--instance-type", instance_type, "--image", image_uri,
-            *(["--values", values] if values else []), "--", *train,
+            "--", *train,
             *([f"--max-steps={max_steps}"] if max_steps else [])]
-    opts, of_stage, given = parse(argv)
-    asked = job.of_options(opts, of_stage, given)
+    asked = job.of_options(*parse(argv))
     deploy.deploy(asked, Kubectl(namespace, context_of(cluster_name)), token=hf_token or "",
                   monitor=monitor, patience=patience)
 

@@ -26,7 +26,7 @@ from lib.train import console
 from tests import kube_schemas
 from tests.kube_cluster import ASKED, ROOT, SCRIPT, TRAIN, launch
 
-MODELS = sorted(path.stem for path in (render.TEMPLATES / "models").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SHAPES = {
     "plain": (),
     "no EFA": ("--instance-type", "g5.2xlarge", "--nodes", "1"),
@@ -44,8 +44,7 @@ TEMPLATE_OF = {"PyTorchJob": "spec.pytorchReplicaSpecs.Worker.template",
 
 def asked(*arguments: object) -> Job:
     """Return the job of a command line."""
-    opts, values, train = kubernetes.parse([str(argument) for argument in arguments])
-    return job.of_options(opts, values, train)
+    return job.of_options(*kubernetes.parse([str(argument) for argument in arguments]))
 
 
 def manifests(*arguments: object) -> list[dict[str, Any]]:
@@ -88,10 +87,9 @@ def test_a_cluster_accepts_every_shape_of_job(kind: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("kind", job.KINDS)
-@pytest.mark.parametrize("values", MODELS)
-def test_a_cluster_accepts_every_model(kind: str, values: str) -> None:
-    found = manifests("render", "--kind", kind, "--job-name", "exp", "--values", values,
-                      "--image", "registry/train:1")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_cluster_accepts_every_recipe(kind: str, recipe: Path) -> None:
+    found = manifests("render", "--kind", kind, *ASKED, "--", "--config", recipe, "-d", "c4")
     assert not problems(found)
 
 
@@ -224,40 +222,19 @@ def test_a_trainjob_brings_its_runtime() -> None:
     assert not [v for v in pod["containers"][0]["env"] if v["name"].startswith("PET_")]
 
 
-@pytest.mark.parametrize("values", MODELS)
-def test_values_are_what_the_plan_found(values: str) -> None:
-    found = asked("render", "--job-name", "exp", "--values", values, "--image", "i")
-    opts = job.stage_options(found.train)
-    assert opts.dataset_name == ["c4"] and opts.model_name
-    assert opts.global_batch_size % (opts.batch_size * found.nodes * found.gpus) == 0
-    text = job.values_file(values).read_text()
-    assert f"--plan-gpus {found.nodes * found.gpus}" in text and f"-s {opts.seq_length}" in text
-    row = next(line for line in text.splitlines() if f"← {opts.activation_checkpointing}" in line)
-    batch, *peaks = row.lstrip("# ").split("←")[0].split()
-    usable = float(text.partition("usable: ")[2].split()[0])
-    column = ("none", "selective", "full").index(opts.activation_checkpointing)
-    assert int(batch) == opts.batch_size and float(peaks[column]) <= usable
-
-
-def test_the_ready_models_are_there() -> None:
-    assert MODELS == ["llama2_13b", "llama2_70b", "llama2_7b", "llama3_1_70b", "llama3_1_8b",
-                      "llama3_2_1b", "llama3_2_3b", "mathstral_7b", "mixtral_8x7b"]
-
-
-def test_the_command_line_wins_over_values(tmp_path: Path) -> None:
+def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
     file = tmp_path / "own values.yaml"
-    file.write_text("nodes: 3\ngpus-per-node: 2\nimage: a\ntrain:\n  dataset_name: [a, b]\n"
-                    "  batch-size: 2\n  compile: true\n  from-scratch: true\n")
-    plain = asked("render", "--job-name", "exp", "--values", file)
+    file.write_text("dataset_name: [a, b]\nbatch-size: 2\ncompile: true\nfrom-scratch: true\n")
+    plain = asked("render", *ASKED, "--", "--config", file)
     opts = job.stage_options(plain.train)
-    assert (plain.nodes, plain.gpus, plain.image) == (3, 2, "a")
     assert (opts.dataset_name, opts.batch_size, opts.compile, opts.from_scratch) == (
         ["a", "b"], 2, True, True)
-    own = asked("render", "--job-name", "exp", "--values", file, "--nodes", 1, "--image", "b",
-                "--", "-d", "c", "--batch-size", "4", "--compile", "off", "-e", "other")
+    assert opts.config is None and opts.experiment_name == "exp"
+    own = asked("render", *ASKED, "--", f"--config={file}", "-d", "c", "--batch-size", "4",
+                "--compile", "off", "-e", "other")
     opts = job.stage_options(own.train)
-    assert (own.nodes, own.image, opts.dataset_name, opts.batch_size) == (1, "b", ["c"], 4)
-    assert not opts.compile and opts.experiment_name == "other"
+    assert (opts.dataset_name, opts.batch_size, opts.compile) == (["c"], 4, False)
+    assert opts.config is None and opts.experiment_name == "other"
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -271,7 +248,7 @@ def test_the_command_line_wins_over_values(tmp_path: Path) -> None:
     (("render", *ASKED, "--spares", "1", *TRAIN), "--spares is for --kind hyperpod"),
     (("render", "--kind", "hyperpod", *ASKED, "--slow-below", "9", *TRAIN, "--log-style", "line"),
      "--slow-below reads the speed from --log-style dict"),
-    (("render", *ASKED, "--values", "lama", *TRAIN), "llama3_1_8b"),
+    (("render", *ASKED, "--", "--config", "lama.yaml"), "no such file: lama.yaml"),
     (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
 ])
 def test_what_is_wrong_is_told(arguments: tuple[str, ...], says: str) -> None:
@@ -279,13 +256,11 @@ def test_what_is_wrong_is_told(arguments: tuple[str, ...], says: str) -> None:
     assert says in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
 
-def test_values_with_a_wrong_key(tmp_path: Path) -> None:
+def test_a_wrong_key_in_a_file_is_told(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
-    file.write_text("nodez: 3\n")
-    done = launch("render", *ASKED, "--values", file, *TRAIN, expect=2)
-    assert "the nearest is --nodes" in done.stderr and str(file) in done.stderr
-    file.write_text("train: [1]\n")
-    assert "`train`" in launch("render", *ASKED, "--values", file, *TRAIN, expect=2).stderr
+    file.write_text("seq-lengh: 3\n")
+    done = launch("render", *ASKED, "--", "--config", file, *TRAIN[1:], expect=2)
+    assert "the nearest is --seq-length" in done.stderr and str(file) in done.stderr
 
 
 def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from launch.kube import render
+from lib.core import options, paths
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
+from lib.train import arguments
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 HYPERPOD_PREFIX = "ml."
 # What is not the node network: loopback, containers, and the interfaces that EKS gives to pods.
 NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
@@ -131,19 +128,10 @@ def selector(name: str) -> str:
     return f"app.kubernetes.io/name=llm-training,app.kubernetes.io/instance={name}"
 
 
-def values_file(name: str) -> Path:
-    """Return the file that --values means: one of launch/kubernetes/models/, or any other."""
-    ready = render.TEMPLATES / "models" / f"{name}.yaml"
-    if ready.is_file() or Path(name).is_file():
-        return ready if ready.is_file() else Path(name)
-    there = sorted(path.stem for path in ready.parent.glob("*.yaml"))
-    raise UsageError(f"--values: no such file: {name}", expected=f"a file, or {', '.join(there)}")
-
-
-def of_options(opts: Options, values: dict[str, Any], given: Sequence[str]) -> Job:
+def of_options(opts: Options, given: Sequence[str]) -> Job:
     """Return the job that options ask for; UsageError tells all that is wrong with them.
 
-    values: options of stage 04 from a values file. given: those of the command line, which win.
+    given: options of stage 04.
     """
     bare_type = opts.instance_type.removeprefix(HYPERPOD_PREFIX)
     known = render.instances()
@@ -153,8 +141,7 @@ def of_options(opts: Options, values: dict[str, Any], given: Sequence[str]) -> J
                      expected="one of " + ", ".join(known) + "; or --gpus-per-node (and "
                      "--efa-per-node) for any other")
     _check(opts, problems)
-    train = problems.collect(lambda: train_options(opts.job_name, values, given,
-                                                   opts.slow_below))
+    train = problems.collect(lambda: train_options(opts.job_name, given, opts.slow_below))
     problems.raise_if_any()
     has = known.get(bare_type, {})
     is_hyperpod = opts.kind == "hyperpod" and bare_type
@@ -189,55 +176,45 @@ def _check(opts: Options, problems: Problems) -> None:
         problems.add("--image is missing", expected="the image that launch/build_image.py made")
 
 
-def train_options(name: str, values: dict[str, Any], given: Sequence[str],
-                  slow_below: int = 0) -> list[str]:
-    """Return the options of stage 04: those of a file, then those given, which win.
+def train_options(name: str, given: Sequence[str], slow_below: int = 0) -> list[str]:
+    """Return the options of stage 04 as the pods get them; UsageError when it would not take them.
 
-    The job's name becomes the experiment's when there is none, and a rule for slow jobs has the
-    log style that it reads. UsageError when stage 04 would not take them.
+    What --config holds stands among them: pods do not have the file. The job's name becomes the
+    experiment's when there is none, and a rule for slow jobs has the log style that it reads.
     """
-    asked = stage_options(given)
-    arguments: list[str] = []
-    for key, value in values.items():
-        option = f"--{key.replace('_', '-')}"
-        here = getattr(asked, key.replace("-", "_"), None)
-        if not (isinstance(here, list) and here):  # which would grow instead of being replaced
-            for item in value if isinstance(value, list) else [value]:
-                arguments += _spelled(option, item)
-    if not (stage_options(arguments).experiment_name or asked.experiment_name):
-        arguments.insert(0, f"--experiment-name={name}")
-    arguments += given
+    words = without_config(_stage_parser().expanded(given))
     if slow_below:
-        arguments.insert(0, "--log-style=dict")
-    opts = stage_options(arguments)
-    if slow_below and opts.log_style != "dict":
+        words.insert(0, "--log-style=dict")
+    asked = stage_options(words)
+    if slow_below and asked.log_style != "dict":
         raise UsageError("--slow-below reads the speed from --log-style dict",
-                         found=f"--log-style {opts.log_style}", expected="no --log-style, or dict")
-    if not opts.dataset_name:
-        raise UsageError("no dataset is named", expected="-d NAME after --, or in --values")
-    return arguments
+                         found=f"--log-style {asked.log_style}",
+                         expected="no --log-style, or dict")
+    if not asked.dataset_name:
+        raise UsageError("no dataset is named", expected="-d NAME behind `--`")
+    return words if asked.experiment_name else [f"--experiment-name={name}", *words]
 
 
-def _spelled(option: str, value: Any) -> list[str]:
-    """Return an option as it is typed: YAML's true is `on` to some, the bare flag to others."""
-    if not isinstance(value, bool):
-        return [f"{option}={value}"]
-    try:
-        stage_options([on := f"{option}=on"])
-    except UsageError:
-        return [option] if value else []
-    return [on if value else f"{option}=off"]
+def without_config(words: Sequence[str]) -> list[str]:
+    """Return options without --config and its value."""
+    kept: list[str] = []
+    follows = False
+    for word in words:
+        if not follows and word.partition("=")[0] != "--config":
+            kept.append(word)
+        follows = word == "--config"
+    return kept
 
 
 def stage_options(arguments: Sequence[str]) -> Options:
     """Return what stage 04 makes of its options."""
-    return _stage().parse(list(arguments))
+    opts = _stage_parser().parse(arguments)
+    paths.settle(opts)
+    return opts
 
 
-@functools.cache
-def _stage() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stage_04", ROOT / "04_train_fsdp.py")
-    assert spec and spec.loader
-    stage = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stage)
-    return stage
+def _stage_parser() -> options.Parser:
+    parser = options.Parser(None)
+    arguments.add(parser)
+    parser.add_common(workers="")
+    return parser

@@ -78,9 +78,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> Options:
         """Return the options; UsageError when one is unknown or has a wrong value."""
+        return self._parse_known(self.expanded(argv))
+
+    def expanded(self, argv: Sequence[str]) -> list[str]:
+        """Return the command line with what --config stands for before it; UsageError as `parse`.
+        """
         argv = [_dashed(arg) for arg in argv]
         if not (config := self._config_of(argv)):
-            return self._parse_known(argv)
+            return argv
         given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         from_yaml: list[str] = []
         problems = Problems()
@@ -96,7 +101,7 @@ class Parser(argparse.ArgumentParser):
             self._parse_known(from_yaml)
         except UsageError as error:
             raise UsageError(f"{config}: {error.problem}") from None
-        return self._parse_known(from_yaml + argv)
+        return from_yaml + argv
 
     def error(self, message: str, hint: str = "") -> NoReturn:
         """Raise instead of exiting, so that a stage reports all errors in one way."""

@@ -1,0 +1,57 @@
+"""The recipes: what stage 04 takes as they stand, and what their own comments promise."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from lib.train import plan
+from tests.conftest import ROOT
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+ASKED = ("mathstral-7b", "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "mixtral-8x7b",
+         "scratch-1b")
+KINDS = ("none", "selective", "full")
+
+
+@pytest.fixture(scope="module")
+def stage() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("stage_04", ROOT / "04_train_fsdp.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_models_that_people_ask_for_are_there() -> None:
+    assert set(ASKED) <= {path.stem for path in RECIPES}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleType) -> None:
+    text, content = recipe.read_text(), yaml.safe_load(recipe.read_text())
+    opts = stage.parse(["--config", str(recipe), "-e", "exp", "-d", "corpus"])
+    assert opts.model_name and opts.lr == float(content["lr"])
+    assert not {"experiment-name", "dataset-name", "nodes"} & set(content), "they are the user's"
+    plan.check_options(opts)
+    nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) H\d+ \(p5", text).groups())
+    assert f"--plan-gpus {nodes * gpus}" in text and f"--config recipes/{recipe.name}" in text
+    division = plan.divide(opts, 0, nodes * gpus)
+    tokens = division.global_batch * opts.seq_length
+    assert f"A step takes {tokens:,} tokens, in {division.accumulation} passes of " \
+           f"{opts.batch_size} × {opts.seq_length:,} per GPU." in " ".join(text.split("\n# "))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_takes_the_row_of_its_plan_that_fits(recipe: Path, stage: ModuleType) -> None:
+    opts = stage.parse(["--config", str(recipe), "-e", "exp", "-d", "corpus"])
+    text = recipe.read_text()
+    row = next(line for line in text.splitlines() if f"← {opts.activation_checkpointing}" in line)
+    batch, *peaks = row.lstrip("# ").split("←")[0].split()
+    usable = float(text.partition("usable: ")[2].split()[0])
+    assert int(batch) == opts.batch_size
+    assert float(peaks[KINDS.index(opts.activation_checkpointing)]) <= usable
