@@ -3,8 +3,8 @@
 
   python launch/kubernetes.py render --job-name exp --nodes 2 --instance-type p5.48xlarge \\
       --image REGISTRY/train:1 -- -d c4 -m meta-llama/Llama-3.1-8B --global-batch-size 256
-  python launch/kubernetes.py deploy --kind trainjob --job-name exp --nodes 2 \\
-      --instance-type p5.48xlarge --image REGISTRY/train:1 -- --config recipes/llama-3.1-8b.yaml -d c4
+  python launch/kubernetes.py deploy --kind trainjob --job-name exp --instance-type p5.48xlarge \\
+      --nodes 2 --image REGISTRY/train:1 -- --config recipes/llama-3.1-8b.yaml -d c4
   python launch/kubernetes.py status|logs|stop --kind trainjob --job-name exp
 
   from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
@@ -18,7 +18,6 @@ outputs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
