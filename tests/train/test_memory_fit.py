@@ -40,12 +40,15 @@ class Known:
         return Step(held, (held,), case.offload)
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, ranks: int = 1,
+def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float = 0, ranks: int = 1,
             begun: bool = False, seq_length: int = 1024, **changes: Any) -> UsageError | None:
-    """Return the refusal of a run on CPU ranks that have so much memory each."""
+    """Return the refusal of a run whose ranks have so much memory of the host, and on a GPU."""
     monkeypatch.setattr(memory_fit, "Estimates", Known)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(memory, "room", lambda _: round(room_mib * MIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_mib > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    rooms = {"cpu": round(room_mib * MIB), "cuda": round(gpu_mib * MIB)}
+    monkeypatch.setattr(memory, "room", lambda device: rooms[device.type])
+    monkeypatch.setattr(memory, "total", lambda device: rooms[device.type])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
     opts = Namespace(**{**OPTIONS, "compile": False, **changes})
@@ -94,6 +97,19 @@ def test_states_alone_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     error = refused(monkeypatch, states / 2 - 0.1, ranks=2, begun=True, **few)
     assert error and "over 2 ranks" in error.found and not error.run
     assert "it fits on 4 ranks" in error.hint and "no option makes it fit" in error.hint
+
+
+def test_the_host_holds_what_the_gpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
+    tight = {"gpu_mib": 2.5, "batch_size": 1, "begun": True}
+    error = refused(monkeypatch, 2 * states, **tight)
+    assert error and "can have 2.5 MiB of its GPU's memory" in error.problem
+    assert error.run.endswith("--activation-checkpointing full --cpu-offload on")
+    assert "it fits on 32 GPUs like this" in error.hint
+    full = {"cpu_offload": True, "activation_checkpointing": "full"}
+    assert refused(monkeypatch, 2 * states, **tight, **full) is None
+    error = refused(monkeypatch, states / 2, **tight, **full)  # nor does the host
+    assert error and "of host memory" in error.problem and not error.run
 
 
 def test_stage_03_says_the_same() -> None:
