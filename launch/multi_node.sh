@@ -56,7 +56,8 @@ if [[ -z $nproc ]]; then  # as many as there are GPUs that this process may use
 fi
 
 exec "$python" "$root/launch/supervise.py" --nnodes "$nnodes" --node-rank "$node_rank" \
-  --head "$head" "${supervise[@]}" --save-seconds "$save_seconds" \
+  --head "$head" --port "$port" --nproc-per-node "$nproc" "${supervise[@]}" \
+  --save-seconds "$save_seconds" \
   --backoff "$backoff_seconds" --wait-seconds "$wait_seconds" -- \
   "$python" "$root/launch/torchrun.py" --nnodes "$nnodes" --node-rank "$node_rank" \
   --master-addr "$head" --master-port "$port" \

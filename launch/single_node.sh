@@ -41,7 +41,7 @@ if [[ -z $nproc ]]; then  # as many as there are GPUs that this process may use
 fi
 
 exec "$python" "$root/launch/supervise.py" "${supervise[@]}" \
-  --save-seconds "$save_seconds" --backoff "$backoff_seconds" -- \
+  --nproc-per-node "$nproc" --save-seconds "$save_seconds" --backoff "$backoff_seconds" -- \
   "$python" "$root/launch/torchrun.py" --standalone --local-addr 127.0.0.1 \
   --nproc-per-node "$nproc" --max-restarts 0 \
   --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$save_seconds" \

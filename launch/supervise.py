@@ -16,25 +16,23 @@ import os
 import shlex
 import signal
 import sys
-from importlib import util
 from pathlib import Path
 from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from launch.common import stage_04
 from launch.supervision import network
 from launch.supervision.attempt import Plan
 from launch.supervision.board import HEAD, Board
 from launch.supervision.follower import Follower
 from launch.supervision.head import Head
 from launch.supervision.node import Node
-from lib.core import commands, options, stage
-from lib.core.errors import UsageError
+from lib.core import commands, options, stage, units
+from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
 
-ROOT = Path(__file__).resolve().parent.parent
-_STAGE = "04_train_fsdp.py"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -45,6 +43,10 @@ def parse(argv: list[str]) -> Options:
                         help="nodes of the run")
     parser.add_argument("--node-rank", type=options.count, default=0, metavar="R",
                         help="number of this node, from 0, the head")
+    parser.add_argument("--nproc-per-node", type=options.positive_int, default=1, metavar="K",
+                        help="ranks of each node, for the checks (the command starts them)")
+    parser.add_argument("--port", type=options.port, default=29500, metavar="P",
+                        help="port of the head, for the checks")
     parser.add_argument("--head", default="", metavar="ADDR",
                         help="address of the head, to find this node's network interface by "
                              "(default: none, needed with several nodes)")
@@ -55,43 +57,48 @@ def parse(argv: list[str]) -> Options:
                         help="restarts in a row without a newer checkpoint")
     parser.add_argument("--backoff", type=options.non_negative, default=5.0, metavar="S",
                         help="seconds before the first restart, doubled with each further one")
-    parser.add_argument("--save-seconds", type=options.positive, default=120.0, metavar="S",
+    parser.add_argument("--save-seconds", type=options.positive_int, default=120, metavar="S",
                         help="how long a save may take when the run is stopped")
     parser.add_argument("--wait-seconds", type=options.positive, default=900.0, metavar="S",
                         help="how long to wait for nodes that are not there")
     parser.add_argument("--dry-run", action="store_true",
                         help="print the command and start nothing")
     opts = parser.parse(argv)
+    problems = Problems()
     if opts.node_rank >= opts.nnodes:
-        raise UsageError(f"--node-rank {opts.node_rank} is no number of {opts.nnodes} nodes",
-                         expected=f"0 to {opts.nnodes - 1}, a different one on every node")
+        problems.add(f"--node-rank {opts.node_rank}: there "
+                     f"{'is' if opts.nnodes == 1 else 'are'} {units.counted(opts.nnodes, 'node')}",
+                     expected=f"0 to {opts.nnodes - 1}, a different one on every node")
     if opts.nnodes > 1 and not opts.head:
-        raise UsageError("--head is needed: the address of node 0")
+        problems.add("--head is needed: the address of node 0")
+    problems.raise_if_any()
     return opts
 
 
-def experiment_of(arguments: list[str]) -> Experiment:
-    """Return the experiment that the options of stage 04 mean; UsageError when they are wrong."""
-    spec = util.spec_from_file_location("stage_04", ROOT / _STAGE)
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    opts = module.parse(arguments)
-    if not opts.experiment_name:
-        raise UsageError("-e is needed behind `--`: a name for the run")
-    if opts.overwrite and "--overwrite" not in arguments:
-        raise UsageError(f"{opts.config} holds `overwrite`, and each restart would begin anew",
-                         run="--overwrite behind `--`, which the first attempt alone gets")
-    return Experiment(opts.save_dir.absolute(), opts.experiment_name)
+def stage_options(words: list[str]) -> Options:
+    """Return the options of stage 04; UsageError when a run cannot be started with them."""
+    opts = stage_04.parse(words)
+    problems = Problems()
+    if not opts.experiment_name or not opts.dataset_name:
+        problems.add("-e and -d are needed behind `--`: a name for the run, and a dataset")
+    if opts.overwrite and "--overwrite" not in words:
+        problems.add(f"{opts.config} holds `overwrite`, and each restart would begin anew",
+                     hint="say --overwrite behind `--`, which the first attempt alone gets")
+    problems.raise_if_any()
+    return opts
 
 
-def make_plan(opts: Options, command: list[str]) -> Plan:
-    """Return what to run here; UsageError when it is not stage 04."""
-    script = next((i for i, word in enumerate(command) if Path(word).name == _STAGE), None)
+def script_in(command: list[str]) -> int:
+    """Return where stage 04 stands in a command; UsageError when it does not, or has no options."""
+    script = next((i for i, word in enumerate(command) if Path(word).name == stage_04.SCRIPT), None)
     if script is None:
-        raise UsageError(f"the command behind `--` does not run {_STAGE}",
+        raise UsageError(f"the command behind `--` does not run {stage_04.SCRIPT}",
                          found=shlex.join(command) or "nothing")
-    environment = {} if opts.nnodes == 1 else network.environment(opts.head, opts.interface)
-    return Plan(command, script, environment, opts.save_seconds)
+    if script == len(command) - 1:
+        raise UsageError("`--` is missing, or nothing stands behind it",
+                         expected=f"the options of the launcher, then `--`, then those of "
+                                  f"{stage_04.SCRIPT}: -- -e exp -d hf_datasets/corpus")
+    return script
 
 
 def show(opts: Options, plan: Plan) -> None:
@@ -107,9 +114,16 @@ def show(opts: Options, plan: Plan) -> None:
 def main(argv: list[str]) -> None:
     """Show the command and, unless that is all, keep it running; exits with the run's code."""
     at = argv.index("--") if "--" in argv else len(argv)
-    opts, command = parse(argv[:at]), argv[at + 1:]
-    plan = make_plan(opts, command)
-    experiment = experiment_of(command[plan.script + 1:])
+    problems, command = Problems(), argv[at + 1:]
+    opts = problems.collect(lambda: parse(argv[:at]))
+    script = script_in(command)
+    asked = problems.collect(lambda: stage_options(command[script + 1:]))
+    if opts and asked:
+        problems.collect(lambda: stage_04.check_ranks(asked, opts.nnodes * opts.nproc_per_node))
+    problems.raise_if_any()
+    environment = {} if opts.nnodes == 1 else network.environment(opts.head, opts.interface)
+    plan = Plan(command, script, environment, opts.save_seconds)
+    experiment = Experiment(asked.save_dir.absolute(), asked.experiment_name)
     show(opts, plan)
     if opts.dry_run:
         print("dry run: nothing was started")

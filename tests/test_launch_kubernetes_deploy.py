@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from launch import kubernetes
-from launch.kube import job
+from launch.common import stage_04
 from launch.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
 from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, launch, pod
@@ -168,7 +168,7 @@ def test_out_of_gpu_memory_is_cured(kube: Cluster) -> None:
     assert "attempt 3 of 5" in said and "complete" in said
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
-    options = job.stage_options(worker["containers"][0]["args"])
+    options = stage_04.parse(worker["containers"][0]["args"])
     assert options.activation_checkpointing == "full"
 
 
@@ -393,7 +393,7 @@ def test_the_same_as_a_function(kube: Cluster, kube_server: Server, tmp_path: Pa
     kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **how)
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
-    assert job.stage_options(worker["containers"][0]["args"]).max_steps == 5
+    assert stage_04.parse(worker["containers"][0]["args"]).max_steps == 5
     assert ("secrets", "default", "exp-hub-token") in kube.objects
     kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
     with pytest.raises(JobFailed, match="damaged artifact") as caught:

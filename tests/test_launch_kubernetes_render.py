@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from launch import kubernetes
+from launch.common import stage_04
 from launch.kube import job, render
 from launch.kube.job import Job
 from lib.core.errors import UsageError
@@ -226,13 +227,13 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
     file = tmp_path / "own values.yaml"
     file.write_text("dataset_name: [a, b]\nbatch-size: 2\ncompile: true\nfrom-scratch: true\n")
     plain = asked("render", *ASKED, "--", "--config", file)
-    opts = job.stage_options(plain.train)
+    opts = stage_04.parse(plain.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile, opts.from_scratch) == (
         ["a", "b"], 2, True, True)
     assert opts.config is None and opts.experiment_name == "exp"
     own = asked("render", *ASKED, "--", f"--config={file}", "-d", "c", "--batch-size", "4",
                 "--compile", "off", "-e", "other")
-    opts = job.stage_options(own.train)
+    opts = stage_04.parse(own.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile) == (["c"], 4, False)
     assert opts.config is None and opts.experiment_name == "other"
 

@@ -85,7 +85,8 @@ def test_dry_run_shows_the_command_and_starts_nothing(path: Path, tmp_path: Path
 
 
 def test_what_is_not_given_comes_from_the_environment(tmp_path: Path) -> None:
-    text = run("bash", LAUNCH / "multi_node.sh", "--dry-run", "--", "-e", "x", cwd=tmp_path,
+    text = run("bash", LAUNCH / "multi_node.sh", "--dry-run", "--", "-e", "x", "-d", "y",
+               cwd=tmp_path,
                NNODES="3", NODE_RANK="2", HEAD_ADDR="127.0.0.9", NPROC_PER_NODE="5")
     assert "--nnodes 3 --node-rank 2 --master-addr 127.0.0.9 --master-port 29500" in text
     assert "--nproc-per-node 5" in text
@@ -93,31 +94,45 @@ def test_what_is_not_given_comes_from_the_environment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("devices", "count"), [("", 1), ("3", 1), ("0,2,5", 3)])
 def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -> None:
-    text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", cwd=tmp_path,
+    text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", "-d", "y",
+               cwd=tmp_path,
                CUDA_VISIBLE_DEVICES=devices)
     assert f"--nproc-per-node {count} " in text
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (("--", "-e", "x"), "--nnodes: expected a whole number above 0, got ''"),
-    (("--nnodes", 2, "--", "-e", "x"), "--node-rank: expected"),
-    (("--nnodes", 2, "--node-rank", 0, "--", "-e", "x"), "--head is needed"),
-    (("--nnodes", 2, "--node-rank", 0, "--head", "h", "--hed", 1), "unknown option --hed"),
-    (("--nnodes", 2, "--node-rank", 0, "--head", "h", "--", "-e", "x", "--seeed", 1), "--seed"),
+    (("--", "-e", "x", "-d", "y"), ("2 problems", "--nnodes: expected a whole number above 0, got "
+                                   "nothing", "--node-rank: expected")),
+    (("--nnodes", 2, "--", "-e", "x"), ("--node-rank: expected", "-e and -d are needed")),
+    (("--nnodes", 2, "--node-rank", 5, "--", "-e", "x", "-d", "y"),
+     ("there are 2 nodes", "0 to 1", "--head is needed")),
+    (("--nnodes", 2, "--node-rank", 0, "--head", "h", "--nproc-per-node", 0, "--hed", 1, "--",
+      "-e", "x", "--seeed", 1), ("--nproc-per-node: expected", "nearest is --seed",
+                                 "04_train_fsdp.py --help")),
+    (("--nnodes", 1, "--node-rank", 0, "--head", "h", "--port", 70_000, "--max-restarts", "z", "--",
+      "-e", "x", "-d", "y"), ("a port from 1 to 65535", "--max-restarts: expected")),
+    (("--nnodes", 2, "--node-rank", 0, "--head", "h", "-e", "x", "-d", "y"), ("`--` is missing",)),
+    ((), ("`--` is missing",)),
+    (("--nnodes", 2, "--node-rank", 0, "--head", "127.0.0.1", "--nproc-per-node", 3, "--", "-e",
+      "x", "-d", "y", "--global-batch-size", 256, "--shard-size", 4),
+     ("a multiple of 6 =", "--shard-size 4 does not divide the 6 ranks")),
 ])
-def test_bad_usage_is_told_in_words(tmp_path: Path, arguments: tuple, says: str) -> None:
+def test_bad_usage_is_told_at_once_in_words(tmp_path: Path, arguments: tuple, says: tuple) -> None:
     text = run("bash", LAUNCH / "multi_node.sh", *arguments, cwd=tmp_path, expect=2)
-    assert says in text and "Traceback" not in text
+    assert not [part for part in says if part not in text] and "Traceback" not in text, text
+    assert "launcher:" not in text and not list(tmp_path.iterdir())
 
 
 def test_overwrite_in_a_config_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("overwrite: true\nexperiment_name: x\n")
+    (tmp_path / "run.yaml").write_text("overwrite: true\nexperiment_name: x\n"
+                                       "dataset_name: y\n")
     text = run("bash", LAUNCH / "single_node.sh", "--", "--config", "run.yaml", cwd=tmp_path,
                expect=2)
     assert "run.yaml holds `overwrite`" in text
 
 
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
-    text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", "--token",
+    text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", "-d", "y",
+               "--token",
                "hf_secret", cwd=tmp_path, expect=2)
     assert "hf_secret" not in text

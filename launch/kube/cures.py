@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from launch.kube import job
+from launch.common import stage_04
 from launch.kube.causes import Cause
 from launch.kube.job import Job
 from launch.kube.kubectl import Kubectl, KubectlError
@@ -22,7 +22,7 @@ def cured(asked: Job, cause: Cause, kubectl: Kubectl) -> Job | None:
 
 def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
     """Recompute more, which changes nothing that is learned."""
-    now = job.stage_options(asked.train).activation_checkpointing
+    now = stage_04.parse(asked.train).activation_checkpointing
     if now == _CHECKPOINTING[-1]:
         return None
     more = _CHECKPOINTING[_CHECKPOINTING.index(now) + 1]

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from launch.common import stage_04
 from launch.kube import render
-from lib.core import options, paths
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
-from lib.train import arguments
 
 HYPERPOD_PREFIX = "ml."
 # What is not the node network: loopback, containers, and the interfaces that EKS gives to pods.
@@ -110,7 +109,7 @@ class Job:
             "MAX_RESTARTS": self.max_restarts, "POD_RESTARTS": self.max_restarts * self.nodes,
             "POD_RESTART": "Never" if self.kind == "trainjob" else "",
             "SLOW_BELOW": self.slow_below,
-            "STEP_PATTERN": _STEP_PATTERNS[stage_options(self.train).log_style],
+            "STEP_PATTERN": _STEP_PATTERNS[stage_04.parse(self.train).log_style],
             "INTERFACES": self.interfaces,
             "TOKEN_SECRET": self.token_secret, "PULL_SECRET": self.pull_secret,
             "MORE_ENV": [{"name": key, "value": value} for key, value in self.env.items()],
@@ -182,10 +181,10 @@ def train_options(name: str, given: Sequence[str], slow_below: int = 0) -> list[
     What --config holds stands among them: pods do not have the file. The job's name becomes the
     experiment's when there is none, and a rule for slow jobs has the log style that it reads.
     """
-    words = without_config(_stage_parser().expanded(given))
+    words = stage_04.expanded(given)
     if slow_below:
         words.insert(0, "--log-style=dict")
-    asked = stage_options(words)
+    asked = stage_04.parse(words)
     if slow_below and asked.log_style != "dict":
         raise UsageError("--slow-below reads the speed from --log-style dict",
                          found=f"--log-style {asked.log_style}",
@@ -193,28 +192,3 @@ def train_options(name: str, given: Sequence[str], slow_below: int = 0) -> list[
     if not asked.dataset_name:
         raise UsageError("no dataset is named", expected="-d NAME behind `--`")
     return words if asked.experiment_name else [f"--experiment-name={name}", *words]
-
-
-def without_config(words: Sequence[str]) -> list[str]:
-    """Return options without --config and its value."""
-    kept: list[str] = []
-    follows = False
-    for word in words:
-        if not follows and word.partition("=")[0] != "--config":
-            kept.append(word)
-        follows = word == "--config"
-    return kept
-
-
-def stage_options(arguments: Sequence[str]) -> Options:
-    """Return what stage 04 makes of its options."""
-    opts = _stage_parser().parse(arguments)
-    paths.settle(opts)
-    return opts
-
-
-def _stage_parser() -> options.Parser:
-    parser = options.Parser(None)
-    arguments.add(parser)
-    parser.add_common(workers="")
-    return parser

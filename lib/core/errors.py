@@ -36,6 +36,7 @@ class StageError(Exception):
         super().__init__(problem)
         self.problem, self.expected, self.found = problem, expected, found
         self.hint, self.run = hint, run
+        self.several: list[StageError] = []  # the problems that this error tells together
 
     def render(self) -> str:
         """Return the message as it is printed, one `label: text` line per known part."""
@@ -86,7 +87,8 @@ class Problems:
     def add(self, problem: str | StageError, **parts: str) -> None:
         """Note a problem: a sentence (a UsageError) or an error of any kind."""
         is_error = isinstance(problem, StageError)
-        self._errors.append(problem if is_error else UsageError(problem, **parts))
+        error = problem if is_error else UsageError(problem, **parts)
+        self._errors += error.several or [error]
 
     def collect(self, check: Callable[[], Result]) -> Result | None:
         """Return what a check returns, or note the StageError it raises and return None."""
@@ -103,7 +105,9 @@ class Problems:
         if self._errors:
             rendered = [e.render().removeprefix("error: ") for e in self._errors]
             listing = "\n".join(f"{i}. {text}" for i, text in enumerate(rendered, 1))
-            raise type(self._errors[0])(f"{len(self._errors)} problems:\n{listing}")
+            together = type(self._errors[0])(f"{len(self._errors)} problems:\n{listing}")
+            together.several = self._errors
+            raise together
 
 
 def from_os_error(error: OSError) -> StageError | None:

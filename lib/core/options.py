@@ -41,6 +41,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=help_text.Formatter,
                          allow_abbrev=False)
         self._usage, self._first = usage, first or {}
+        self._bad: list[str] = []  # values that are refused, told together
         if first:
             self.add_argument("--help-all", action=help_text.HelpAll, nargs=0,
                               default=argparse.SUPPRESS, help="show every option and exit")
@@ -103,10 +104,38 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{config}: {error.problem}") from None
         return from_yaml + argv
 
+    def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
+        """Return the options and what is unknown; UsageError tells all values that are refused."""
+        self._bad = []
+        found = super().parse_known_args(*arguments, **named)
+        if self._bad:
+            self.error(self._bad.pop())
+        return found
+
     def error(self, message: str, hint: str = "") -> NoReturn:
         """Raise instead of exiting, so that a stage reports all errors in one way."""
-        raise UsageError(re.sub(r"^argument ([^:]+):", r"\1:", message), hint=hint,
-                         run=commands.help_of())
+        problems = Problems()
+        for text in (*self._bad, message):
+            problems.add(re.sub(r"^argument ([^:]+):", r"\1:", text))
+        try:
+            problems.raise_if_any()
+        except UsageError as error:
+            error.hint, error.run = hint, commands.help_of()
+            raise
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            self._bad.append(str(error))
+            return None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            if value is not None:  # which stands for a value that was refused
+                super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            self._bad.append(str(error))
 
     def _parse_known(self, argv: list[str]) -> Options:
         options, unknown = self.parse_known_args(argv)
@@ -237,7 +266,8 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
         except ValueError:
             value = None
         if value is None or not accept(value):
-            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+            got = repr(text) if text else "nothing"
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {got}")
         return value
     return parse
 
@@ -249,6 +279,7 @@ count = _number(int, lambda n: n >= 0, "a whole number, 0 or more")
 positive = _number(float, lambda x: 0 < x < _FINITE, "a number above 0")
 non_negative = _number(float, lambda x: 0 <= x < _FINITE, "a number, 0 or more")
 fraction = _number(float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1")
+port = _number(int, lambda n: 0 < n < 1 << 16, "a port from 1 to 65535")
 percent = _number(float, lambda x: 0 <= x < 100, "a percentage from 0 to below 100")
 
 

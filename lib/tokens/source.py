@@ -57,7 +57,7 @@ def open_source(path: Path) -> Source:
         raise UsageError(f"{path} is no dataset", found=f"kind {kind}", run=build)
     if dataset_manifest is not None:
         manifest.check(path, dataset_manifest, "dataset",
-                       run=manifest.again(dataset_manifest, "--overwrite"))
+                       **manifest.again(dataset_manifest, "--overwrite"))
     elif (path / MANIFEST).exists():
         raise ArtifactError(f"{path / MANIFEST} is damaged",
                             run="the command that built it, with --overwrite")

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lib.core import commands, options
-from lib.core.errors import UsageError
+from lib.core.errors import Problems, UsageError
 from lib.core.options import Options, Parser
 
 
@@ -248,3 +248,21 @@ def test_help_tells_every_default_once(parser: Parser, capsys: pytest.CaptureFix
     assert "(default: 20)" in text and "(default: one per core)" in text
     assert "keep (default: off)" in text
     assert "[]" not in text and "None" not in text
+
+
+def test_all_values_that_are_refused_are_told_at_once() -> None:
+    parser = options.Parser(None)
+    parser.add_argument("--nodes", type=options.positive_int, default=1)
+    parser.add_argument("--kind", choices=("a", "b"))
+    parser.add_argument("--port", type=options.port)
+    with pytest.raises(UsageError) as caught:
+        parser.parse(["--nodes", "", "--kind", "c", "--port", "0"])
+    said = caught.value.problem
+    assert said.startswith("3 problems:") and "got nothing" in said
+    assert "invalid choice: 'c'" in said
+    assert "a port from 1 to 65535" in said and len(caught.value.several) == 3
+    problems = Problems()
+    problems.add(caught.value)
+    problems.add("one more")
+    with pytest.raises(UsageError, match="4 problems"):
+        problems.raise_if_any()

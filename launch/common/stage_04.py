@@ -1,0 +1,54 @@
+"""The options of stage 04, as launchers read them before they start anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lib.core import commands, options, paths
+from lib.core.errors import Problems, UsageError
+from lib.core.options import Options
+from lib.train import arguments
+
+SCRIPT = "04_train_fsdp.py"
+
+
+def expanded(words: Sequence[str]) -> list[str]:
+    """Return options with those that --config holds in its place; UsageError as `parse`."""
+    kept: list[str] = []
+    follows = False
+    for word in _parser().expanded(words):
+        if not follows and word.partition("=")[0] != "--config":
+            kept.append(word)
+        follows = word == "--config"
+    return kept
+
+
+def parse(words: Sequence[str]) -> Options:
+    """Return what stage 04 makes of its options; UsageError tells what it would not take."""
+    try:
+        opts = _parser().parse(words)
+        paths.settle(opts)
+    except UsageError as error:
+        run = commands.script(SCRIPT, "--help") if error.run == commands.help_of() else error.run
+        raise UsageError(error.problem, expected=error.expected, found=error.found,
+                         hint=error.hint, run=run) from None
+    return opts
+
+
+def check_ranks(opts: Options, ranks: int) -> None:
+    """Raise UsageError when so many ranks cannot share the work that the options ask for."""
+    from lib.train import plan
+
+    problems = Problems()
+    problems.collect(lambda: plan.divide(opts, 0, ranks))
+    if opts.shard_size and ranks % opts.shard_size:
+        problems.add(f"--shard-size {opts.shard_size} does not divide the {ranks} ranks",
+                     expected="replicas of equal size")
+    problems.raise_if_any()
+
+
+def _parser() -> options.Parser:
+    parser = options.Parser(None)
+    arguments.add(parser)
+    parser.add_common(workers="tokenise")
+    return parser
