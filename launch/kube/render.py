@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from lib.core import options
+from lib.core import config_file
 from lib.core.errors import UsageError
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "kubernetes"
@@ -38,7 +38,7 @@ def text(found: list[Document], headline: str) -> str:
 
 def instances() -> dict[str, Any]:
     """Return what a node of each instance type has."""
-    return options.read_yaml(TEMPLATES / "instances.yaml")
+    return config_file.read_yaml(TEMPLATES / "instances.yaml")
 
 
 def _filled(template: str, settings: dict[str, Any]) -> list[Document]:

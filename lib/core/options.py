@@ -10,19 +10,16 @@ import argparse
 import difflib
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands, elsewhere, help_text, log
+from lib.core import commands, config_file, elsewhere, help_text
 from lib.core.commands import REDACTED, SECRET
 from lib.core.errors import Problems, UsageError
 
 Options = argparse.Namespace
 
-# Options for one launch of a person, which a record of the run does not ask for again.
-_OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits", "merge", "verify"}
 _SIMILAR = 0.75  # below it, difflib names options that only share some letters
 # Options that say how to work, not what comes out: no part of an artifact's identity.
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
@@ -90,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         from_yaml: list[str] = []
         problems = Problems()
-        for key, value in _recorded(read_yaml(config, "--config: "), config).items():
+        for key, value in config_file.options_in(config, VOLATILE).items():
             flag = "--" + str(key).replace("_", "-")
             if flag not in self._option_string_actions:
                 near, hint = self._nearest(flag)
@@ -204,43 +201,6 @@ def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
                         help="YAML file with options (`key: value`); the command line wins "
                              "(default: none)")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
-
-
-def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
-    """Return the mapping in a YAML file; UsageError, which begins with `label`, when there is none.
-    """
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{label}no such file: {path}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{label}{path} is no valid YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{label}{path} must hold `key: value` lines")
-    return content
-
-
-def _recorded(content: dict[str, Any], config: Path) -> dict[str, Any]:
-    """Return the options in a file: its keys, or what a run or a stage has recorded as its options.
-
-    A run's config.yaml and an artifact's manifest.json hold more than options. Secrets, and what
-    belongs to one launch, are left out. Raises UsageError for the manifest of another stage.
-    """
-    recorded = content.get("options")
-    if not isinstance(recorded, dict) or "versions" not in content:
-        return content
-    stage, script = content.get("stage"), Path(sys.argv[0]).name
-    if stage and script != stage and script[:1].isdigit():
-        raise UsageError(f"--config: {config} holds options of {stage}, not of {script}")
-    taken = {key: value for key, value in recorded.items() if value not in (None, [], REDACTED)
-             and key not in VOLATILE | _OF_ONE_LAUNCH}
-    if content.get("model_dir") and not taken.keys() & {"model_name", "model_size"}:
-        taken["model_name"] = content["model_dir"]
-    log.info(f"--config: the {len(taken)} options recorded in {config} are taken; those of the "
-             "command line win")
-    return taken
 
 
 def resolved(options: Options) -> dict[str, Any]:
