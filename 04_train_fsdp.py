@@ -61,10 +61,10 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
         return
     setting = startup.check(opts, experiment, inputs)
 
-    from lib.train import memory_fit
+    from lib.train import dry_run, memory_fit
 
     if opts.dry_run:
-        startup.print_plan(opts, inputs, setting)
+        dry_run.print_plan(opts, inputs, setting)
         memory_fit.warn(opts, inputs, setting)
         return
     if not opts.prepare_only:

@@ -289,7 +289,7 @@ def test_epochs_end_and_the_rest_is_told(project: Path):
     done = run_stage("04_train_fsdp.py", *one, "--num-epochs", 2, "--grad-clip", 0, cwd=project)
     state = json.loads((project / "outputs" / "epochs" / "state.json").read_text())
     assert state["step"] == 2 * state["samples"] // 50 and state["samples"] % 50
-    assert f"{2 * state['samples'] % 50} samples at the end that fill no batch" in done.stdout
+    assert f"{2 * state['samples'] % 50} samples at the end, too few for a step" in done.stdout
     assert metrics(project, "epochs")[-1]["epoch"] > 1.5
 
 

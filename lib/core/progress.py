@@ -74,7 +74,7 @@ class Progress:
         rate = (self.done - self._before) / max(time.monotonic() - self._began, 1e-9)
         show = units.size if self.unit == "B" else lambda n: f"{units.count(n)} {self.unit}"
         if not self.total:
-            return f"{self.what}: {show(self.done)}, {show(rate)}/s"
+            return f"{self.what}: {show(self.done)}" + (f", {show(rate)}/s" if rate >= 1 else "")
         left = units.duration((self.total - self.done) / max(rate, 1e-9))
         share = 100 * self.done / self.total
         return f"{self.what}: {show(self.done)} of {show(self.total)} ({share:.0f} %), " \

@@ -74,6 +74,11 @@ def open_source(path: Path) -> Source:
     return Source(path, fingerprint, splits, dataset_manifest is not None)
 
 
+def text_bytes(source: Source) -> int:
+    """Return about how many bytes of text the training split has: those of its shards."""
+    return sum(path.stat().st_size for path in source.splits["train"].glob("*.arrow"))
+
+
 def check_content(source: Source) -> None:
     """Hash every shard of a stage 02 dataset; ArtifactError names what is damaged."""
     if source.ours:

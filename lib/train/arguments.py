@@ -168,6 +168,9 @@ def _ahead(parser: Parser) -> None:
                             "its states on the ranks of this launch)")
     group.add_argument("--plan-gpu-memory", type=options.positive, default=80.0, metavar="GIB",
                        help="memory of one of those GPUs")
+    group.add_argument("--plan-gpu-tflops", type=options.positive, metavar="X",
+                       help="TFLOP/s that one of them reaches at most, by its data sheet, for the "
+                            "time of a run (default: 989, of an H100; 67 in fp32)")
     group.add_argument("--plan-mtbf-hours", type=options.positive, metavar="HOURS",
                        default=goodput.GPU_HOURS_PER_FAILURE,
                        help="mean time to a failure of one of those GPUs (hours between failures "

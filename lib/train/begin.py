@@ -34,6 +34,7 @@ from lib.train import (
     loss,
     memory,
     optimizer,
+    outlook,
     resume,
     sharding,
     startup,
@@ -42,6 +43,7 @@ from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
 from lib.train.memory_estimate import MemoryEstimate
 from lib.train.optimizer import StepGuard
+from lib.train.outlook import Hardware, Work
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
 from lib.train.report import Report
@@ -76,11 +78,11 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     lease = _claim(opts, experiment, run_plan, inputs, journal, world)
     tier = _tier(opts, read_config(experiment)["run"], world)
     log.add_file(experiment.rank_log(world.rank))
-    _print_head(opts, inputs, run_plan, data)
-
-    model = setting.model
-    flops_per_token = flops.per_token(model, setting.seq_length)
+    model, work = setting.model, startup.work_of(opts, inputs, setting)
     peak, where = flops.device_peak(world.device, setting.precision)
+    _print_head(opts, inputs, run_plan, data, work, Hardware(
+        world.size, peak, where, "GPU" if world.device.type == "cuda" else "rank"))
+
     offload = opts.cpu_offload and world.device.type == "cuda"
     blocks.prepare(model, opts.activation_checkpointing, opts.compile)
     small = not offload and sharding.may_stay_gathered(model, memory.total(world.device))
@@ -90,7 +92,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     adamw = optimizer.build(opts.optimizer, model, opts.lr, (opts.beta1, opts.beta2),
                             opts.weight_decay)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
-             f"{flops_per_token / 1e9:.4g} GFLOP per token")
+             f"{work.flops / 1e9:.4g} GFLOP per token")
     run = Run(opts, experiment, run_plan, world, model, adamw,
               StepGuard(setting.precision, opts.spike_factor,
                         torch.device("cpu") if offload else world.device),
@@ -98,7 +100,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
                             world.device), Timers(world.device),
               StopRequest(world, experiment.stop_file, opts.max_minutes),
               Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
-              flops_per_token, peak, estimate, before, lease)
+              work.flops, peak, estimate, before, lease)
     run.saves = Saves(opts, experiment, journal, world.saving, tier)
     if world.rank == 0:
         run.model_files = {path.name: hashing.file_digest(path, "sha256")
@@ -216,14 +218,17 @@ def _copy_model_files(model_dir: Path, target: Path) -> None:
     remote_code.carry(model_dir, target)
 
 
-def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data) -> None:
+def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data, work: Work,
+                hardware: Hardware) -> None:
     log.info(f"experiment {opts.save_dir / opts.experiment_name}")
     held_out = " + ".join(f"{len(part.samples):,}" for part in data.held_out)
     no_split = "none with --streaming" if data.samples is None else \
         "none that fills a sample (stage 02 makes a split with --validation-percent)"
     log.table({"model": startup.model_of(opts, inputs), "dataset": startup.dataset_of(inputs),
                "validation": f"{held_out} samples" if held_out else no_split,
-               **startup.describe(run_plan, data)})
+               **startup.describe(run_plan, data), **outlook.rows(run_plan, work, hardware)})
+    if log.rank() == 0 and (unusual := outlook.advice(run_plan, work, hardware)):
+        log.warn(unusual)
 
 
 def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:

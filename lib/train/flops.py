@@ -14,6 +14,13 @@ _PEAKS = {"B300": 2250e12, "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12,
           "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12,
           "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A6000": 155e12,
           "V100": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+_PLANNED_FOR = "H100"
+_FP32 = 67e12  # of it, without tensor cores
+
+
+def usual_gpu(precision: str) -> tuple[float, str]:
+    """Return the FLOP/s of the GPU that plans are for, and its name."""
+    return _FP32 if precision == "fp32" else _PEAKS[_PLANNED_FOR], _PLANNED_FOR
 
 
 def per_token(model: nn.Module, seq_length: int) -> float:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from lib.core import log
+from lib.core import log, units
 from lib.core.options import Options
+from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
 from lib.train import memory_trace, sharding
 from lib.train.memory_trace import Case, Step
@@ -42,15 +43,17 @@ class Estimates:
     """The memory of a model's steps, traced where needed and remembered.
 
     model: on the meta device, not sharded. Of blocks that are all alike, a few are traced.
+    progress: counts the traces, of a second or more each.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, progress: Progress | None = None) -> None:
         self._layers = len(decoder_layers(model))
         short = [memory_trace.shortened(model, _SHORT + more) for more in (0, 1)]
         self._models = [copy.deepcopy(model)] if None in short else short
         self._chunked = memory_trace.makes_loss(self._models[0])
         self._sizes = [p.shape for p in model.parameters()]
         self._traced: dict[Case, Step] = {}
+        self._progress = progress
 
     @property
     def parameters(self) -> int:
@@ -74,8 +77,12 @@ class Estimates:
 
     def _trace(self, case: Case) -> Step:
         case = replace(case, chunked=self._chunked)
+        if self._progress is not None:
+            self._progress.tell(f"batch {case.batch}, {case.recompute}")
         with memory_trace.fake_mesh(case.ranks, case.shard_size) as mesh:
             first, *longer = [memory_trace.trace(model, case, mesh) for model in self._models]
+        if self._progress is not None:
+            self._progress.advance()
         return first.extended(longer[0], self._layers - _SHORT) if longer else first
 
     def _shard(self, case: Case) -> int:
@@ -85,31 +92,33 @@ class Estimates:
 
 def tell(opts: Options, setting: Setting) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
-    # What is the default here is not what it is on those GPUs.
-    setting = replace(setting, precision=opts.precision or "bf16")
-    estimates, usable = Estimates(setting.model), opts.plan_gpu_memory * USABLE
+    usable = opts.plan_gpu_memory * USABLE
     log.info(f"memory per GPU in GiB, traced: {setting.seq_length} tokens per sample, "
              f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g}, the rest "
              "is for CUDA, NCCL, fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
     if opts.compile:
         log.info("  traced without --compile, which needs somewhat less")
-    for ranks in opts.plan_gpus:
-        asked = case_of(opts, setting, ranks, True, opts.plan_gpu_memory * _GIB)
-        held = estimates.step(asked).largest
-        replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
-        log.info(f"  {ranks} GPUs{replicas}: {_gib(held['parameters'])} parameters, "
-                 f"{_gib(held['gradients'])} gradients, {_gib(held['optimizer'])} optimizer states"
-                 f"{', in host memory' if asked.offload else ''}")
-        log.info("     batch  checkpointing  activations    loss  gathered    peak")
-        for times, recompute in product(_BATCHES, _RECOMPUTE):
-            case = replace(asked, batch=asked.batch * times, recompute=recompute)
-            _row(case, estimates, usable, case == asked)
-        if _peak(estimates.step(asked)) > usable:
-            log.info(f"    → {_nearest(estimates, asked, usable)}")
-    states = held["optimizer"] / held["gradients"]
-    log.info(f"  a checkpoint holds {4 * estimates.parameters * (1 + states) / _GIB:.4g} GiB: "
-             "float32 masters and optimizer states")
+    with Progress("tracing steps", None, "traces", not opts.no_progress) as progress:
+        estimates = Estimates(setting.model, progress)
+        for ranks in opts.plan_gpus:
+            _table(case_of(opts, setting, ranks, True, opts.plan_gpu_memory * _GIB), estimates,
+                   usable)
+
+
+def _table(asked: Case, estimates: Estimates, usable: float) -> None:
+    """Print the memory on so many GPUs, by batch and kind of checkpointing."""
+    held, ranks = estimates.step(asked).largest, asked.ranks
+    replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
+    log.info(f"  {units.counted(ranks, 'GPU')}{replicas}: {_gib(held['parameters'])} parameters, "
+             f"{_gib(held['gradients'])} gradients, {_gib(held['optimizer'])} optimizer states"
+             f"{', in host memory' if asked.offload else ''}")
+    log.info("     batch  checkpointing  activations    loss  gathered    peak")
+    for times, recompute in product(_BATCHES, _RECOMPUTE):
+        case = replace(asked, batch=asked.batch * times, recompute=recompute)
+        _row(case, estimates, usable, case == asked)
+    if _peak(estimates.step(asked)) > usable:
+        log.info(f"    → {_nearest(estimates, asked, usable)}")
 
 
 def _row(case: Case, estimates: Estimates, usable: float, asked: bool) -> None:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from lib.core import units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.tokens.order import Division
@@ -68,14 +69,14 @@ class Plan:
                           f"of {d.global_batch}",
                  "steps": f"{self.total_steps:,} ({epochs:.2f} epochs, {tokens})"}
         if 0 < left_out < d.global_batch:
-            rows["left out"] = f"{left_out} samples at the end that fill no batch"
+            rows["left out"] = f"{units.counted(left_out, 'sample')} at the end, too few for a step"
         return rows
 
 
 def product(d: Division, seq_length: int) -> str:
     """Return the tokens of a step with the factors they come from."""
     return f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length} tokens " \
-           f"× {d.accumulation} accumulation × {d.world_size} ranks"
+           f"× {d.accumulation} accumulation × {units.counted(d.world_size, 'rank')}"
 
 
 def identity(options: Options, inputs: dict[str, str], seq_length: int, precision: str,

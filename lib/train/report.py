@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 from lib.core import log, units
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -14,9 +16,11 @@ from lib.core.progress import Progress
 from lib.tokens.loader import MicroBatch
 from lib.train import console, metrics, plot
 from lib.train.metrics import Metrics
+from lib.train.outlook import MEASURED
 from lib.train.plan import Plan
 from lib.train.timers import Pace
 
+_WORTH_TELLING_S = 60.0
 _ON_BAR = ("loss", "validation", "eta")
 
 
@@ -40,8 +44,21 @@ class Report:
         self._pace.step_done()
         self._bar.advance()
         if (seconds := self._pace.seconds_per_step) is not None:
-            left = (self._plan.total_steps - step) * seconds
-            self._tell_bar(eta=units.duration(left))
+            left = self._plan.total_steps - step
+            self._tell_bar(eta=units.duration(left * seconds))
+            if self._pace.steps == MEASURED and left * seconds > _WORTH_TELLING_S:
+                self._tell_duration(left)
+
+    def _tell_duration(self, left: int) -> None:
+        """Say how long the run takes, now that steps have been timed."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # once: until here the host may be ahead
+        seconds = self._pace.seconds_per_step or 0.0
+        saves = self._plan.options.ckpt_freq * seconds
+        log.info(f"measured over {MEASURED - 1} steps: {seconds:.3g} s per step, "
+                 f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the {left:,} steps left take "
+                 f"{units.duration(left * seconds)}, with a checkpoint every "
+                 f"{units.duration(saves)}")
 
     def speeds(self, step: int) -> dict[str, float]:
         """Return the speed of the launch, and at that speed the seconds until the end, if any."""

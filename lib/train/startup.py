@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import log, publish, units
+from lib.core import log, publish
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -21,8 +21,9 @@ from lib.tokens.shards import Shards
 from lib.tokens.store import TokenStore
 from lib.tokens.streaming import Stream
 from lib.tokens.windows import Windows
-from lib.train import earlier, from_scratch, goodput, streaming
+from lib.train import earlier, from_scratch, streaming
 from lib.train import plan as plans
+from lib.train.outlook import Work
 from lib.train.plan import Plan
 
 if TYPE_CHECKING:
@@ -148,12 +149,14 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
                          expected=f"at most {longest} (max_position_embeddings in config.json)")
     seq_length = opts.seq_length or inputs.begun_with("seq_length") \
         or min(_SEQ_LENGTH, longest or _SEQ_LENGTH)
-    compute = opts.precision or inputs.begun_with("precision") or precision.default()
-    precision.warn_if_emulated(compute)
-    batch = plans.divide(opts, 0, plans.launched_size()).global_batch
-    earlier.require_free_name(opts, experiment, inputs.begun, plans.identity(
-        opts, inputs.fingerprints, seq_length, compute, batch))
-    _require_writable(experiment.root)
+    compute = opts.precision or inputs.begun_with("precision") \
+        or ("bf16" if opts.plan_gpus else precision.default())
+    if not opts.plan_gpus:  # a plan for other machines than this one, perhaps of a run there
+        precision.warn_if_emulated(compute)
+        batch = plans.divide(opts, 0, plans.launched_size()).global_batch
+        earlier.require_free_name(opts, experiment, inputs.begun, plans.identity(
+            opts, inputs.fingerprints, seq_length, compute, batch))
+        _require_writable(experiment.root)
     return Setting(model, seq_length, compute)
 
 
@@ -167,9 +170,12 @@ def _require_writable(directory: Path) -> None:
 
 
 def make_plan(opts: Options, inputs: Inputs, seq_length: int, precision: str,
-              samples: int | None, rank: int = 0) -> Plan:
-    """Return the plan of the run; UsageError when the batch cannot be divided or data is short."""
-    division = plans.divide(opts, rank, plans.launched_size())
+              samples: int | None, rank: int = 0, ranks: int | None = None) -> Plan:
+    """Return the plan of the run; UsageError when the batch cannot be divided or data is short.
+
+    ranks: None for those of this launch.
+    """
+    division = plans.divide(opts, rank, ranks or plans.launched_size())
     steps = plans.total_steps(opts, samples, division.global_batch)
     return Plan(opts, inputs.fingerprints, seq_length, precision, division, samples, steps)
 
@@ -193,53 +199,14 @@ def prepare_data(opts: Options, inputs: Inputs, setting: Setting) -> Data:
     return data_of(opts, inputs, stores, setting.seq_length)
 
 
-def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
-    """Print what a run would do; touches nothing."""
+def work_of(opts: Options, inputs: Inputs, setting: Setting) -> Work:
+    """Return what an estimate of the run must know of the model."""
+    from lib.train import flops
+
     parameters = sum(p.numel() for p in setting.model.parameters())
-    log.info("plan:")
-    log.table({"model": f"{model_of(opts, inputs)} ({setting.model.config.model_type}, "
-                        f"{units.count(parameters)} parameters)",
-               "weights": weights_of(opts, inputs), "dataset": dataset_of(inputs),
-               "precision": f"float32 masters, {setting.precision} compute"})
-    for gpus in opts.plan_gpus or [plans.launched_size()]:
-        log.table({f"on {gpus} GPU{'s' * (gpus > 1)}": goodput.describe(
-            round(parameters * CHECKPOINTED[opts.optimizer]), gpus, opts)})
-    if opts.plan_gpus:
-        _plan_memory(opts, setting)
-    if inputs.shards:
-        data = Data(streaming.part(opts, inputs.shards), [])
-        log.table(describe(make_plan(opts, inputs, setting.seq_length, setting.precision, None),
-                           data))
-        log.info("dry run: nothing was written")
-        return
-    targets = [store.directory(opts.cache_dir, corpus.source,
-                               store.identity(corpus.source, inputs.model_dir))
-               for corpus in inputs.corpora]
-    if missing := [str(target) for target in targets if not target.exists()]:
-        log.table({"batch": plans.product(plans.divide(opts, 0, plans.launched_size()),
-                                          setting.seq_length)})
-        log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
-                 "or --prepare-only; steps and epochs are known then")
-        return
-    stores = [store.open_store(target, opts.token_reads) for target in targets]
-    if opts.packing == "documents" and not all(
-            packing.directory(tokens, setting.seq_length).exists() for tokens in stores):
-        log.info("  the documents are not packed yet: the run does it first, or --prepare-only")
-        return
-    data = data_of(opts, inputs, stores, setting.seq_length)
-    log.table(describe(make_plan(opts, inputs, setting.seq_length, setting.precision,
-                                 len(data.train)), data))
-    log.info("dry run: nothing was written")
-
-
-def _plan_memory(opts: Options, setting: Setting) -> None:
-    """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
-    from lib.train import memory_plan
-
-    try:
-        memory_plan.tell(opts, setting)
-    except Exception as error:  # the rest of the plan is worth having
-        log.warn(f"the memory could not be traced: {type(error).__name__}: {error}")
+    return Work(parameters, flops.per_token(setting.model, setting.seq_length),
+                parameters * CHECKPOINTED[opts.optimizer], inputs.scratch,
+                any("validation" in corpus.source.splits for corpus in inputs.corpora))
 
 
 def describe(plan: Plan, data: Data) -> dict[str, str]:

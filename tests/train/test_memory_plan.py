@@ -154,7 +154,7 @@ def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any]) -> None:
 
 def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
                                             caplog: pytest.LogCaptureFixture) -> None:
-    def broken(_: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("no such operator\nmore")
     lines: list[str] = []
     monkeypatch.setattr(memory_plan, "Estimates", broken)
@@ -169,10 +169,17 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
 def test_dry_run_plans_memory(project: Path) -> None:
     before = sorted(project.rglob("*"))
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", 64)
-    done = run_stage(*command, "--dry-run", "--plan-gpus", "8,64", cwd=project)
-    assert "8 GPUs: " in done.stdout and "64 GPUs: " in done.stdout
+    done = run_stage(*command, "--global-batch-size", 64, "--dry-run", "--plan-gpus", "8,64",
+                     cwd=project, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"})
+    assert "float32 masters, bf16 compute" in done.stdout  # of those GPUs, not of this processor
+    assert "64 tokens per sample, bf16" in done.stdout and "fp32" not in done.stdout
+    for ranks, passes in ((8, 8), (64, 1)):
+        assert re.search(rf"on {ranks} GPUs:\n  tokens/step +4,096 = 1 per process × 64 tokens × "
+                         rf"{passes} accumulation × {ranks} ranks\n", done.stdout)
+        assert f"  {ranks} GPUs: " in done.stdout
+    assert re.search(r"not prepared yet .* [\d.]+K are estimated, at 4 bytes", done.stdout)
+    assert done.stdout.count("  steps  ") == 2
     assert len(re.findall(r"(none|selective|full) .* fits$", done.stdout, re.MULTILINE)) == 18
-    assert "a checkpoint holds" in done.stdout
     assert sorted(project.rglob("*")) == before
 
 
@@ -192,7 +199,7 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
 
         parameters = 1 << 33
 
-        def __init__(self, _: object) -> None: ...
+        def __init__(self, *_: object) -> None: ...
 
         def step(self, case: Case) -> memory_trace.Step:
             each = {"none": 3, "selective": 2.5, "full": 0.5}[case.recompute]
@@ -205,7 +212,7 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
     monkeypatch.setattr(memory_plan, "Estimates", Known)
     monkeypatch.setattr(memory_plan.log, "info", lines.append)
     given = Namespace(**OPTIONS | {"plan_gpus": [8], "plan_gpu_memory": usable_gib / 0.9,
-                                   "precision": None, "compile": False} | options)
+                                   "compile": False, "no_progress": False} | options)
     memory_plan.tell(given, Setting(on_meta(), 1024, "fp32"))
     assert expected in next(line for line in lines if line.startswith("    →")), lines
 
