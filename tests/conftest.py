@@ -8,11 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 _GUARD = Path(__file__).parent / "network_guard"
@@ -20,8 +23,11 @@ _GUARD = Path(__file__).parent / "network_guard"
 # A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The tests mean the CPU also on a machine with GPUs, which may have fewer than ranks.
-_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+# One core for each process of pytest -n, and for all it starts: as many threads as cores in each of
+# several processes wait for each other most of the time.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
 
 StageRunner = Callable[..., subprocess.CompletedProcess]
 
@@ -46,19 +52,39 @@ def stage_command(script: str, *arguments: object, ranks: int = 0) -> list[str]:
 
 
 def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0, ranks: int = 0,
-              env: dict[str, str] | None = None, timeout: float = 300,
+              env: dict[str, str] | None = None, timeout: float = 300, fresh: bool = False,
               ) -> subprocess.CompletedProcess:
     """Run a stage in a directory, assert its exit code (None: any) and return what it printed.
 
-    ranks > 0 starts it through torchrun, which returns 1 for any failure.
+    ranks > 0: that many ranks; returns 1 for any failure, as torchrun does. fresh: start an
+    interpreter, and torchrun, of its own, as a person does, instead of a fork of one that has
+    everything imported; so does an environment that matters at import.
     """
     command = stage_command(script, *arguments, ranks=ranks)
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout,
-                          env={**os.environ, **_CPU, **(env or {})})
+    environment = {**os.environ, **forks.CPU, **(env or {})}
+    server = None if fresh else forks.server("online" if script.startswith("03") else "offline")
+    if server is None or not server.serves(environment):
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout,
+                              env=environment)
+    else:
+        done = _run_forked(server, command, script, arguments, cwd, environment, ranks, timeout)
     if expect is not None:
         assert done.returncode == expect, (f"{command}\nexit {done.returncode}, expected "
                                            f"{expect}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done
+
+
+def _run_forked(server: forks.ForkServer, command: list[str], script: str,
+                arguments: tuple[object, ...], cwd: Path, environment: dict[str, str], ranks: int,
+                timeout: float) -> subprocess.CompletedProcess:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        launch = forks.Launch(server.start(
+            str(ROOT / script), arguments, cwd, environment, out.fileno(), err.fileno(),
+            forks.rank_variables(ranks, free_port()) if ranks else [{}]))
+        code = launch.supervise(timeout) if ranks else launch.wait(timeout)[0]
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
 def free_port() -> int:

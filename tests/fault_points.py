@@ -145,6 +145,23 @@ class _File:
         return self._file.write(data)
 
 
+def disturb(rank: int, faults: dict[str, dict[str, Any]], clock: int) -> None:
+    """Prepare a rank for its fault. faults: by rank. clock: seconds by which it is wrong."""
+    from lib.train import plot
+
+    # A picture takes longer than the save before it, and is none of what these tests are about.
+    plot.loss = lambda *rows: None
+    # One core each, so that one thread computes: several would wait for each other on a busy
+    # machine, and their number would be another on another one.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[(os.getppid() + rank) % len(cores)]})
+    if clock:
+        now, now_ns = time.time, time.time_ns
+        time.time, time.time_ns = lambda: now() + clock, lambda: now_ns() + clock * 10**9
+    if (fault := faults.get(str(rank))) is not None:
+        Fault(**fault).install()
+
+
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
+from tests import forks
 from tests.conftest import ROOT, free_port, run_stage
 from tests.fault_points import Fault
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
@@ -29,55 +27,23 @@ COMMON = ("-d", "corpus", "-s", SEQ_LENGTH, "--precision", "fp32", "--lr", "1e-2
           "--log-freq", 1, "--eval-freq", 0, "--eval-batches", 1)
 DROPOUT, PLAIN = ("-m", "dropout"), ("-m", "model")
 EXACT = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")
-PATIENCE_S = 120.0
 
 
-@dataclass
-class Launch:
+class Launch(forks.Launch):
     """Stage 04 on one or more ranks."""
 
-    pids: list[int]
-    output_file: Path
-    server: Server
-    codes: dict[int, int] = field(default_factory=dict)
+    def __init__(self, reports: IO[bytes], output_file: Path) -> None:
+        super().__init__(reports)
+        self.output_file = output_file
 
     @property
     def output(self) -> str:
         """Return what all ranks have printed."""
         return self.output_file.read_text(errors="replace")
 
-    def poll(self) -> bool:
-        """Tell whether every rank has ended."""
-        for pid in self.pids:
-            if pid not in self.codes and (code := self.server.ask({"poll": pid})) is not None:
-                self.codes[pid] = code
-        return len(self.codes) == len(self.pids)
-
-    def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one rank or all."""
-        self.poll()
-        for pid in self.pids if rank is None else [self.pids[rank]]:
-            if pid not in self.codes:
-                os.kill(pid, number)
-
-    def kill(self) -> None:
-        """Kill all ranks, and wait until they are gone."""
-        self.signal(signal.SIGKILL)
-        self.wait()
-
-    def wait(self) -> list[int]:
-        """Return the ranks' exit codes, negative for a signal; kills what does not end."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.poll():
-            if time.monotonic() > deadline:
-                self.kill()
-                pytest.fail(f"did not end within {PATIENCE_S:.0f} s:\n{self.output[-3000:]}")
-            time.sleep(0.005)
-        return [self.codes[pid] for pid in self.pids]
-
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that happens while the launch is at work."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + forks.PATIENCE_S
         while not condition():
             assert not self.poll(), f"ended before: {self.output[-3000:]}"
             assert time.monotonic() < deadline, self.output[-3000:]
@@ -85,24 +51,11 @@ class Launch:
 
 
 class Server:
-    """A process with everything imported, which forks the launches; see fault_server.py."""
+    """Launches stage 04 in a project, disturbed as a test wants it."""
 
     def __init__(self, root: Path) -> None:
         self.root, self._connections = root, root / "connections.txt"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "network_guard"),
-                       "NETWORK_GUARD_REPORT": str(self._connections),
-                       "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([sys.executable, ROOT / "tests" / "fault_server.py"],
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                         cwd=root, env=environment)
-        assert self._process.stdout.readline() == "ready\n"
         self._launches: list[Launch] = []
-
-    def ask(self, request: dict[str, Any]) -> Any:
-        """Return the answer to a request."""
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
 
     def start(self, *argv: object, ranks: int = 1, faults: dict[int, Fault] | None = None,
               clock: int = 0, call: str = "") -> Launch:
@@ -111,12 +64,15 @@ class Server:
         call: a function to call instead.
         """
         output = self.root / f"output_{len(self._launches):05d}.txt"
-        output.touch()
-        request = {"argv": [str(a) for a in argv], "ranks": ranks, "output": str(output),
-                   "cwd": str(self.root), "clock": clock,
-                   "faults": {rank: asdict(fault) for rank, fault in (faults or {}).items()},
-                   "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}}
-        launch = Launch(self.ask(request | ({"call": call} if call else {})), output, self)
+        environment = {**os.environ, **forks.CPU, "NETWORK_GUARD_REPORT": str(self._connections)}
+        given = {"clock": clock, "faults": {rank: asdict(fault)
+                                            for rank, fault in (faults or {}).items()}}
+        with output.open("ab") as file:
+            launch = Launch(forks.server("offline").start(
+                str(ROOT / "04_train_fsdp.py"), argv, self.root, environment, file.fileno(),
+                file.fileno(), forks.rank_variables(ranks, free_port()) if ranks > 1 else [{}],
+                before="tests.fault_points:disturb", given=given,
+                **({"call": call} if call else {})), output)
         self._launches.append(launch)
         return launch
 
@@ -131,8 +87,6 @@ class Server:
         """End all that is still at work."""
         for launch in self._launches:
             launch.kill()
-        self._process.stdin.close()
-        self._process.wait()
         assert not self._connections.exists(), self._connections.read_text()
 
 

@@ -45,7 +45,7 @@ def snapshot(root: Path) -> dict[str, tuple]:
 
 
 def test_help_is_fast_and_names_every_option(stage):
-    text = stage(SCRIPT, "--help", timeout=3).stdout
+    text = stage(SCRIPT, "--help", timeout=3, fresh=True).stdout
     for option in ("--src-dir", "--dst-root", "--num-dirs", "--mode", "--include", "--exclude",
                    "--follow-symlinks", "--config", "--dry-run", "--overwrite", "--num-workers"):
         assert option in text

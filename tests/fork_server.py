@@ -1,0 +1,144 @@
+"""Starts scripts in processes that have everything imported: by fork, in milliseconds.
+
+Reads JSON requests from the socket that is its standard input. `{"script": …, "argv": […], "cwd":
+…, "env": {…}, "ranks": [{…}, …]}` starts the script once for each entry of `ranks`, which holds
+the variables that this rank has besides. With a request come three files: standard output, standard
+error, and one that gets a line `{"pids": […]}` and then `{"ended": pid, "code": …}` for each, the
+code negative for a signal. "call" starts a function `module:name` with `argv` as its arguments
+instead of a script; "before" is a function that each rank calls first, with its number and "given".
+
+Arguments: `offline` has imported lib/ and the Hugging Face packages, which read the environment
+once, at their import; `online` has imported neither, for stage 03.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_LIB = [".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted(ROOT.glob("lib/*/*.py")) if not path.stem.startswith("__")]
+_FAMILIES = [f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama")]
+_IMPORTS = {"offline": [*_LIB, *_FAMILIES, "datasets", "matplotlib.pyplot",
+                        "torch.utils.tensorboard", "torch.distributed.checkpoint", "yaml"],
+            "online": ["torch", "torch.distributed.tensor", "torch.utils.checkpoint", "numpy",
+                       "pyarrow", "safetensors.torch", "tokenizers", "requests", "yaml", "tqdm"]}
+
+
+class Server:
+    """Forks, and tells of each process when it ends."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ)
+        self._running: dict[int, tuple[int, int]] = {}  # pid: its pidfd, and the file that is told
+
+    def serve(self) -> tuple[dict[str, Any], int, list[int]] | None:
+        """Answer until there are no more requests.
+
+        In a process that it has started: return the request, the rank, and the files.
+        """
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    self._reap(key.data)
+                    continue
+                message, files, *_ = socket.recv_fds(self._requests, 1 << 20, 3)
+                if not message:
+                    return self._end()
+                request = json.loads(message)
+                for rank in range(len(request["ranks"])):
+                    if not self._fork(files[2]):
+                        return request, rank, files
+                _tell(files[2], {"pids": list(self._running)[-len(request["ranks"]):]})
+                for file in files:
+                    os.close(file)
+
+    def _fork(self, report: int) -> int:
+        if pid := os.fork():
+            self._running[pid] = pidfd, _ = os.pidfd_open(pid), os.dup(report)
+            self._selector.register(pidfd, selectors.EVENT_READ, pid)
+        else:
+            self._selector.close()
+            self._requests.close()
+        return pid
+
+    def _reap(self, pid: int) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        pidfd, report = self._running.pop(pid)
+        self._selector.unregister(pidfd)
+        _tell(report, {"ended": pid, "code": code})
+        os.close(pidfd)
+        os.close(report)
+
+    def _end(self) -> None:
+        for pid in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _tell(file: int, message: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        os.write(file, json.dumps(message).encode() + b"\n")
+
+
+def become(request: dict[str, Any], rank: int, files: list[int]) -> None:
+    """Turn a process that was just forked into what a command line would have started."""
+    os.setsid()
+    for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *files[:2])):
+        os.dup2(file, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"] | request["ranks"][rank])
+    sys.argv = [request["script"], *request["argv"]]
+    if "call" not in request:
+        sys.path[0] = str(Path(request["script"]).parent)
+    if "before" in request:
+        _function(request["before"])(rank, **request["given"])
+
+
+def _function(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def main(kind: str) -> None:
+    """Import, serve, and in each process that was started do what was asked for."""
+    from lib.core import offline
+
+    if kind == "offline":
+        offline.enable()
+    for name in _IMPORTS[kind]:
+        importlib.import_module(name)
+    if kind == "offline":  # it would complain that it does not come before the imports
+        offline.enable = lambda: os.environ.update(offline.OFFLINE_ENVIRONMENT)
+    gc.collect()
+    gc.freeze()
+    part = Server(socket.socket(fileno=os.dup(0))).serve()
+    if part is None:
+        return
+    become(*part)
+    request = part[0]
+    if "call" in request:
+        _function(request["call"])(*request["argv"])
+        sys.stdout.flush()
+        os._exit(0)
+    runpy.run_path(request["script"], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    main(sys.argv[1])
