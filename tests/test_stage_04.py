@@ -87,7 +87,7 @@ def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
         time.sleep(0.05)
     kill_all(process, project.resolve())
     assert max(steps_saved(project, "two")) < STEPS
-    run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2)
+    run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2, fresh=True)
     exact = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")
     same = [{key: row[key] for key in exact} for row in metrics(project, "two")]
     undisturbed = metrics(trained, "two")

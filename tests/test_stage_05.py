@@ -71,7 +71,8 @@ def test_untouched_weights_come_out_bit_for_bit(project: Path):
 def test_shards_and_default_dtype(project: Path):
     from transformers import AutoModelForCausalLM
 
-    run_stage("05_export_checkpoint.py", "-e", "still", "--max-shard-size", "20KB", cwd=project)
+    run_stage("05_export_checkpoint.py", "-e", "still", "--max-shard-size", "20KB", cwd=project,
+              fresh=True)
     out = project / "outputs" / "still" / "export" / "step_00000002"
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
