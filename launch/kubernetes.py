@@ -33,8 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
 from launch.cluster import manage_eks_cluster  # noqa: E402
+from launch.common import stage_04  # noqa: E402
 from lib.core import commands, log, options, stage  # noqa: E402
-from lib.core.errors import UsageError  # noqa: E402
+from lib.core.errors import Problems, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
 if TYPE_CHECKING:  # imports yaml, which --help does not wait for
@@ -45,6 +46,7 @@ __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
 
 KINDS = ("pytorchjob", "trainjob", "hyperpod")
 COMMANDS = ("render", "apply", "status", "logs", "stop", "deploy")
+_STARTING = ("render", "apply", "deploy")
 
 
 def parser() -> options.Parser:
@@ -115,6 +117,10 @@ def parser() -> options.Parser:
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
     """Return the options, and those of stage 04, which stand behind `--`."""
+    if "--" not in argv and argv[:1] and argv[0] in _STARTING and not {"-h", "--help"} & {*argv}:
+        raise UsageError("`--` is missing",
+                         expected="the options of the launcher, then `--`, then those of "
+                                  f"{stage_04.SCRIPT}: -- -d c4 -m ORG/NAME")
     at = argv.index("--") if "--" in argv else len(argv)
     return parser().parse(argv[:at]), argv[at + 1:]
 
@@ -124,11 +130,14 @@ def main(argv: list[str]) -> None:
     opts, train = parse(argv)
     # Through `finally`, where a kubectl that follows a log is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    from launch.kube import deploy, job, render
+    from launch.kube import checks, deploy, job, render
     from launch.kube.kubectl import Kubectl
 
     kubectl = Kubectl(opts.namespace, opts.context)
-    if opts.command in ("status", "logs", "stop"):
+    if opts.command not in _STARTING:
+        problems = Problems()
+        checks.names(opts, problems)
+        problems.raise_if_any()
         {"status": status, "logs": logs, "stop": stop}[opts.command](opts, kubectl)
         return
     asked = job.of_options(opts, train)
@@ -215,7 +224,13 @@ def stop(opts: Options, kubectl: Kubectl) -> None:
     if opts.dry_run:
         print(*kubectl.command("delete", kind.resource, opts.job_name))
         return
-    cluster_state.require(kubectl, kind.resource, opts.job_name)
+    found = cluster_state.require(kubectl, kind.resource, opts.job_name)
+    state = cluster_state.of_job(found)
+    if state.state != cluster_state.ACTIVE:
+        log.info(f"nothing to stop: {opts.job_name} is not running ({state.words})")
+        log.info("its pods and logs stay until it is deleted: "
+                 + shlex.join(kubectl.command("delete", kind.resource, opts.job_name)))
+        return
     log.info(f"{opts.job_name}: its pods finish their step, save and end")
     deploy.stop(kubectl, opts.kind, opts.job_name, job.runtime_name(opts.namespace, opts.job_name))
     log.info("stopped; the same job goes on from the checkpoint")

@@ -129,6 +129,9 @@ def test_a_failed_job_says_why_in_its_status(kube: Cluster) -> None:
     said = launch("status", "--job-name", "exp").stdout
     assert "exp is failed" in said and "cause: damaged artifact" in said
     assert "c4 is not finished" in said and "exit code 3" in said
+    said = launch("stop", "--job-name", "exp").stdout
+    assert "nothing to stop: exp is not running (Failed" in said and "kubectl" in said
+    assert jobs(kube), "its logs may still be wanted"
 
 
 def test_dry_runs_ask_the_cluster_nothing(kube: Cluster) -> None:

@@ -241,7 +241,7 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "says"), [
     (("render", *ASKED, "--nodess", "2", *TRAIN), "the nearest is --nodes"),
     (("render", *ASKED, "--", "-d", "c4", "--max-step", "2"), "the nearest is --max-steps"),
-    (("render", *ASKED), "no dataset is named"),
+    (("render", *ASKED, "--"), "no dataset is named"),
     (("render", *ASKED, "--instance-type", "p9", *TRAIN), "--gpus-per-node"),
     (("render", *ASKED, "--job-name", "A b", *TRAIN), "cannot name a job"),
     (("render", *ASKED, "--min-nodes", "4", *TRAIN), "--min-nodes 4 is above"),
@@ -251,10 +251,61 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
      "--slow-below reads the speed from --log-style dict"),
     (("render", *ASKED, "--", "--config", "lama.yaml"), "no such file: lama.yaml"),
     (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
+    (("render", *ASKED, *TRAIN[1:]), "`--` is missing"),
 ])
 def test_what_is_wrong_is_told(arguments: tuple[str, ...], says: str) -> None:
     done = launch(*arguments, expect=2)
     assert says in done.stderr and "Traceback" not in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    (("--instance-type", "p5.48xlrge"), "not in the table; the nearest is p5.48xlarge"),
+    (("--instance-type", ""), "--instance-type is missing"),
+    (("--gpus-per-node", "16"), "a node of type p5.48xlarge has 8 GPUs"),
+    (("--efa-per-node", "33"), "has 32 EFA adapters"),
+    (("--instance-type", "p5.4xlarge", "--gpus-per-node", "2"), "has 1 GPU"),
+    (("--instance-type", "my type", "--gpus-per-node", "2"), "cannot be the type of a node"),
+    (("--job-name", "9exp"), "cannot name a job"),
+    (("--job-name", "exp-"), "cannot name a job"),
+    (("--job-name", "e" * 46), "at most 45"),
+    (("--namespace", "Team_A"), "cannot name a namespace"),
+    (("--namespace", "n" * 64), "at most 63"),
+    (("--kind", "trainjob", "--namespace", "n" * 60, "--job-name", "exp"), "has 64 characters"),
+    (("--pvc", ""), "--pvc is empty"),
+    (("--pvc", "FSx"), "--pvc 'FSx' cannot name an object"),
+    (("--image-pull-secret", "a b"), "--image-pull-secret 'a b' cannot name"),
+    (("--token-secret", "-t"), "--token-secret '-t' cannot name"),
+    (("--image", "a image"), "cannot name an image"),
+    (("--mount-path", "data"), "--mount-path 'data' is not a path"),
+    (("--project-dir", "/data:x"), "--project-dir '/data:x' is not a path"),
+])
+def test_names_and_sizes_that_no_cluster_has_are_refused(changed: tuple, says: str) -> None:
+    changed = tuple(f"{changed[i]}={changed[i + 1]}" for i in range(0, len(changed), 2))
+    with pytest.raises(UsageError) as caught:
+        asked("render", *ASKED, *changed, *TRAIN)
+    assert says in caught.value.render() and not caught.value.several
+
+
+def test_a_batch_that_the_nodes_do_not_divide_is_refused_and_all_is_told_at_once() -> None:
+    batch = ("--global-batch-size", "256", "--shard-size", "5")
+    with pytest.raises(UsageError) as caught:
+        asked("render", *ASKED, "--nodes", "3", "--pvc", "", "--namespace", "A", *TRAIN, *batch)
+    assert len(caught.value.several) == 4
+    assert "a multiple of 24 = 1 per process" in caught.value.render()
+    assert "--shard-size 5 does not divide the 24 ranks" in caught.value.render()
+    asked("render", *ASKED, "--nodes", "4", *TRAIN, *batch[:2])
+
+
+@pytest.mark.parametrize("verb", ["status", "stop", "logs"])
+def test_without_a_cluster_it_is_told_in_words(verb: str, tmp_path: Path) -> None:
+    nowhere = {"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)}
+    done = launch(verb, "--job-name", "exp", env={**nowhere, "PATH": str(tmp_path)}, expect=2)
+    assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
+    if shutil.which("kubectl"):
+        done = launch(verb, "--job-name", "exp", env=nowhere, expect=2)
+        assert "no cluster is set up here" in done.stderr and len(done.stderr.splitlines()) == 2
+        done = launch(verb, "--job-name", "exp", "--context", "there", env=nowhere, expect=2)
+        assert "the kubeconfig has no context there" in done.stderr
 
 
 def test_a_wrong_key_in_a_file_is_told(tmp_path: Path) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from launch.common import stage_04
-from launch.kube import render
+from launch.kube import checks, render
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 
 HYPERPOD_PREFIX = "ml."
 # What is not the node network: loopback, containers, and the interfaces that EKS gives to pods.
 NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_NAME = 45  # of 63: the operators append the role and number of a pod
 
 
 @dataclass(frozen=True)
@@ -135,44 +132,28 @@ def of_options(opts: Options, given: Sequence[str]) -> Job:
     bare_type = opts.instance_type.removeprefix(HYPERPOD_PREFIX)
     known = render.instances()
     problems = Problems()
-    if bare_type not in known and opts.gpus_per_node is None:
-        problems.add(f"--instance-type {opts.instance_type or '(none)'} is not in the table",
-                     expected="one of " + ", ".join(known) + "; or --gpus-per-node (and "
-                     "--efa-per-node) for any other")
-    _check(opts, problems)
-    train = problems.collect(lambda: train_options(opts.job_name, given, opts.slow_below))
-    problems.raise_if_any()
+    checks.names(opts, problems)
+    checks.nodes(opts, bare_type, known, problems)
+    checks.places(opts, problems)
     has = known.get(bare_type, {})
+    gpus = has.get("gpus") if opts.gpus_per_node is None else opts.gpus_per_node
+    train = problems.collect(lambda: train_options(opts.job_name, given, opts.slow_below))
+    if train and gpus is not None:
+        ranks = opts.nodes * max(gpus, 1)
+        problems.collect(lambda: stage_04.check_ranks(stage_04.parse(train), ranks))
+    problems.raise_if_any()
     is_hyperpod = opts.kind == "hyperpod" and bare_type
     return Job(
         kind=opts.kind, name=opts.job_name, namespace=opts.namespace, nodes=opts.nodes,
         min_nodes=opts.min_nodes or 0, spares=opts.spares,
         instance_type=HYPERPOD_PREFIX + bare_type if is_hyperpod else opts.instance_type,
-        gpus=has["gpus"] if opts.gpus_per_node is None else opts.gpus_per_node,
+        gpus=gpus,
         efa=has.get("efa", 0) if opts.efa_per_node is None else opts.efa_per_node,
         image=opts.image, pvc=opts.pvc, mount_path=opts.mount_path,
         project_dir=opts.project_dir or opts.mount_path, code_dir=opts.code_dir,
         max_restarts=opts.max_restarts, slow_below=opts.slow_below,
         token_secret=opts.token_secret, pull_secret=opts.image_pull_secret, train=tuple(train),
         env={str(key): str(value) for key, value in has.get("env", {}).items()})
-
-
-def _check(opts: Options, problems: Problems) -> None:
-    """Note what does not go together."""
-    if not _NAME.fullmatch(opts.job_name) or len(opts.job_name) > _LONGEST_NAME:
-        problems.add(f"--job-name {opts.job_name!r} cannot name a job",
-                     expected="small letters, digits and hyphens, a letter first, at most "
-                              f"{_LONGEST_NAME}")
-    if opts.min_nodes and opts.min_nodes > opts.nodes:
-        problems.add(f"--min-nodes {opts.min_nodes} is above --nodes {opts.nodes}")
-    if opts.min_nodes and opts.kind == "trainjob":
-        problems.add("--min-nodes: a TrainJob has a fixed size",
-                     expected="--kind pytorchjob or hyperpod")
-    for option in ("spares", "slow_below"):
-        if getattr(opts, option) and opts.kind != "hyperpod":
-            problems.add(f"--{option.replace('_', '-')} is for --kind hyperpod alone")
-    if not opts.image:
-        problems.add("--image is missing", expected="the image that launch/build_image.py made")
 
 
 def train_options(name: str, given: Sequence[str], slow_below: int = 0) -> list[str]:

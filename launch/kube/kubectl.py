@@ -15,14 +15,23 @@ _TRANSIENT = re.compile(
     r"connection refused|connection reset|i/o timeout|TLS handshake timeout|deadline exceeded|"
     r"EOF|no such host|server is currently unable|ServiceUnavailable|TooManyRequests|"
     r"etcdserver|Internal ?Error|Unable to connect|the object has been modified", re.IGNORECASE)
+_AWAY = re.compile(r"connection refused|was refused|i/o timeout|no such host|Unable to connect|"
+                   r"no route to host", re.IGNORECASE)
+_KUBECTL_LOG = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d")  # of each attempt, above what it says
+_NOT_SET_UP = "localhost:8080"  # where kubectl looks without a kubeconfig
 
 
 class KubectlError(StageError):
     """A call that the cluster refused or did not answer; text: what kubectl said."""
 
     def __init__(self, arguments: list[str], text: str) -> None:
-        super().__init__(f"kubectl {' '.join(arguments[:3])} failed", found=text.strip()[-2000:])
-        self.text = text
+        said = "\n".join(line for line in text.splitlines() if not _KUBECTL_LOG.match(line)) or text
+        is_away = bool(_AWAY.search(text))
+        super().__init__("the cluster does not answer" if is_away else
+                         f"kubectl {' '.join(arguments[:3])} failed", found=said.strip()[-2000:],
+                         hint="`kubectl config get-contexts` lists the clusters that are set up "
+                              "here, and --context takes another" if is_away else "")
+        self.text = said
         self.is_transient = bool(_TRANSIENT.search(text))
         self.is_missing = "(NotFound)" in text
         self.is_unknown_type = "doesn't have a resource type" in text
@@ -53,6 +62,7 @@ class Kubectl:
             raise KubectlError(list(arguments), f"no answer in {timeout:.0f} s (i/o timeout)"
                                ) from None
         if done.returncode:
+            _require_configured(done.stderr, self.context)
             raise KubectlError(list(arguments), done.stderr or done.stdout)
         return done.stdout
 
@@ -85,3 +95,14 @@ class Kubectl:
     def stream(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a call whose output goes where this program's goes."""
         return subprocess.Popen(self.command(*arguments), stdin=subprocess.DEVNULL)
+
+
+def _require_configured(said: str, context: str) -> None:
+    """Raise UsageError when what kubectl said means that it has no cluster to talk to."""
+    if _NOT_SET_UP in said and _AWAY.search(said):
+        raise UsageError("no cluster is set up here: kubectl has no kubeconfig",
+                         expected="KUBECONFIG=FILE, or for EKS `aws eks update-kubeconfig --name "
+                                  "CLUSTER`")
+    if "context was not found" in said or f'context "{context}" does not exist' in said:
+        raise UsageError(f"the kubeconfig has no context {context}",
+                         hint="`kubectl config get-contexts` lists those that there are")
