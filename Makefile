@@ -36,11 +36,14 @@ PIP_FROM := $(if $(wildcard wheelhouse),--no-index --find-links wheelhouse)
 
 # Verbs that make no environment: on a cluster, and in an image, there mostly is one.
 ANY_PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+# EXP may be a name or the path of a run's directory, as -e of stage 04 takes it.
+RUN = $(if $(findstring /,$(EXP)),$(EXP:%/=%),outputs/$(EXP))
+NAME = $(notdir $(RUN))
 TRAIN = -e $(EXP) -d $(DATASET) $(if $(MODEL),-m $(MODEL)) $(ARGS)
 LOCAL = PYTHON=$(ANY_PY) launch/single_node.sh $(if $(NPROC),--nproc-per-node $(NPROC))
-SLURM = sbatch -N $(NODES) --job-name $(EXP) $(SBATCH)
+SLURM = sbatch -N $(NODES) --job-name $(NAME) $(SBATCH)
 POD = $(ANY_PY) launch/kubernetes.py
-POD_JOB = --kind $(KIND) --job-name $(EXP) --nodes $(NODES) \
+POD_JOB = --kind $(KIND) --job-name $(NAME) --nodes $(NODES) \
   $(if $(INSTANCE_TYPE),--instance-type $(INSTANCE_TYPE)) $(KUBERNETES)
 
 # The demo shows two ranks also on a CPU; GPUs have one each.
@@ -54,13 +57,13 @@ FINISH_local = $(START_local)
 FINISH_slurm = $(SLURM) --wait launch/slurm.sbatch $(TRAIN)
 FINISH_kubernetes = $(POD) deploy $(POD_JOB) -- $(TRAIN)
 
-STATUS_local = $(ANY_PY) launch/monitor.py outputs/$(EXP) --once
-STATUS_slurm = squeue --me --name=$(EXP) && $(STATUS_local)
+STATUS_local = $(ANY_PY) launch/monitor.py $(RUN) --once
+STATUS_slurm = squeue --me --name=$(NAME) && $(STATUS_local)
 STATUS_kubernetes = $(POD) status $(POD_JOB)
-LOGS_local = tail -n 40 -F outputs/$(EXP)/logs/rank_00000.log
+LOGS_local = tail -n 40 -F $(RUN)/logs/rank_00000.log
 LOGS_slurm = $(LOGS_local)
 LOGS_kubernetes = $(POD) logs $(POD_JOB) --follow on
-STOP_local = $(ANY_PY) launch/stop.py outputs/$(EXP)
+STOP_local = $(ANY_PY) launch/stop.py $(RUN)
 STOP_slurm = $(STOP_local) --slurm
 STOP_kubernetes = $(POD) stop $(POD_JOB)
 
@@ -68,7 +71,12 @@ ifeq ($(filter $(LAUNCHER),local slurm kubernetes),)
 $(error LAUNCHER is local, slurm or kubernetes, not "$(LAUNCHER)")
 endif
 
-.PHONY: demo test test-slow test-long lint bench validate-framework validate-setup test-quick run status \
+# `make` alone tells the verbs: the lines at the head of this file.
+.DEFAULT_GOAL := help
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: help demo test test-slow test-long lint bench validate-framework validate-setup test-quick run status \
   logs-follow stop
 
 $(VENV)/installed: requirements.txt

@@ -72,6 +72,20 @@ def test_every_verb_is_there_and_the_head_tells_what_it_does(place: Path):
     assert not [name for name in variables if f"{name}=" not in head and f"{name}," not in head]
 
 
+def test_make_alone_tells_the_verbs(place: Path):
+    said = make(place)
+    assert all(f"make {verb} " in said for verb in VERBS) and "EXP=exp" in said
+    assert "#" not in said and ":=" not in said
+
+
+def test_a_run_is_a_name_or_its_directory(place: Path):
+    for verb, command in (("status", "monitor.py outputs/e --once"), ("stop", "stop.py outputs/e"),
+                          ("logs-follow", "outputs/e/logs/rank_00000.log")):
+        for spelled in ("e", "outputs/e", "outputs/e/"):
+            assert command in make(place, "-n", verb, f"EXP={spelled}")
+    assert "--job-name e " in make(place, "-n", "run", "LAUNCHER=slurm", "EXP=outputs/e/")
+
+
 def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
     run = ("-n", "run", "EXP=e", "DATASET=hf_datasets/c", "ARGS=--max-steps 9")
     training = "-e e -d hf_datasets/c"

@@ -25,9 +25,9 @@ from tests.training import SEQ_LENGTH
 MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
 
 
-def once(root: Path, expect: int = 0, **environment: str) -> str:
+def once(root: Path | str, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
     """Return what one look prints."""
-    done = subprocess.run([*MONITOR, str(root), "--once"], capture_output=True, text=True,
+    done = subprocess.run([*MONITOR, str(root), "--once"], capture_output=True, text=True, cwd=cwd,
                           timeout=120, env={**os.environ, **environment})
     assert done.returncode == expect, done.stderr
     assert "Traceback" not in done.stderr
@@ -78,7 +78,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_figures_of_a_run(run: Path):
     with held(run):
-        said = once(run)
+        said = once("exp", cwd=run.parents[1])  # a name means the run of outputs/
     assert re.search(r"exp +running, 16 ranks\n", said)
     assert "25.0 %, step 100 of 400, 50 min 00 s left" in said
     assert "7.0500 on average since step 90, 7.0000 in step 100;" in said

@@ -19,7 +19,7 @@ from tests.conftest import run_stage, stage_command
 from tests.models.families import FAMILIES
 from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
 
-TRAIN = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 4,
+TRAIN = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "float32", "-b", 4,
          "--ckpt-freq", 2, "--eval-freq", 2, "--eval-batches", 2)
 
 
@@ -28,8 +28,8 @@ def trained(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """Return a project with `still` (lr 0, two ranks) and `moved` (a huge lr, so loss rises)."""
     root = tmp_path_factory.mktemp("exported")
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
-    run_stage("04_train_fsdp.py", "-e", "still", *TRAIN, "--max-steps", 2, "--lr", 0, cwd=root,
-              ranks=2)
+    run_stage("04_train_fsdp.py", "-e", "outputs/still/", *TRAIN, "--max-steps", 2, "--lr", 0,
+              cwd=root, ranks=2)
     run_stage("04_train_fsdp.py", "-e", "moved", *TRAIN, "--max-steps", 6, "--lr", 0.05,
               "--lr-scheduler", "constant", "--ckpt-keep", 0, cwd=root)
     return root
@@ -58,7 +58,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 def test_untouched_weights_come_out_bit_for_bit(project: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run_stage("05_export_checkpoint.py", "-e", "still", "--dtype", "float32", "--out", "out",
+    run_stage("05_export_checkpoint.py", "-e", "outputs/still", "--dtype", "fp32", "--out", "out",
               cwd=project)
     assert_equal(tensors(project / "out"), tensors(project / "model"))
     exported = AutoModelForCausalLM.from_pretrained(project / "out")
