@@ -9,6 +9,7 @@ from lib.core.options import Parser
 from lib.models import scratch
 from lib.train import console, goodput, schedule
 
+CKPT_FREQ, LOG_FREQ, EVAL_FREQ, EVAL_BATCHES = 500, 10, 500, 100
 _PRECISIONS = ("bf16", "fp16", "fp32")
 
 # The options that matter most, as the short page of --help tells them.
@@ -185,13 +186,13 @@ def _ahead(parser: Parser) -> None:
 
 def _watch(parser: Parser) -> None:
     group = parser.add_argument_group("logs, checkpoints and evaluation")
-    group.add_argument("--log-freq", "--log-interval", type=options.positive_int, default=10,
-                       metavar="N", help="steps between log lines")
+    group.add_argument("--log-freq", "--log-interval", type=options.positive_int,
+                       default=LOG_FREQ, metavar="N", help="steps between log lines")
     group.add_argument("--log-style", choices=console.STYLES, default="line",
                        help="on the console: an aligned line for people, or the dict with the "
                             "four timers that each rank's log has")
     group.add_argument("--ckpt-freq", "--checkpoint-interval", type=options.positive_int,
-                       default=500, metavar="N", help="steps between checkpoints")
+                       default=CKPT_FREQ, metavar="N", help="steps between checkpoints")
     group.add_argument("--ckpt-keep", type=options.count, default=3, metavar="N",
                        help="newest checkpoints to keep (2 at least, and always the one with the "
                             "lowest validation loss), 0 for all")
@@ -208,10 +209,10 @@ def _watch(parser: Parser) -> None:
                             "whose service is found by itself or at an address (default: not used)")
     group.add_argument("--ckpt-local-freq", type=options.positive_int, metavar="N",
                        help="steps between those (default: a tenth of --ckpt-freq)")
-    group.add_argument("--eval-freq", type=options.count, default=500, metavar="N",
+    group.add_argument("--eval-freq", type=options.count, default=EVAL_FREQ, metavar="N",
                        help="steps between evaluations, 0 for only at the end")
-    group.add_argument("--eval-batches", type=options.positive_int, default=100, metavar="N",
-                       help="global batches of the validation split in an evaluation")
+    group.add_argument("--eval-batches", type=options.positive_int, default=EVAL_BATCHES,
+                       metavar="N", help="global batches of the validation split in an evaluation")
     group.add_argument("--max-minutes", type=options.positive, metavar="X",
                        help="save and stop (exit code 75) when the run has taken so long; the same "
                             "command goes on (default: no limit)")

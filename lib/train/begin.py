@@ -27,6 +27,7 @@ from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.train import (
     blocks,
+    checks,
     distributed,
     feed,
     flops,
@@ -73,6 +74,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     world = distributed.start(opts.shard_size)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  data.samples, world.rank)
+    checks.require_room(opts, run_plan.total_steps, has_begun=bool(inputs.begun))
     journal = Journal(experiment, world.rank)
     _require_agreement(opts, run_plan, world)
     lease = _claim(opts, experiment, run_plan, inputs, journal, world)
@@ -109,6 +111,9 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
         journal.event("start", 0, ranks=world.size)
+    if run.profiler.has_passed(run.step) and world.rank == 0:
+        log.warn(f"--profile {opts.profile[0]}:{opts.profile[1]} records nothing: the run goes on "
+                 f"after step {run.step:,}")
     if opts.packing == "documents":
         isolation.require(model, world)
     log.info(f"loss: {loss.chunk(model, world)}")
@@ -229,6 +234,8 @@ def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data, work:
                **startup.describe(run_plan, data), **outlook.rows(run_plan, work, hardware)})
     if log.rank() == 0 and (unusual := outlook.advice(run_plan, work, hardware)):
         log.warn(unusual)
+    if log.rank() == 0:
+        startup.tell_doubts(run_plan, data)
 
 
 def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:

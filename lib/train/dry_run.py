@@ -10,7 +10,7 @@ from lib.core import log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.tokens import packing, source, store
-from lib.train import flops, goodput, memory_plan, outlook, startup, streaming
+from lib.train import checks, flops, goodput, memory_plan, outlook, startup, streaming
 from lib.train import plan as plans
 from lib.train.outlook import Hardware
 from lib.train.plan import Plan
@@ -35,6 +35,9 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
         plan = problems.collect(lambda ranks=ranks: startup.make_plan(
             opts, inputs, setting.seq_length, setting.precision, samples, ranks=ranks))
         if plan is not None:
+            if data:
+                problems.collect(lambda plan=plan: checks.require_room(
+                    opts, plan.total_steps, has_begun=bool(inputs.begun)))
             _tell(opts, plan, data, work, _hardware(opts, setting, ranks))
     if opts.plan_gpus:
         _plan_memory(opts, setting)
@@ -58,6 +61,8 @@ def _tell(opts: Options, plan: Plan, data: Data | None, work: outlook.Work, hard
     log.table(numbers | outlook.rows(plan, work, hardware))
     if unusual := outlook.advice(plan, work, hardware):
         log.warn(unusual)
+    if data:
+        startup.tell_doubts(plan, data)
 
 
 def _data(opts: Options, inputs: Inputs, setting: Setting) -> tuple[Data | None, int | None]:

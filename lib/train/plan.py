@@ -130,13 +130,19 @@ def total_steps(options: Options, samples: int | None, global_batch: int) -> int
     return min(limits)
 
 
+def require_falling(options: Options) -> None:
+    """Raise UsageError when the learning rate would rise to its minimum."""
+    if options.min_lr > options.lr:
+        raise UsageError(f"--min-lr {options.min_lr:g} is above --lr {options.lr:g}")
+
+
 def check_options(options: Options) -> None:
     """Raise one UsageError that tells all contradictions between options."""
     problems = Problems()
     if options.global_batch_size and options.grad_accum_steps:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
-    if options.min_lr is not None and options.min_lr > options.lr:
-        problems.add(f"--min-lr {options.min_lr:g} is above --lr {options.lr:g}")
+    if None not in (options.lr, options.min_lr):  # defaults depend on the model
+        problems.collect(lambda: require_falling(options))
     for ranks in options.plan_gpus or [launched_size()]:
         if options.shard_size and ranks % options.shard_size:
             problems.add(f"--shard-size {options.shard_size} does not divide the {ranks} ranks",
@@ -145,6 +151,9 @@ def check_options(options: Options) -> None:
         problems.add("--plan-gpus plans and does not train", run="the same with --dry-run")
     if options.ckpt_local_freq and not (options.ckpt_local_dir or options.ckpt_hyperpod):
         problems.add("--ckpt-local-freq belongs to --ckpt-local-dir or --ckpt-hyperpod")
+    if (options.ckpt_local_freq or 0) >= options.ckpt_freq:
+        problems.add(f"--ckpt-local-freq {options.ckpt_local_freq} is not below --ckpt-freq "
+                     f"{options.ckpt_freq}", expected="local checkpoints are the frequent ones")
     if options.ckpt_local_dir and options.ckpt_hyperpod:
         problems.add("give --ckpt-local-dir or --ckpt-hyperpod, not both")
     if not re.fullmatch(r"auto|https?://[^/@\s]+/?", options.ckpt_hyperpod or "auto"):

@@ -28,6 +28,11 @@ class Profiler:
         self._on_gpu = device.type == "cuda"
         self._recording: profile | None = None
 
+    def has_passed(self, step: int) -> bool:
+        """Tell whether a run that goes on after `step` begins too late, and recorded nothing yet.
+        """
+        return 0 < self._first <= step and not Path(f"{self._stem}.txt").exists()
+
     def before(self, step: int) -> None:
         """Begin to record when `step` (from 1) is the first of the span."""
         if step != self._first:

@@ -21,7 +21,7 @@ from lib.tokens.shards import Shards
 from lib.tokens.store import TokenStore
 from lib.tokens.streaming import Stream
 from lib.tokens.windows import Windows
-from lib.train import earlier, from_scratch, streaming
+from lib.train import checks, earlier, from_scratch, streaming
 from lib.train import plan as plans
 from lib.train.outlook import Work
 from lib.train.plan import Plan
@@ -90,9 +90,11 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
     made: the model of --model-size. Without it and -m, a run that has begun keeps its model.
     Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
-    streaming.check_options(opts)
-    problems = Problems()
-    begun = {} if opts.overwrite else earlier.read(experiment)
+    problems, begun = Problems(), {} if opts.overwrite else earlier.read(experiment)
+    problems.collect(lambda: streaming.check_options(opts))
+    problems.collect(lambda: plans.check_options(opts))
+    problems.collect(lambda: checks.require_sane(opts, bool(begun)))
+    problems.raise_if_any()
     name, began_with = opts.model_name, begun.get("model_dir")
     if name is None and began_with and Path(began_with).is_dir():
         name = began_with
@@ -110,7 +112,7 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
     scratch = from_scratch.is_meant(opts, model_dir, bool(begun or named))
     opts.lr = (3e-4 if scratch else 3e-5) if opts.lr is None else opts.lr
     opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
-    plans.check_options(opts)
+    plans.require_falling(opts)
     return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards)
 
 

@@ -1,0 +1,94 @@
+"""Options that ask for what a run of that length cannot do, or that do nothing there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import lib.train.arguments
+from lib.core import options
+from lib.core.errors import UsageError
+from lib.core.options import Options
+from lib.train import checks
+
+
+def given(*argv: Any) -> Options:
+    """Return the options of a command line, with the learning rates filled in."""
+    parser = options.Parser("training")
+    lib.train.arguments.add(parser)
+    parser.add_common("work")
+    found = parser.parse([str(word) for word in argv])
+    found.lr = 1e-3 if found.lr is None else found.lr
+    found.min_lr = found.lr / 10 if found.min_lr is None else found.min_lr
+    return found
+
+
+@pytest.mark.parametrize(("argv", "told"), [
+    (("-s", 1), "--seq-length 1 is too short"), (("-s", 7), "8 tokens or more"),
+    (("--lr", 2), "--lr 2 is too large"),
+    (("--max-steps", 100, "--warmup-steps", 101), "--warmup-steps 101 leaves nothing of a run of "
+                                                  "100 steps"),
+    (("--max-steps", 100, "--warmup-steps", 100), "at most 50 for that length"),
+    (("--max-steps", 10, "--profile", "20:22"), "--profile 20:22 goes past the end of a run of 10"),
+    (("--max-steps", 10, "--profile", "8:11"), "such as --profile 8:10"),
+    (("--max-steps", 1, "--profile", "2:2"), "of a run of 1 step: .*steps from 1 to 1, such as "
+                                             "--profile 1:1"),
+])
+def test_what_cannot_come_about_is_refused(argv: tuple, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        checks.require_sane(given(*argv), has_begun=False)
+    assert re.search(told, " ".join(caught.value.render().replace("expected:", "").split()))
+
+
+def test_all_of_it_is_told_at_once() -> None:
+    with pytest.raises(UsageError, match="4 problems") as caught:
+        checks.require_sane(given("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10,
+                                  "--profile", "3:12"), has_begun=False)
+    assert len(caught.value.several) == 4
+
+
+@pytest.mark.parametrize("argv", [
+    ("-s", 8, "--lr", 1), ("--max-steps", 100, "--warmup-steps", 99),
+    ("--max-steps", 9, "--warmup-steps", 9, "--lr-scheduler", "constant"),  # a test of rates
+    ("--max-steps", 10, "--profile", "1:10"), ("--max-steps", 3, "--warmup-steps", 0),
+    ("--warmup-steps", 500), ("--beta1", 0), ("--lr", 0),
+])
+def test_what_is_possible_is_not(argv: tuple) -> None:
+    checks.require_sane(given(*argv), has_begun=False)
+
+
+def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
+    opts = given("--max-steps", 10, "--warmup-steps", 20)
+    checks.require_room(opts, 10, has_begun=True)
+    assert "takes 100 % of the run of 10 steps" in checks.doubts(opts, 10, True)[0]
+    assert not checks.doubts(opts, 400, True)  # the same with a larger --max-steps
+
+
+@pytest.mark.parametrize(("argv", "steps", "told"), [
+    (("--warmup-steps", 80), 100, "--warmup-steps 80 takes 80 % of the run of 100 steps"),
+    (("--lr", 0.5), 100, "--lr 0.5 is far above the usual"),
+    (("--lr-scheduler", "constant", "--min-lr", 0), 9, "--min-lr 0 does nothing"),
+    (("--ckpt-freq", 200), 100, "--ckpt-freq 200 is more than the run of 100 steps"),
+    (("--ckpt-keep-every", 30, "--ckpt-freq", 20), 100, "kept are the multiples of 60"),
+    (("--log-freq", 200), 100, "only its first and its last step are logged"),
+    (("--eval-freq", 200), 100, "the validation loss is measured once, at its end"),
+])
+def test_what_is_odd_is_told_in_a_line(argv: tuple, steps: int, told: str) -> None:
+    found = checks.doubts(given(*argv), steps, has_validation=True)
+    assert len(found) == 1 and told in found[0]
+
+
+def test_evaluation_without_a_validation_split() -> None:
+    both = given("--eval-freq", 5, "--eval-batches", 7)
+    assert "--eval-freq and --eval-batches have nothing to measure: no dataset has a validation " \
+           "split" in checks.doubts(both, 9, has_validation=False)[0]
+    assert "--eval-batches has nothing" in checks.doubts(given("--eval-batches", 7), 9, False)[0]
+    assert "with --streaming" in checks.doubts(given("--streaming", "--eval-freq", 5), 9, False)[0]
+    assert not checks.doubts(given("--eval-freq", 0), 9, has_validation=False)
+
+
+def test_defaults_are_never_odd() -> None:
+    assert not [text for steps in (1, 9, 10**6) for valid in (True, False)
+                for text in checks.doubts(given(), steps, valid)]
