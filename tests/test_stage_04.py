@@ -207,7 +207,8 @@ def test_bad_input_is_refused_in_words(project: Path):
     refused(project, *run, "-d", "corpus", "--seq-length", 4096, code=2, says="at most 128")
     refused(project, *run, "-d", "corpus", "-b", 3, "--global-batch-size", 8, code=2,
             says="a multiple of 3")
-    refused(project, *run, "-d", "corpus", "--min-lr", 1, "--beta1", 1, code=2, says="2 problems")
+    refused(project, *run, "-d", "corpus", "--min-lr", 1, "--beta1", 1, "-s", 1, "--max-steps", 3,
+            "--warmup-steps", 4, "--profile", "2:5", code=2, says="5 problems")
     (project / "hf_datasets" / "broken").mkdir()
     shutil.copy(project / "hf_datasets" / "corpus" / "manifest.json",
                 project / "hf_datasets" / "broken")

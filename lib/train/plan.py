@@ -14,6 +14,7 @@ from lib.tokens.order import Division
 from lib.train import schedule
 from lib.train.schedule import Schedule
 
+LR_FROM_SCRATCH, LR = 3e-4, 3e-5  # defaults
 # Options that change the result; a run that resumes must be given the same.
 _DECISIVE = ("seed", "lr", "min_lr", "warmup_steps", "lr_scheduler", "weight_decay", "beta1",
              "beta2", "grad_clip", "spike_factor", "from_scratch", "packing")
@@ -130,10 +131,10 @@ def total_steps(options: Options, samples: int | None, global_batch: int) -> int
     return min(limits)
 
 
-def require_falling(options: Options) -> None:
+def require_falling(options: Options, lr: float) -> None:
     """Raise UsageError when the learning rate would rise to its minimum."""
-    if options.min_lr > options.lr:
-        raise UsageError(f"--min-lr {options.min_lr:g} is above --lr {options.lr:g}")
+    if options.min_lr is not None and options.min_lr > lr:
+        raise UsageError(f"--min-lr {options.min_lr:g} is above --lr {lr:g}")
 
 
 def check_options(options: Options) -> None:
@@ -141,8 +142,8 @@ def check_options(options: Options) -> None:
     problems = Problems()
     if options.global_batch_size and options.grad_accum_steps:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
-    if None not in (options.lr, options.min_lr):  # defaults depend on the model
-        problems.collect(lambda: require_falling(options))
+    largest = LR_FROM_SCRATCH if options.lr is None else options.lr  # the default is at most this
+    problems.collect(lambda: require_falling(options, largest))
     for ranks in options.plan_gpus or [launched_size()]:
         if options.shard_size and ranks % options.shard_size:
             problems.add(f"--shard-size {options.shard_size} does not divide the {ranks} ranks",

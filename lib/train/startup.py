@@ -110,9 +110,9 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
                     **(streaming.identity(opts, shards) if shards
                        else {"dataset": mixture.fingerprint(corpora)})}
     scratch = from_scratch.is_meant(opts, model_dir, bool(begun or named))
-    opts.lr = (3e-4 if scratch else 3e-5) if opts.lr is None else opts.lr
+    opts.lr = (plans.LR_FROM_SCRATCH if scratch else plans.LR) if opts.lr is None else opts.lr
     opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
-    plans.require_falling(opts)
+    plans.require_falling(opts, opts.lr)
     return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards)
 
 
