@@ -226,6 +226,12 @@ def _without_padding(numbers: int, train: Samples | Stream) -> dict[str, str]:
                                "them with a label"} if labels < tokens else {}
 
 
+def tell_doubts(plan: Plan, data: Data) -> None:
+    """Warn of options that are odd for a run of this length."""
+    for text in checks.doubts(plan.options, plan.total_steps, bool(data.held_out)):
+        log.warn(text)
+
+
 def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length: int) -> Data:
     """Return the samples of all corpora, making the index of packs first where it is needed."""
     splits = [packing.prepare(tokens, seq_length) if opts.packing == "documents" else
