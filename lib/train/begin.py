@@ -111,9 +111,6 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
         journal.event("start", 0, ranks=world.size)
-    if run.profiler.has_passed(run.step) and world.rank == 0:
-        log.warn(f"--profile {opts.profile[0]}:{opts.profile[1]} records nothing: the run goes on "
-                 f"after step {run.step:,}")
     if opts.packing == "documents":
         isolation.require(model, world)
     log.info(f"loss: {loss.chunk(model, world)}")

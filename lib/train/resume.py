@@ -53,6 +53,10 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
              f"{run.step:,} of {run.plan.total_steps:,}, {run.tokens:,} tokens seen")
     for change in changes:
         log.warn(f"--resume-with-changes: {change}")
+    if run.profiler.has_passed(run.step) and run.world.rank == 0:
+        first, last = run.options.profile
+        log.warn(f"--profile {first}:{last} records nothing: the run goes on after step "
+                 f"{run.step:,}")
     if state["total_steps"] != run.plan.total_steps:
         log.info(f"the end moves from step {state['total_steps']:,} to {run.plan.total_steps:,}: "
                  "the learning-rate schedule is stretched over all of it")
