@@ -14,10 +14,12 @@ mirror of the base image, another try when the network failed. The image is run 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,10 +40,25 @@ MIRROR = "public.ecr.aws/docker/library"
 _BACKOFF_S = float(os.environ.get("BUILD_IMAGE_BACKOFF_S", "10"))
 
 
+def _like(pattern: str, wanted: str) -> Callable[[str], str]:
+    """Return what reads an option of a certain form; an empty one means its default."""
+    def read(text: str) -> str:
+        if text and not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+        return text
+    return read
+
+
+_IMAGE = _like(r"[A-Za-z0-9][\w./:@-]*", "letters, digits and any of . _ - / : @")
+_PLATFORM = _like(r"[a-z]+/[a-z0-9]+(/v\d+)?", "OS/ARCH, such as linux/arm64")
+_CUDA = _like(r"\d+\.\d+|none", "a version such as 12.6, or none")
+_DRIVER = _like(r"\d+(\.\d+){0,2}", "a version such as 570.86.15")
+
+
 def parse(argv: list[str]) -> Options:
     """Return the options of the command line and of --config."""
     parser = options.Parser(__doc__)
-    parser.add_argument("--tag", default="", metavar="NAME",
+    parser.add_argument("--tag", type=_IMAGE, default="", metavar="NAME",
                         help=f"name of the image (default: {NAME}:<commit>-torch…)")
     parser.add_argument("--efa", action="store_true",
                         help="with libfabric and the NCCL plugin for AWS's network")
@@ -51,13 +68,13 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--requirements", default="requirements.txt", metavar="FILE",
                         help="requirements*.txt of the context to install")
     parser.add_argument("--python", choices=PYTHONS, default="3.11", help="Python of the image")
-    parser.add_argument("--base-image", default="", metavar="IMAGE",
+    parser.add_argument("--base-image", type=_IMAGE, default="", metavar="IMAGE",
                         help="image to start from (default: the official one of that Python)")
-    parser.add_argument("--platform", default="linux/amd64", metavar="OS/ARCH",
+    parser.add_argument("--platform", type=_PLATFORM, default="linux/amd64", metavar="OS/ARCH",
                         help="platform of the nodes")
-    parser.add_argument("--cuda", default="", metavar="X.Y",
+    parser.add_argument("--cuda", type=_CUDA, default="", metavar="X.Y",
                         help="CUDA build of torch, or none (default: that of requirements.txt)")
-    parser.add_argument("--driver-version", default="", metavar="V",
+    parser.add_argument("--driver-version", type=_DRIVER, default="", metavar="V",
                         help="NVIDIA driver of the nodes (default: this machine's, if it has one)")
     parser.add_argument("--pip-conf", type=Path, metavar="FILE",
                         help="pip.conf with the index to install from; it stays out of the image "
@@ -66,7 +83,7 @@ def parse(argv: list[str]) -> Options:
                         help="apply remedies that cost nothing, and try again")
     parser.add_argument("--max-attempts", type=options.positive_int, default=3, metavar="N",
                         help="builds to try with --auto-fix")
-    parser.add_argument("--push", default="", metavar="REGISTRY",
+    parser.add_argument("--push", type=_IMAGE, default="", metavar="REGISTRY",
                         help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR "
                              "(default: not pushed)")
     parser.add_argument("--create-repository", action="store_true",

@@ -29,7 +29,7 @@ from launch.common import findings  # noqa: E402
 from launch.common.findings import Finding  # noqa: E402
 from launch.kube.kubectl import Kubectl, KubectlError  # noqa: E402
 from lib.core import log, options, stage  # noqa: E402
-from lib.core.errors import UsageError  # noqa: E402
+from lib.core.errors import Problems, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
 KINDS = ("pytorchjob", "trainjob", "hyperpod")
@@ -74,6 +74,7 @@ def parse(argv: list[str]) -> Options:
 def main(argv: list[str]) -> None:
     """Judge or describe."""
     opts = parse(argv)
+    _check(opts)
     kube = Kubectl(opts.namespace, opts.context)
     if opts.dry_run:
         _plan(opts, kube)
@@ -85,6 +86,18 @@ def main(argv: list[str]) -> None:
         if opts.json:
             findings.write_json(opts.json, found)
         findings.conclude(found, opts.fail_on, "this cluster")
+
+
+def _check(opts: Options) -> None:
+    """Raise UsageError for names that no cluster has, before anything is asked."""
+    from launch.kube import checks, render
+
+    problems, known = Problems(), render.instances()
+    checks.objects(opts, problems)
+    bare_type = opts.instance_type.removeprefix("ml.")
+    if bare_type and bare_type not in known and opts.gpus_per_node is None:
+        checks.unknown_type(bare_type, known, problems)
+    problems.raise_if_any()
 
 
 def validate(kube: Kubectl, opts: Options) -> list[Finding]:

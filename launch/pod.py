@@ -60,6 +60,11 @@ def main(argv: list[str]) -> None:
     """Print the command, run it, and exit with its code as Kubernetes should see it."""
     at = argv.index("--") if "--" in argv else len(argv)
     opts, train = parse(argv[:at]), argv[at + 1:]
+    if not train:
+        raise UsageError("`--` is missing, or nothing stands behind it",
+                         expected="options of stage 04: -- -e exp -d corpus")
+    if opts.min_nodes and opts.min_nodes > opts.nnodes:
+        raise UsageError(f"--min-nodes {opts.min_nodes} is above --nnodes {opts.nnodes}")
     operators = {name: os.environ.pop(name) for name in list(os.environ)
                  if name.startswith("PET_")}  # torchrun would take them for its own options
     command = command_of(opts, train, operators)

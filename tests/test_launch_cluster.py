@@ -15,6 +15,7 @@ import pytest
 from launch import cluster
 from launch.clusters import nodes as cluster_nodes
 from launch.common.findings import Finding
+from lib.core.errors import UsageError
 from tests import kube_server
 from tests.conftest import run_stage
 from tests.kube_server import CORE, CUSTOM, Cluster, Refused, Server, Type
@@ -354,3 +355,10 @@ def test_as_a_function(aws: Path, there: There, tmp_path: Path, monkeypatch: pyt
     ("8", 8), ("5120Mi", 5120 << 20), ("1k", 1000), ("1500m", 1), ("0", 0), ("2Ti", 2 << 40)])
 def test_quantities(text: str, number: int):
     assert cluster_nodes.quantity(text) == number
+
+
+def test_names_that_no_cluster_has_are_refused_before_it_is_asked() -> None:
+    with pytest.raises(UsageError) as caught:
+        cluster.main(["--instance-type", "ml.p5.48xlrge", "--namespace", "A b", "--pvc", ""])
+    assert len(caught.value.several) == 3
+    assert "the nearest is p5.48xlarge" in caught.value.render()

@@ -15,6 +15,7 @@ from launch import build_image
 from launch.images import plan as image_plan
 from launch.images import versions as image_versions
 from launch.images.versions import Torch
+from lib.core.errors import UsageError
 from tests.conftest import ROOT, run_stage
 
 DOCKER = """#!/bin/sh
@@ -359,3 +360,14 @@ def test_the_dockerfile_installs_from_a_wheelhouse_alone(tmp_path: Path):
     told = subprocess.run([tmp_path / "venv/bin/python", "-c", "import torch, tqdm; "
                            "print(torch.version)"], check=True, capture_output=True, text=True)
     assert told.stdout.strip() == "2.13.0+cu126"
+
+
+def test_rubbish_is_told_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        build_image.parse(["--driver-version", "latest", "--tag", "a tag", "--push", "my registry",
+                           "--cuda", "13", "--platform", "arm", "--base-image", "-"])
+    assert len(caught.value.several) == 6
+    assert "--driver-version: expected a version such as 570.86.15, got 'latest'" in str(
+        caught.value)
+    known = build_image.parse(["--driver-version=", "--tag=me/a:1", "--cuda=none", "--push="])
+    assert (known.driver_version, known.tag, known.cuda) == ("", "me/a:1", "none")

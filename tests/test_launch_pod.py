@@ -168,3 +168,12 @@ def test_an_elastic_job_goes_on_without_a_lost_pod(project: Path) -> None:
         assert pods[0].wait(PATIENCE) == 0, said()
     assert sorted(losses(project, "run")) == list(range(1, 26))
     assert "over 2 ranks" in said() and "over 1 ranks" in said()
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--nnodes", "2"), "`--` is missing"),
+    (("--nnodes", "2", "--min-nodes", "3", "--", "-e", "x"), "--min-nodes 3 is above --nnodes 2"),
+])
+def test_rubbish_is_refused(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        pod.main(["--kind", "trainjob", "--nproc-per-node", "1", *arguments])

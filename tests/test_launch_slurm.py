@@ -27,6 +27,7 @@ RUN = ("-e", "exp", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precisio
 
 # Stands in for a launcher whose run ends as the test wants it; tells what it was given.
 FAKE = """#!/usr/bin/env bash
+[[ " $* " != *" --dry-run "* ]] || exit 0
 start=${SLURM_RESTART_COUNT:-0}
 printf '%s\\n' "$PWD" "$@" > "told_${SLURM_NODEID}_$start"
 trap 'touch "saved_$SLURM_NODEID"; exit 75' TERM USR1
@@ -88,11 +89,11 @@ def test_help_and_dry_run_need_no_slurm(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_copy_without_its_project_says_what_to_set(tmp_path: Path, name: str) -> None:
     copy = shutil.copy(ROOT / "launch" / name, tmp_path)
-    refused = run_script(copy, "--dry-run", cwd=tmp_path)
+    refused = run_script(copy, "--dry-run", "-e", "exp", cwd=tmp_path)
     assert refused.returncode == 2 and "PROJECT_DIR=" in refused.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROJECT_DIR", str(ROOT))
-        assert run_script(copy, "--dry-run", cwd=tmp_path).returncode == 0
+        assert run_script(copy, "--dry-run", "-e", "exp", cwd=tmp_path).returncode == 0
 
 
 def test_a_container_is_asked_for_by_the_environment(tmp_path: Path,

@@ -19,21 +19,28 @@ _SIMILAR = 0.75
 
 
 def names(opts: Options, problems: Problems) -> None:
-    """Note names that Kubernetes does not take."""
+    """Note names that Kubernetes does not take, those of the job among them."""
     job, namespace = opts.job_name, opts.namespace
     if not _LABEL.fullmatch(job) or job[0].isdigit() or len(job) > _LONGEST_JOB:
         problems.add(f"--job-name {job!r} cannot name a job",
                      expected="small letters, digits and hyphens, a letter first, no "
                               f"hyphen at the end, at most {_LONGEST_JOB}")
+    objects(opts, problems)
+    if opts.kind == "trainjob" and len(namespace) <= LONGEST \
+            and len(runtime := f"{namespace}-{job}") > LONGEST:
+        problems.add(f"the job's runtime would be named {runtime}, which has {len(runtime)} "
+                     "characters", expected=f"at most {LONGEST} in --namespace and --job-name")
+
+
+def objects(opts: Options, problems: Problems) -> None:
+    """Note names that no namespace, claim or secret can have."""
+    namespace = opts.namespace
     if not _LABEL.fullmatch(namespace) or len(namespace) > LONGEST:
         problems.add(f"--namespace {namespace!r} cannot name a namespace",
                      expected="small letters, digits and hyphens, a letter or digit at both "
                               f"ends, at most {LONGEST}")
-    elif opts.kind == "trainjob" and len(runtime := f"{namespace}-{job}") > LONGEST:
-        problems.add(f"the job's runtime would be named {runtime}, which has {len(runtime)} "
-                     "characters", expected=f"at most {LONGEST} in --namespace and --job-name")
     for option in ("pvc", "image_pull_secret", "token_secret"):
-        flag, value = f"--{option.replace('_', '-')}", getattr(opts, option)
+        flag, value = f"--{option.replace('_', '-')}", getattr(opts, option, "")
         if not value and option == "pvc":
             problems.add("--pvc is empty", expected="the claim of a volume that all nodes share")
         elif value and not (_OBJECT.fullmatch(value) and len(value) <= _LONGEST_OBJECT):
@@ -49,12 +56,7 @@ def nodes(opts: Options, bare_type: str, known: dict[str, Any], problems: Proble
     """
     has = known.get(bare_type)
     if has is None and opts.gpus_per_node is None:
-        near = difflib.get_close_matches(bare_type.lower(), known, n=1, cutoff=_SIMILAR)
-        said = f"--instance-type {bare_type} is not in the table" if bare_type else \
-            "--instance-type is missing"
-        problems.add(said + (f"; the nearest is {near[0]}" if near else ""),
-                     expected="one of " + ", ".join(known) + "; or --gpus-per-node (and "
-                     "--efa-per-node) for any other")
+        unknown_type(bare_type, known, problems)
     elif bare_type and not (_TYPE.fullmatch(bare_type) and len(bare_type) < LONGEST):
         problems.add(f"--instance-type {bare_type!r} cannot be the type of a node")
     for option, key, what in (("gpus_per_node", "gpus", "GPU"), ("efa_per_node", "efa", "EFA")):
@@ -71,6 +73,16 @@ def nodes(opts: Options, bare_type: str, known: dict[str, Any], problems: Proble
     for option in ("spares", "slow_below"):
         if getattr(opts, option) and opts.kind != "hyperpod":
             problems.add(f"--{option.replace('_', '-')} is for --kind hyperpod alone")
+
+
+def unknown_type(bare_type: str, known: dict[str, Any], problems: Problems) -> None:
+    """Note an instance type, or none, whose nodes are not known."""
+    near = difflib.get_close_matches(bare_type.lower(), known, n=1, cutoff=_SIMILAR)
+    said = f"--instance-type {bare_type} is not in the table" if bare_type else \
+        "--instance-type is missing"
+    problems.add(said + (f"; the nearest is {near[0]}" if near else ""),
+                 expected="one of " + ", ".join(known) + "; or --gpus-per-node (and "
+                 "--efa-per-node) for any other")
 
 
 def places(opts: Options, problems: Problems) -> None:
