@@ -38,8 +38,8 @@ def main(argv: list[str]) -> None:
         raise UsageError(f"there is no run {run.root}", found=f"no {run.metrics}")
     rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     print(f"\ntraining loss    {rows[0]['train/loss']:.3f} at step {rows[0]['step']} → "
-          f"{rows[-1]['train/loss_mean']:.3f} at step {rows[-1]['step']} "
-          "(the mean since the row before)")
+          f"{rows[-1].get('train/loss_mean', rows[-1]['train/loss']):.3f} at step "
+          f"{rows[-1]['step']} (the mean since the row before)")
     held_out = [row for row in rows if "eval/loss" in row]
     if held_out:
         print(f"validation loss  {held_out[0]['eval/loss']:.3f} at step {held_out[0]['step']} → "

@@ -34,11 +34,13 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
         plan = problems.collect(lambda ranks=ranks: startup.make_plan(
             opts, inputs, setting.seq_length, setting.precision, samples, ranks=ranks))
-        if plan is not None:
-            if data:
-                problems.collect(lambda plan=plan: checks.require_room(
-                    opts, plan.total_steps, has_begun=bool(inputs.begun)))
-            _tell(opts, plan, data, work, _hardware(opts, setting, ranks))
+        if plan is None:
+            log.info("  not possible: the error at the end says why")
+            continue
+        if data:
+            problems.collect(lambda plan=plan: checks.require_room(
+                opts, plan.total_steps, has_begun=bool(inputs.begun)))
+        _tell(opts, plan, data, work, _hardware(opts, setting, ranks))
     if opts.plan_gpus:
         _plan_memory(opts, setting)
     problems.raise_if_any()
@@ -57,7 +59,9 @@ def _tell(opts: Options, plan: Plan, data: Data | None, work: outlook.Work, hard
     """Print the numbers of a plan. data: None when its samples are an estimate."""
     numbers = startup.describe(plan, data) if data else plan.describe()
     if opts.plan_gpus or opts.plan_step_seconds:
-        numbers["best interval"] = goodput.describe(round(work.checkpoint), hardware.ranks, opts)
+        numbers["best interval"] = goodput.describe(
+            round(work.checkpoint), hardware.ranks, opts,
+            outlook.step_seconds(plan, work, hardware))
     log.table(numbers | outlook.rows(plan, work, hardware))
     if unusual := outlook.advice(plan, work, hardware):
         log.warn(unusual)

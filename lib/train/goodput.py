@@ -61,15 +61,20 @@ def best_interval(stall: float, lag: float, mtbf: float) -> float:
     return max(high, lag)
 
 
-def describe(size: int, gpus: int, options: Options) -> str:
-    """Return in words how often to save checkpoints of so many bytes on so many GPUs."""
+def describe(size: int, gpus: int, options: Options, estimated: float | None = None) -> str:
+    """Return in words how often to save checkpoints of so many bytes on so many GPUs.
+
+    estimated: seconds of a step, where --plan-step-seconds does not say it.
+    """
     mtbf = options.plan_mtbf_hours * 3600 / gpus
     written, copied = size / options.plan_write_gbps / 1e9, size / gpus / _COPY
     stall, lag = (copied, written) if options.ckpt_async else (written, 0.0)
     every = best_interval(stall, lag, mtbf)
     lost = 1 - useful_share(Saving(every, stall, lag), mtbf, restart=0.0)
-    step = options.plan_step_seconds
-    steps = f" = --ckpt-freq {max(1, round(every / step))} at {step:g} s per step" if step else ""
+    step, how = (options.plan_step_seconds, "") if options.plan_step_seconds else \
+        (estimated, "an estimated ")
+    steps = f" = --ckpt-freq {max(1, round(every / step))} at {how}{step:.3g} s per step" \
+        if step else ""
     return f"a save every {units.duration(every)}{steps} is best with a failure every " \
            f"{units.duration(mtbf)}: of {units.size(size)} in {units.duration(written)} at " \
            f"{options.plan_write_gbps:g} GB/s, steps held up for {units.duration(stall)}" \

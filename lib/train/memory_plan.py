@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -93,13 +94,15 @@ class Estimates:
 def tell(opts: Options, setting: Setting) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
     usable = opts.plan_gpu_memory * USABLE
-    log.info(f"memory per GPU in GiB, traced: {setting.seq_length} tokens per sample, "
+    log.info(f"memory per GPU in GiB, traced row by row: {setting.seq_length} tokens per sample, "
              f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g}, the rest "
              "is for CUDA, NCCL, fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
     if opts.compile:
         log.info("  traced without --compile, which needs somewhat less")
-    with Progress("tracing steps", None, "traces", not opts.no_progress) as progress:
+    # In a file the rows themselves show that it goes on.
+    shown = not opts.no_progress and sys.stderr.isatty()
+    with Progress("tracing steps", None, " traces", shown) as progress:
         estimates = Estimates(setting.model, progress)
         for ranks in opts.plan_gpus:
             _table(case_of(opts, setting, ranks, True, opts.plan_gpu_memory * _GIB), estimates,
@@ -118,6 +121,7 @@ def _table(asked: Case, estimates: Estimates, usable: float) -> None:
         case = replace(asked, batch=asked.batch * times, recompute=recompute)
         _row(case, estimates, usable, case == asked)
     if _peak(estimates.step(asked)) > usable:
+        log.info("    → looking for the nearest setting that fits")
         log.info(f"    → {_nearest(estimates, asked, usable)}")
 
 

@@ -63,6 +63,11 @@ def rows(plan: Plan, work: Work, hardware: Hardware) -> dict[str, str]:
             **found}
 
 
+def step_seconds(plan: Plan, work: Work, hardware: Hardware) -> float | None:
+    """Return the estimated duration of a step, None for a small model."""
+    return _step(plan, work, hardware) if work.parameters >= _TIMED_FROM else None
+
+
 def advice(plan: Plan, work: Work, hardware: Hardware) -> str | None:
     """Return what is unusual about the tokens per step, and what to give instead; else None."""
     tokens, steps = plan.tokens_per_step, plan.total_steps
@@ -95,8 +100,12 @@ def _batch_of(tokens: int, plan: Plan) -> int:
 
 
 def _time(plan: Plan, work: Work, hardware: Hardware) -> str:
-    flops = plan.total_steps * plan.tokens_per_step * work.flops
-    return units.duration(flops / (hardware.ranks * hardware.peak * _MFU[hardware.kind]))
+    return units.duration(plan.total_steps * _step(plan, work, hardware))
+
+
+def _step(plan: Plan, work: Work, hardware: Hardware) -> float:
+    return plan.tokens_per_step * work.flops \
+        / (hardware.ranks * hardware.peak * _MFU[hardware.kind])
 
 
 def _length(plan: Plan, steps: int) -> str:

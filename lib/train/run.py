@@ -171,8 +171,8 @@ class Run:
         self.skipped = self.step_guard.read()
         if self.skipped.steps:
             spikes = self.skipped.spikes
-            why = f"the gradient norm was no number in {self.skipped.steps - spikes}, and over " \
-                  f"{self.options.spike_factor:g} times the usual in {spikes}"
+            why = f"the gradient norm was NaN or infinite in {self.skipped.steps - spikes}, and " \
+                  f"over {self.options.spike_factor:g} times the usual in {spikes}"
             self.journal.event("skip_step", self.step, steps=self.skipped.steps, reason=why)
             log.warn(f"{self.skipped.steps} of the last steps left the weights as they were: {why}")
 
