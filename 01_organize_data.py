@@ -22,7 +22,7 @@ from pathlib import Path
 from lib.core import log, manifest, options, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import balance, place
-from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, taken
+from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, taken, without_match
 
 STAGE, KIND = "01_organize_data.py", "splits/1"
 
@@ -159,6 +159,8 @@ def main(argv: list[str]) -> None:
     rules = Rules(tuple(opts.include), tuple(opts.exclude), opts.follow_symlinks)
     entries = scan(opts.src_dir, rules, opts.dst_root, progress)
     require_files(opts, entries)
+    for glob in without_match(opts.include, entries):
+        log.warn(f"--include {glob} matches no file of {opts.src_dir} that is taken")
     identity = identity_of(opts, entries)
     next_command = f"python 02_build_hf_dataset.py --data-folder {shlex.quote(str(opts.dst_root))}"
     if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite):

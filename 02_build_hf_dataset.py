@@ -27,7 +27,7 @@ from pathlib import Path
 from lib.core import log, options, publish, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, store, work
+from lib.corpus import doubts, inputs, pool, store, work
 from lib.corpus.dataset import ERRORS, PARTS, Dataset
 from lib.corpus.documents import TRAIN, Shape
 from lib.corpus.inputs import InputFile
@@ -197,13 +197,15 @@ def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Unit
     return sum(task.bytes for task in left)
 
 
-def check_result(opts: options.Options, dataset: Dataset, files: int,
+def check_result(opts: options.Options, shape: Shape, dataset: Dataset, files: int,
                  build: publish.Build) -> None:
     """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
     tally, kept = dataset.tally, None
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
     if not dataset.rows[TRAIN]:
         kept = f"no document of {opts.data_folder} gave text for the split `train`"
+    elif opts.fields and not tally.fields_seen and tally.problems["no string"]:
+        kept = f"no document of {opts.data_folder} has --fields {','.join(opts.fields)}"
     elif len(tally.failed) > opts.max_error_rate * files:
         kept = f"{len(tally.failed):,} of {files:,} files failed, more than --max-error-rate " \
                f"{opts.max_error_rate:g}"
@@ -213,12 +215,10 @@ def check_result(opts: options.Options, dataset: Dataset, files: int,
         build.resumable = False  # other options or inputs are needed, so nothing goes on from here
         raise UsageError(kept, found=f"{units.counted(tally.short, 'row')} below "
                                      f"--min-chars; problems: "
-                                     f"{problems}\nlisted in {left}; nothing was published")
-    for field in sorted(set(opts.fields) - tally.fields_seen):
-        log.warn(f"--fields: no document has {field!r}")
-    if opts.validation_percent and not all(dataset.rows.values()):
-        log.warn("the validation split is empty: the corpus is small for --validation-percent "
-                 f"{opts.validation_percent:g}")
+                                     f"{problems}{doubts.other_fields(tally)}\nlisted in {left}; "
+                                     "nothing was published")
+    for text in doubts.of(dataset, shape):
+        log.warn(text)
 
 
 def print_summary(opts: options.Options, dataset: Dataset, files: int, total: int, read: int,
@@ -301,7 +301,7 @@ def main(argv: list[str]) -> None:
         read = add_units(opts, dataset, tasks)
 
         # Verify and publish.
-        check_result(opts, dataset, len(files), build)
+        check_result(opts, shape, dataset, len(files), build)
         listed = dataset.finish()
         build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
                       summary={"files": len(files), "bytes": total} | dataset.summary())

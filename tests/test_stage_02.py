@@ -214,6 +214,24 @@ def test_options_reach_the_rows(stage, raw, tmp_path):
     assert "no document has 'missing'" in done.stdout
 
 
+def test_fields_that_find_little_are_told_with_those_that_are_there(stage, tmp_path):
+    rows = ['{"text": "here"}\n'] * 2 + ['{"body": "b", "meta": {"title": "t"}, "n": 1}\n'] * 23
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.jsonl").write_text("".join(rows))
+    given = ("--data-folder", "raw", "--save-dir", "out", "--min-chars", 1)
+    done = stage(SCRIPT, *given, "--fields", "text")
+    assert "--fields text found text in only 2 of 25 documents (8.0 %)" in done.stdout
+    assert "body (23), meta.title (23)" in done.stdout
+    (tmp_path / "raw" / "b.txt").write_text("plain text is not touched")
+    done = stage(SCRIPT, *given, "--fields", "txt", "--overwrite", expect=2)
+    assert "no document of raw has --fields txt" in done.stderr
+    assert "text (2)" in done.stderr and "body (23)" in done.stderr
+    done = stage(SCRIPT, *given, "--min-chars", 2, "--overwrite")
+    assert "dropped" not in done.stdout  # every string of a document counts
+    done = stage(SCRIPT, *given, "--strings", "rows", "--min-chars", 2, "--overwrite")
+    assert "--min-chars 2 dropped 46 of 49 rows" in done.stdout
+
+
 def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
     missing = stage(SCRIPT, expect=3)
     assert "does not exist" in missing.stderr and "01_organize_data.py" in missing.stderr

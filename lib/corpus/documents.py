@@ -17,6 +17,7 @@ from lib.corpus.scan import shown
 from lib.corpus.source import LARGE_BYTES
 
 TRAIN, VALIDATION = "train", "validation"
+_FIELDS_COUNTED = 1000  # documents
 SKIPPED_FILE, SKIPPED, DROPPED_REST = "file skipped", "document skipped", "rest of the file dropped"
 DROPPED, DROPPED_ROWS, KEPT = "document dropped", "rows dropped", "kept"
 TOO_LARGE = "too large", f"larger than {LARGE_BYTES:,} bytes, which is the limit for a document " \
@@ -46,7 +47,11 @@ class Shape:
 
 @dataclass
 class Tally:
-    """What became of some input."""
+    """What became of some input.
+
+    other_fields: how many of the documents without text under --fields have it under other keys, of
+    the first thousand of each unit.
+    """
 
     documents: int = 0
     short: int = 0
@@ -54,6 +59,7 @@ class Tally:
     problems: Counter[str] = field(default_factory=Counter)
     failed: set[str] = field(default_factory=set)
     fields_seen: set[str] = field(default_factory=set)
+    other_fields: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Tally) -> None:
         """Add what became of other input."""
@@ -63,6 +69,7 @@ class Tally:
         self.problems += other.problems
         self.failed |= other.failed
         self.fields_seen |= other.fields_seen
+        self.other_fields += other.other_fields
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -72,7 +79,8 @@ class Tally:
     def from_json(cls, value: dict[str, Any]) -> Tally:
         """Return what `to_json` was made of."""
         return cls(**value | {"problems": Counter(value["problems"]), "failed": {*value["failed"]},
-                              "fields_seen": {*value["fields_seen"]}})
+                              "fields_seen": {*value["fields_seen"]},
+                              "other_fields": Counter(value.get("other_fields", {}))})
 
 
 def problem_line(path: str, offset: int | None, line: int | None, kind: str, message: str,
@@ -164,6 +172,8 @@ class Documents:
             wanted = " under --fields" if self._fields else ""
             self.problem("no string", f"{where}no string with text in it{wanted}", SKIPPED, offset,
                          line)
+            if self._fields and self.tally.problems["no string"] <= _FIELDS_COUNTED:
+                self.tally.other_fields.update(strings.keys_of(value))
             return
         self.tally.documents += 1
         for row in rows:

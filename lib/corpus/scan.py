@@ -150,6 +150,17 @@ def _matches(pattern: re.Pattern[str], path: str) -> bool:
     return bool(pattern.match(path) or pattern.match(path.rpartition("/")[2]))
 
 
+def without_match(globs: Iterable[str], entries: Iterable[Entry]) -> list[str]:
+    """Return the globs that match no file which is taken."""
+    left = {glob: _pattern([glob]) for glob in globs}
+    for entry in entries:
+        if not left:
+            break
+        if not entry.skipped:
+            left = {glob: p for glob, p in left.items() if not _matches(p, entry.path)}
+    return list(left)
+
+
 def scan(root: Path, rules: Rules, output: Path | None = None, progress: bool = False,
          ) -> list[Entry]:
     """Return all entries of a source tree, sorted by the bytes of their path."""

@@ -34,6 +34,22 @@ class Fields:
         return found
 
 
+def keys_of(value: Any) -> set[str]:
+    """Return the dotted keys of a document under which text lies, as `--fields` takes them."""
+    found: set[str] = set()
+    stack = [("", value)]
+    while stack:
+        path, item = stack.pop()
+        if isinstance(item, dict):
+            prefix = f"{path}." if path else ""
+            stack.extend((f"{prefix}{key}", element) for key, element in item.items())
+        elif isinstance(item, list):
+            stack.extend((path, element) for element in item)
+        elif isinstance(item, str) and path and not item.isspace() and item:
+            found.add(path)
+    return found
+
+
 def strings_of(value: Any) -> list[str]:
     """Return every string value in nested dicts and lists, in order; keys are no values."""
     found: list[str] = []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.core import log
 from lib.core.errors import UsageError
 from lib.models import tokenizer
 from lib.models.identity import INDEX, WEIGHTS
@@ -165,9 +166,9 @@ def matching(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> li
     `*` also crosses `/`. Hidden files are left out: stage 01 would skip them. Raises UsageError
     as well when one of the paths leads out of the directory it would be written to.
     """
-    patterns = [re.compile(fnmatch.translate(glob.removeprefix("./"))) for glob in globs]
+    patterns = {glob: re.compile(fnmatch.translate(glob.removeprefix("./"))) for glob in globs}
     files = sorted(files, key=lambda file: file.path)
-    matched = [file for file in files if any(p.fullmatch(file.path) for p in patterns)]
+    matched = [file for file in files if any(p.fullmatch(file.path) for p in patterns.values())]
     require_safe(matched, name)
     found = [file for file in matched
              if not any(part.startswith(".") for part in file.path.split("/"))]
@@ -176,6 +177,9 @@ def matching(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> li
         raise UsageError(f"{name} has no file that matches {' or '.join(globs)}",
                          expected="a glob of paths in the repository, such as 'en/*.json.gz'",
                          found=there + (f" … ({len(files):,} files)" if files[_SHOWN:] else ""))
+    for glob, pattern in patterns.items():
+        if not any(pattern.fullmatch(file.path) for file in found):
+            log.warn(f"--include {glob} matches none of the {len(files):,} files of {name}")
     return found
 
 

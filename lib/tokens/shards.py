@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 
-from lib.core import hashing, units
+from lib.core import hashing, log, units
 from lib.core.errors import ArtifactError, UsageError
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _EXPECTED = "JSON Lines (.jsonl .ndjson .json, also with .gz .bz2 .xz .zst) or Parquet (.parquet)"
 _PREPARED = ("dataset_info.json", "dataset_dict.json")
+_NAMED = 5
 _PIECE_BYTES = 16 << 20
 _ENDS_BYTES = 64 << 10
 
@@ -92,6 +93,7 @@ def open_directory(root: Path) -> Shards:
         raise UsageError(f"no shard in {root}", expected=_EXPECTED,
                          found=", ".join(found[:8]) or "no files",
                          run="stages 01 and 02 read any kind of text")
+    _tell_left(str(root), found, len(paths))
     pieces = [piece for path in paths for piece in _cut(base, path)]
     seen = [[path, *_size_and_ends(base / path)] for path in paths]
     return Shards(str(root), base, pieces, hashing.fingerprint(seen), sum(s[1] for s in seen))
@@ -107,9 +109,20 @@ def elsewhere(name: str, commit: str, sizes: dict[str, tuple[int, str]], root: P
     if not paths:
         raise UsageError(f"no shard in {name}", expected=_EXPECTED, found=", ".join(sizes)[:200],
                          run="--include GLOB chooses other files")
+    _tell_left(name, sorted(sizes), len(paths))
     fingerprint = hashing.fingerprint([[path, *sizes[path]] for path in paths])
     return Shards(name, root, [Piece(path) for path in paths], fingerprint,
                   sum(sizes[path][0] for path in paths), commit, fetcher)
+
+
+def _tell_left(name: str, found: list[str], taken: int) -> None:
+    """Name the files that are passed over; only the first rank does."""
+    left = [path for path in found if not is_shard(path)]
+    if left and log.rank() == 0:
+        shown = ", ".join(left[:_NAMED]) + ", …" * (len(left) > _NAMED)
+        log.warn(f"--streaming takes {taken:,} of the {units.counted(len(found), 'file')} of {name}"
+                 f" and passes over {len(left):,}, which are neither JSON Lines nor Parquet by "
+                 f"their names: {shown} (stages 01 and 02 read any kind of text)")
 
 
 def _files(root: Path) -> Iterator[str]:

@@ -208,6 +208,21 @@ def test_a_line_belongs_to_the_piece_it_begins_in(tmp_path: Path, ending: bytes)
         assert b"".join(read) == content
 
 
+def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    monkeypatch.setattr(shards.log, "warn", told.append)
+    (tmp_path / "z.jsonl").write_text('{"text": "x"}\n')
+    shards.open_directory(tmp_path)
+    assert not told
+    for number in range(7):
+        (tmp_path / f"page_{number}.txt").write_text("x")
+    shards.open_directory(tmp_path)
+    assert len(told) == 1 and "takes 1 of the 8 files" in told[0]
+    assert "passes over 7" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
+    shards.elsewhere("org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")}, tmp_path, None)
+    assert "takes 1 of the 2 files of org/name and passes over 1" in told[1]
+
+
 def test_nothing_to_read_is_refused(tmp_path: Path):
     with pytest.raises(ArtifactError, match="does not exist"):
         shards.open_directory(tmp_path / "nowhere")

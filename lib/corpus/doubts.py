@@ -1,0 +1,39 @@
+"""What is odd about what a dataset was made of: options that found little text, or dropped much."""
+
+from __future__ import annotations
+
+from lib.core import units
+from lib.corpus.dataset import Dataset
+from lib.corpus.documents import TRAIN, Shape, Tally
+
+_NAMED = 5
+_MOST_VALIDATION = 50  # percent
+
+
+def of(dataset: Dataset, shape: Shape) -> list[str]:
+    """Return what is odd about a dataset of this shape, a sentence each."""
+    tally, rows, found = dataset.tally, sum(dataset.rows.values()), []
+    found += [f"--fields: no document has {field!r}"
+              for field in sorted({*shape.fields} - tally.fields_seen)]
+    if shape.fields and (without := tally.problems["no string"]) > tally.documents:
+        total = tally.documents + without
+        found.append(f"--fields {','.join(shape.fields)} found text in only {tally.documents:,} of "
+                     f"{total:,} documents ({100 * tally.documents / total:.1f} %)"
+                     + other_fields(tally))
+    if tally.short > rows:
+        found.append(f"--min-chars {shape.min_chars:,} dropped {tally.short:,} of "
+                     f"{tally.short + rows + dataset.duplicates:,} rows")
+    if shape.validation_percent and not all(dataset.rows.values()):
+        found.append("the validation split is empty: the corpus is small for --validation-percent "
+                     f"{shape.validation_percent:g}")
+    elif shape.validation_percent > _MOST_VALIDATION:
+        found.append(f"--validation-percent {shape.validation_percent:g} leaves "
+                     f"{units.counted(dataset.rows[TRAIN], 'row')} to train on; 0.1 to 5 is usual")
+    return found
+
+
+def other_fields(tally: Tally) -> str:
+    """Return a line with the fields that --fields might have meant, "" when there are none."""
+    often = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
+    seen = ", ".join(f"{name} ({count:,})" for name, count in often[:_NAMED])
+    return f"\nfields with text that were seen most often in the others: {seen}" if seen else ""
