@@ -206,7 +206,7 @@ def test_a_real_run_lives_and_dies(project: Path):
             time.sleep(0.1)
         said = once(root)
         assert re.search(r"exp +running, 1 rank\n", said) and " left" in said
-        assert "tokens/s" in said and "MFU" in said and "step 20" in said
+        assert "tok/s" in said and "MFU" in said and "step 20" in said
         shown = watched(root)
         assert shown.startswith("\x1b[?1049h") and "running" in shown
         assert "\x1b[?25h\x1b[?1049l" in shown
