@@ -95,10 +95,16 @@ class Parser(argparse.ArgumentParser):
             elif flag == "--config" or self._dest(flag) not in given:
                 from_yaml += self._as_arguments(flag, value, config)
         problems.raise_if_any()
-        try:
+        needed = [action for action in self._actions if action.required]
+        try:  # alone first, without what the command line must give: so the file is to blame
+            for action in needed:
+                action.required = False
             self._parse_known(from_yaml)
         except UsageError as error:
             raise UsageError(f"{config}: {error.problem}") from None
+        finally:
+            for action in needed:
+                action.required = True
         return from_yaml + argv
 
     def parse_known_args(self, *arguments: Any, **named: Any) -> Any:

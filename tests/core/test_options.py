@@ -147,6 +147,21 @@ def test_yaml_is_read_even_where_the_command_line_wins(with_yaml) -> None:
         with_yaml("nmu_dirs: 3", "--num-dirs", "7")
 
 
+def test_what_must_be_given_may_stand_beside_a_config_or_in_it(tmp_path: Path) -> None:
+    made = Parser("a tool")
+    made.add_argument("what", choices=("one", "other"), help="what to do")
+    made.add_argument("--job-name", required=True, metavar="J", help="name")
+    made.add_argument("--deep", action="store_true", help="more")
+    made.add_argument("--config", type=Path, metavar="FILE", help="file")
+    (tmp_path / "run.yaml").write_text("deep: true")
+    (tmp_path / "named.yaml").write_text("job_name: j")
+    given = made.parse(["one", "--job-name", "x", "--config", str(tmp_path / "run.yaml")])
+    assert given.deep and given.what == "one"
+    assert made.parse(["one", "--config", str(tmp_path / "named.yaml")]).job_name == "j"
+    with pytest.raises(UsageError, match="required: what, --job-name"):
+        made.parse(["--config", str(tmp_path / "run.yaml")])
+
+
 def test_a_missing_config_and_one_without_a_name(parser: Parser) -> None:
     with pytest.raises(UsageError, match=r"--config: no such file: none\.yaml"):
         parser.parse(["--config", "none.yaml"])
