@@ -5,21 +5,26 @@
   python launch/stop.py outputs/exp --slurm    and name the jobs of Slurm that would start it again
 
 It leaves the file outputs/exp/stop, which the run obeys after the step at hand, wherever it runs. A
-run that is not running is told so, and no file is left for its next start. Exit codes: 0, also when
-there was nothing to stop; 2 when there is no such run.
+run that is not running is told so, and no file is left for its next start, unless a launcher on
+this machine is about to start it again. Exit codes: 0, also when there was nothing to stop; 2 when
+there is no such run.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from launch.common import stage_04
 from launch.common.run_files import RunFiles
 from lib.core import log, options, paths, stage
-from lib.core.errors import UsageError
+from lib.core.errors import StageError, UsageError
+
+_OVER = ("complete", "preempted", "disk_full")  # what no launcher tries again
 
 
 def main(argv: list[str]) -> None:
@@ -45,6 +50,11 @@ def main(argv: list[str]) -> None:
         log.info(f"{root} is running{_step(run)}: it finishes its step, saves a checkpoint and "
                  "ends with exit code 75")
         log.info("the command that started it goes on from there")
+    elif not run.status().startswith(_OVER) and (launcher := launcher_of(root.resolve())):
+        if not opts.dry_run:
+            run.experiment.stop_file.touch()
+        log.info(f"{root} is not running ({run.status()}), but its launcher, process {launcher}, "
+                 "will start it again: it then ends after its first step, saved")
     else:
         if not opts.dry_run:
             run.experiment.stop_file.unlink(missing_ok=True)
@@ -57,6 +67,20 @@ def main(argv: list[str]) -> None:
 def is_running(run: RunFiles) -> bool:
     """Tell whether a process holds the run: only then does anybody look for the file."""
     return run.status().startswith(("running", "starting"))
+
+
+def launcher_of(root: Path) -> int:
+    """Return the process of a launcher on this machine that works on a run, 0 without one."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, StageError, ValueError):
+            words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
+            if len(words) > 1 and Path(words[1]).name == "supervise.py":
+                names = [Path(word).name for word in words]
+                found = stage_04.parse(words[names.index(stage_04.SCRIPT) + 1:])
+                where = (entry / "cwd").readlink() / found.save_dir / found.experiment_name
+                if where.resolve() == root:
+                    return int(entry.name)
+    return 0
 
 
 def jobs(name: str) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from launch import stop
 from lib.core import log
 from lib.core.errors import UsageError
 from lib.core.lease import Lease
+from tests.trainer_stand_in import KILLED, start
 
 
 @pytest.fixture
@@ -56,6 +57,23 @@ def test_a_running_one_is_told_what_will_happen(run: Path, capsys: pytest.Captur
         lease.release()
     assert "saves a checkpoint" in text and "step 1,500 of 20,000" in text and "75" in text
     assert (run / "stop").exists()
+
+
+def test_a_run_that_its_launcher_is_about_to_start_again_is_stopped_then(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start(tmp_path, KILLED, options=("--backoff", 60))
+    try:
+        while "restart 1 of 3" not in process.stdout.readline():
+            assert process.poll() is None
+        text = said(Path("outputs/run"), capsys)
+        assert f"its launcher, process {process.pid}, will start it again" in text
+        assert Path("outputs/run/stop").exists()
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert "nothing to stop" in said(Path("outputs/run"), capsys)
+    assert not Path("outputs/run/stop").exists()
 
 
 def test_jobs_that_would_start_it_again_are_named(
