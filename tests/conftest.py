@@ -58,7 +58,7 @@ def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0
 
     ranks > 0: that many ranks; returns 1 for any failure, as torchrun does. fresh: start an
     interpreter, and torchrun, of its own, as a person does, instead of a fork of one that has
-    everything imported; so does an environment that matters at import.
+    everything imported, and draws no pictures; so does an environment that matters at import.
     """
     command = stage_command(script, *arguments, ranks=ranks)
     environment = {**os.environ, **forks.CPU, **(env or {})}

@@ -147,10 +147,6 @@ class _File:
 
 def disturb(rank: int, faults: dict[str, dict[str, Any]], clock: int) -> None:
     """Prepare a rank for its fault. faults: by rank. clock: seconds by which it is wrong."""
-    from lib.train import plot
-
-    # A picture takes longer than the save before it, and is none of what these tests are about.
-    plot.loss = lambda *rows: None
     # One core each, so that one thread computes: several would wait for each other on a busy
     # machine, and their number would be another on another one.
     cores = sorted(os.sched_getaffinity(0))
