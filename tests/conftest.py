@@ -87,6 +87,17 @@ def _run_forked(server: forks.ForkServer, command: list[str], script: str,
         return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
+def start_stage(script: str, *arguments: object, cwd: Path, output: Path | None = None,
+                env: dict[str, str] | None = None) -> forks.Launch:
+    """Start a stage by fork, to be disturbed while it runs. output: of what it prints, a file."""
+    environment = {**os.environ, **forks.CPU, **(env or {})}
+    server = forks.server("offline")
+    assert server.serves(environment), "only a new interpreter is like one in this environment"
+    with open(output or os.devnull, "ab") as file:  # noqa: PTH123 (a device is no Path)
+        return forks.Launch(server.start(str(ROOT / script), arguments, cwd, environment,
+                                         file.fileno(), file.fileno()))
+
+
 def free_port() -> int:
     """Return a TCP port that nothing listens on."""
     with socket.socket() as probe:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT, free_port, kill_all, run_stage, stage_command
+from tests import forks
+from tests.conftest import ROOT, free_port, kill_all, run_stage, stage_command, start_stage
 from tests.training import (
     SEQ_LENGTH,
     VOCABULARY,
@@ -320,32 +320,27 @@ def test_settings_may_change_until_something_is_saved(project: Path):
 
 def test_ranks_that_were_not_started_alike_stop(project: Path):
     """Two ranks by hand: the second logs at other steps, which would hang at the first log line."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
-               "LOCAL_WORLD_SIZE": "2"}
     run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
-    processes = [subprocess.Popen(
-        stage_command("04_train_fsdp.py", "-e", "x", *COMMON, "--log-freq", 1 + rank,
-                      "--max-steps", 4), cwd=project, text=True, stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL, env={**os.environ, **address, "RANK": str(rank),
-                                        "LOCAL_RANK": str(rank)}) for rank in range(2)]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert all("were not started alike" in error and "--log-freq" in error for error in errors)
+    launches = [start_stage(
+        "04_train_fsdp.py", "-e", "x", *COMMON, "--log-freq", 1 + number, "--max-steps", 4,
+        cwd=project, output=project / f"rank_{number}", env=variables)
+        for number, variables in enumerate(forks.rank_variables(2, free_port()))]
+    assert [launch.wait() for launch in launches] == [[2], [2]]
+    for number in range(2):
+        error = (project / f"rank_{number}").read_text()
+        assert "were not started alike" in error and "--log-freq" in error
     assert not (project / "outputs").exists()
 
 
 def test_a_second_launch_is_refused(project: Path):
     arguments = ("-e", "busy", *COMMON, "--max-steps", 100000, "-b", 1, "--ckpt-freq", 100000)
-    first = subprocess.Popen(stage_command("04_train_fsdp.py", *arguments), cwd=project,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = start_stage("04_train_fsdp.py", *arguments, cwd=project)
     while not (project / "outputs" / "busy" / "metrics.jsonl").exists():
-        assert first.poll() is None
-        time.sleep(0.05)
+        assert not first.poll(0.05)
     refused(project, *arguments, code=2, says="another launch is training")
     refused(project, *arguments, "--overwrite", code=2, says="another launch is training")
-    assert first.poll() is None
+    assert not first.poll()
     first.kill()
-    first.wait()
 
 
 def test_cheap_checks_come_before_tokenising(experiment: Path):

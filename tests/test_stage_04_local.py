@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, free_port, kill_all, run_stage
+from tests import forks
+from tests.conftest import ROOT, free_port, kill_all, run_stage, start_stage
 from tests.training import SEQ_LENGTH, losses, steps_saved
 
 STEPS = 40
@@ -34,10 +35,14 @@ def start(project: Path) -> list[subprocess.Popen]:
 
 def go_on(project: Path, expect: int = 0) -> str:
     """Run both nodes to their end and return what they print."""
-    nodes = start(project)
-    printed = [node.communicate(timeout=300)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [expect, expect], printed
-    return "".join(printed)
+    nodes = [start_stage(
+        "04_train_fsdp.py", *LOCAL, "--ckpt-local-dir", f"disk_{node}", cwd=project,
+        output=project / "printed",
+        env={**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(node)})
+        for node, variables in enumerate(forks.rank_variables(2, free_port()))]
+    codes = [node.wait(300)[0] for node in nodes]
+    assert codes == [expect, expect], (project / "printed").read_text()
+    return (project / "printed").read_text()
 
 
 def resumed_from(project: Path) -> tuple[str, int]:
@@ -134,5 +139,5 @@ def test_a_local_one_helps_when_no_shared_one_is_valid(run: Path) -> None:
 def test_a_disk_that_cannot_be_written_is_refused(run: Path) -> None:
     shutil.rmtree(run / "disk_1")
     (run / "disk_1").touch()
-    printed = go_on(run, expect=1)
+    printed = go_on(run, expect=2)
     assert "--ckpt-local-dir: disk_1/run-" in printed and "cannot be written" in printed

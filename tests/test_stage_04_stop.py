@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import kill_all, stage_command
+from tests.conftest import kill_all, stage_command, start_stage
 from tests.training import SEQ_LENGTH, metrics, steps_saved
 
 ENDLESS = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
@@ -30,15 +30,31 @@ def start(project: Path, *options: object, ranks: int | None = None) -> subproce
     return process
 
 
-@pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "--max-minutes", "the stop file"])
-def test_a_reason_to_stop_saves_and_exits_75(project: Path, reason: str) -> None:
-    process = start(project, *(("--max-minutes", 0.2) if reason == "--max-minutes" else ()))
-    if reason.startswith("SIG"):
-        process.send_signal(getattr(signal, reason))
+def stop(project: Path, reason: str) -> str:
+    """Start a run, give it a reason to stop, and return what it printed."""
+    options = ("--max-minutes", 0.05) if reason == "--max-minutes" else ()
+    launch = start_stage("04_train_fsdp.py", *ENDLESS, *options, cwd=project,
+                         output=project / "printed")
+    while not (project / "outputs/run/metrics.jsonl").exists() or len(metrics(project, "run")) < 3:
+        assert not launch.poll(0.05), (project / "printed").read_text()
+    if reason == "SIGUSR1":
+        launch.signal(signal.SIGUSR1)
     elif reason == "the stop file":
         (project / "outputs" / "run" / "stop").touch()
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 75, output
+    output = (launch.wait(), (project / "printed").read_text())
+    assert output[0] == [75], output[1]
+    return output[1]
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "--max-minutes", "the stop file"])
+def test_a_reason_to_stop_saves_and_exits_75(project: Path, reason: str) -> None:
+    if reason == "SIGTERM":  # as a person starts it
+        process = start(project)
+        process.terminate()
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 75, output
+    else:
+        output = stop(project, reason)
     assert f"stopped by {reason}" in output and "run the same command again" in output
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
     assert state["status"] == "preempted" and steps_saved(project, "run") == [state["step"]]

@@ -165,7 +165,8 @@ def test_a_second_launch_and_other_ranks_wait_for_the_builder(tmp_path: Path, of
     store.open_store(path)
 
 
-@pytest.mark.parametrize("writes", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("writes", [
+    1, 6, *(pytest.param(writes, marks=pytest.mark.long) for writes in (2, 3, 9))])
 def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path, of_stage_02: Path,
                                                   tokenizer: Path, writes: int,
                                                   caplog: pytest.LogCaptureFixture) -> None:
