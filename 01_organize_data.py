@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted  # json.dumps of a string, twice as fast
 from pathlib import Path
 
-from lib.core import log, manifest, options, publish, stage, units
+from lib.core import commands, log, manifest, options, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import balance, place
 from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, taken, without_match
@@ -55,8 +55,7 @@ def check_paths(src: Path, dst: Path) -> None:
     """Raise UsageError when the source is no directory or lies inside the destination."""
     if not src.is_dir():
         raise UsageError(f"--src-dir {src} {'is a file' if src.exists() else 'does not exist'}",
-                         expected="a directory with raw text files",
-                         run=f"python {STAGE} --src-dir DIR")
+                         expected="a directory with raw text files")
     if src.resolve().is_relative_to(dst.resolve()):
         raise UsageError(f"--dst-root {dst} is or contains --src-dir {src}",
                          expected="a destination that can be created without touching the source")
@@ -75,7 +74,7 @@ def require_whole(dst: Path) -> None:
     splits = manifest.read(dst, KIND, "the splits")["summary"]["splits"]
     if found := place.missing(dst, {name: split["files"] for name, split in splits.items()}):
         raise ArtifactError(f"the finished {dst} is damaged", found="\n".join(found),
-                            run="the same command with --overwrite")
+                            run=commands.again("--overwrite"))
 
 
 def require_files(opts: options.Options, entries: Sequence[Entry]) -> list[Entry]:

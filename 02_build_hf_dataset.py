@@ -286,7 +286,7 @@ def main(argv: list[str]) -> None:
     parts = store.root(opts.save_dir) if opts.merge else build.dir / PARTS
     tasks = work.units_in_order(opts.data_folder, files, parts, shape)
     total = sum(file.bytes for file in files)
-    needed = store.check(opts.save_dir, identity, inputs.by_split(files), argv) if opts.merge \
+    needed = store.check(opts.save_dir, identity, inputs.by_split(files)) if opts.merge \
         else work.room(files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.core import log, manifest, offline, options, paths, publish, stage, units
+from lib.core import commands, log, manifest, offline, options, paths, publish, stage, units
 from lib.core.errors import Problems
 from lib.models import prepare, raw_files, repository, resolve, scratch, tokenizer, verify
 from lib.models.design import Design
@@ -104,7 +104,7 @@ def check_combination(opts: options.Options) -> None:
             places = " or ".join(place for place, keys in _MODES.items() if key in keys)
             problems.add(f"--{key.replace('_', '-')} belongs to {places}, not to {mode}")
     if mode == "--model-name" and not opts.model_name:
-        problems.add("nothing to prepare", run=f"python {STAGE} --help",
+        problems.add("nothing to prepare", run=commands.help_of(),
                      expected="--model-name ORG/NAME, --dataset-name, --from-scratch or --verify")
     if mode == "--dataset-name" and not opts.include:
         problems.add("--dataset-name needs --include GLOB", expected="files to fetch, such as "

@@ -19,7 +19,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import log, options, paths, stage
+from lib.core import commands, log, options, paths, stage
 from lib.core.errors import Preempted, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     opts = parse(argv)
     if not opts.experiment_name or not opts.dataset_name:
         raise UsageError("-e and -d are needed: a name for the run, and a dataset",
-                         run="torchrun 04_train_fsdp.py -e exp -d hf_datasets/corpus")
+                         expected="-e exp -d hf_datasets/corpus, say", run=commands.help_of())
 
     from lib.train import from_scratch
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints import card, commit
-from lib.core import hashing, log, manifest, options, paths, publish, stage, units
+from lib.core import commands, hashing, log, manifest, options, paths, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -63,8 +63,7 @@ def main(argv: list[str]) -> None:
     """Find the checkpoint, plan the files, write them, read them back, publish."""
     opts = parse(argv)
     if not opts.experiment_name:
-        raise UsageError("-e is needed: the experiment to export",
-                         run="python 05_export_checkpoint.py -e exp")
+        raise UsageError("-e is needed: the experiment to export", found=there(opts.save_dir))
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     checkpoint = find_checkpoint(opts, experiment)
     out = opts.out or experiment.exports / paths.step_name(checkpoint.step)
@@ -125,22 +124,21 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
     A damaged one is never passed over in silence for an older one.
     """
     if not (experiment.model / "config.json").is_file():
-        there = sorted(p.parent.parent.name for p in opts.save_dir.glob("*/model/config.json"))
-        raise ArtifactError(f"no experiment {experiment.root}",
-                            found=f"under {opts.save_dir}: {', '.join(there) or 'none'}",
-                            run=f"torchrun 04_train_fsdp.py -e {opts.experiment_name} -d <dataset>")
+        raise ArtifactError(f"no experiment {experiment.root}", found=there(opts.save_dir))
     if opts.step not in ("latest", "best") and not opts.step.isdecimal():
         raise UsageError(f"--step takes a number, latest or best, got {opts.step!r}")
     found = {c.step: c for c in commit.scan(experiment.checkpoints)}  # newest first
-    whole = ", ".join(str(step) for step, c in found.items() if not c.problems()) or "none"
+    steps = [step for step, c in found.items() if not c.problems()]
+    whole = ", ".join(map(str, steps)) or "none"
     if not found:
         raise ArtifactError(f"no valid checkpoint in {experiment.checkpoints}",
-                            run=f"torchrun 04_train_fsdp.py -e {opts.experiment_name} -d <dataset>")
+                            run=commands.train("--config", experiment.config)
+                            if experiment.config.exists() else "")
     if opts.step == "best":
         losses = card.validation_losses(found.values(), experiment.metrics)
         if not losses:
             raise ArtifactError("no checkpoint here was saved right after an evaluation",
-                                found=f"steps {whole}", run="--step latest, or a step")
+                                found=f"steps {whole}", run=commands.again("--step", "latest"))
         chosen = found[min(losses, key=losses.__getitem__)]
     else:
         step = next(iter(found)) if opts.step == "latest" else int(opts.step)
@@ -149,8 +147,21 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
         chosen = found[step]
     if problems := chosen.problems():
         raise ArtifactError(f"checkpoint {chosen.path} is damaged", found="\n".join(problems),
-                            run=f"choose another one with --step (whole: {whole})")
+                            **older(steps, chosen.step))
     return chosen
+
+
+def there(save_dir: Path) -> str:
+    """Say which experiments there are."""
+    names = sorted(path.parent.parent.name for path in save_dir.glob("*/model/config.json"))
+    return f"under {save_dir}: {', '.join(names) or 'none'}"
+
+
+def older(steps: list[int], step: int) -> dict[str, str]:
+    """Return what to do about a damaged checkpoint: the newest whole one before it, if any."""
+    before = [other for other in steps if other < step] or [s for s in steps if s != step]
+    return {"hint": "the newest whole one instead:", "run": commands.again("--step", before[0])} \
+        if before else {"hint": "no other is whole; stage 04 makes a new one"}
 
 
 def begin_hashing(checkpoint: commit.Checkpoint) -> Future[list[str]]:
@@ -172,7 +183,8 @@ def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
     require_there(checkpoint)
     if problems:
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems),
-                            run="choose an older one with --step")
+                            **older([c.step for c in commit.scan(checkpoint.path.parent)
+                                     if not c.problems()], checkpoint.step))
 
 
 def require_model_files(experiment: Experiment, checkpoint: commit.Checkpoint) -> None:
@@ -187,15 +199,15 @@ def require_model_files(experiment: Experiment, checkpoint: commit.Checkpoint) -
     if wrong:
         raise ArtifactError(f"{experiment.model} is damaged",
                             found=f"missing or changed: {', '.join(wrong)}",
-                            run="copy them again from the model that the run was begun with "
-                                f"(model_dir in {experiment.config})")
+                            hint="copy them again from the model that the run was begun with "
+                                 f"(model_dir in {experiment.config})")
 
 
 def require_there(checkpoint: commit.Checkpoint) -> None:
     """Raise ArtifactError when the checkpoint went away since it was chosen."""
     if not checkpoint.path.exists():
         raise ArtifactError(f"{checkpoint.path} was deleted meanwhile: the run that goes on there "
-                            "keeps only its newest", run="the same command again")
+                            "keeps only its newest", run=commands.again())
 
 
 def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,

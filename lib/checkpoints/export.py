@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lib.checkpoints import commit, state
 from lib.checkpoints.pieces import PieceReader
 from lib.checkpoints.stream import Entry, TensorFile
-from lib.core import manifest
+from lib.core import commands, manifest
 from lib.core.errors import ArtifactError
 from lib.models import keys
 from lib.models.identity import INDEX, WEIGHTS
@@ -88,7 +88,8 @@ def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: Plan, 
             files.append((file, checker.submit(file.reads_back)))  # while the next is written
         if bad := [file.path for file, reads_back in files if not reads_back.result()]:
             raise ArtifactError(f"{bad[0]} does not read back as it was written",
-                                run="look after the disk, then the same command again")
+                                hint="look after the disk (`dmesg`), then:",
+                                run=commands.again())
     written = [file.manifest_entry() for file, _ in files]
     if len(files) > 1:
         _write_index(model, planned, out / INDEX)

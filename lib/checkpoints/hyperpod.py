@@ -32,7 +32,7 @@ from lib.checkpoints import load, tier
 from lib.checkpoints.collective import gather, on_rank_0, together
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, facts
-from lib.core import hashing, log, paths, publish
+from lib.core import commands, hashing, log, paths, publish
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.models import safetensors_file
 
@@ -140,8 +140,8 @@ class HyperPodTier(tier.Tier):
         except Exception as error:
             raise ArtifactError(
                 f"checkpoints after step {step} cannot be deleted in {self.where}, though {why}",
-                found=_text(error), run="the same command when the service answers again, or "
-                                        "without --ckpt-hyperpod") from error
+                found=_text(error), run=commands.again(),
+                hint="leave out --ckpt-hyperpod, or when the service answers again:") from error
 
     def _fill(self, checkpoint: _Stored, tensors: dict[str, torch.Tensor]) -> None:
         saved = tensors_in(checkpoint.part)
@@ -252,8 +252,8 @@ def _client(address: str, namespace: str, rank: int, ranks: int) -> InMemoryChec
         )
     except ImportError as error:
         raise UsageError("--ckpt-hyperpod needs a package that cannot be imported",
-                         found=str(error), run="pip install amzn-sagemaker-checkpointing==1.1.3",
-                         ) from error
+                         found=str(error), run=commands.pip_install(
+                             "amzn-sagemaker-checkpointing==1.1.3")) from error
     config = InMemoryClientConfig(request_timeout=_ANSWER_S)
     if address != CLUSTER:
         config.base_url = address.rstrip("/")

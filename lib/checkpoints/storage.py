@@ -28,7 +28,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lib.checkpoints import commit, state
 from lib.checkpoints.shard_file import ShardFile
-from lib.core import hashing
+from lib.core import commands, hashing
 from lib.core.errors import ArtifactError, StageError, from_os_error
 
 _READERS = 4  # files that a rank reads at a time
@@ -63,7 +63,7 @@ def plain_errors() -> Iterator[None]:
                 known = from_os_error(cause) if isinstance(cause, OSError) else cause
                 if isinstance(cause, FileNotFoundError):
                     known = ArtifactError(f"{cause.filename} vanished while it was in use",
-                                          run="the same command again")
+                                          run=commands.again())
                 if isinstance(known, StageError):
                     raise known from failure
                 cause = cause.__cause__ or cause.__context__

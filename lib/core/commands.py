@@ -33,6 +33,29 @@ def again(*more: object, drop: Sequence[str] = ()) -> str:
     return _joined([*_without(typed(), drop), *map(str, more)])
 
 
+def replaced(option: Sequence[str], old: object, new: object) -> str:
+    """Return the command that was typed, with another value of an option (or of its `old=…`).
+
+    option: in all its spellings.
+    """
+    value = re.compile(rf"(?P<flag>(?:{'|'.join(map(re.escape, option))})=?)?"
+                       rf"{re.escape(str(old))}(?P<rest>=.*)?")
+    words, before = [], ""
+    for word in typed():
+        found = value.fullmatch(word)
+        is_value = found and (found["flag"] or before in option)
+        words.append(f"{found['flag'] or ''}{new}{found['rest'] or ''}" if is_value else word)
+        before = word
+    return _joined(words)
+
+
+def with_options(*words: object) -> str:
+    """Return the command that was typed, with other options in the place of all that it had."""
+    given = typed()
+    ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])]
+    return _joined([*given[:ends[0] + 1 if ends else len(_program())], *map(str, words)])
+
+
 def script(name: str, *words: object) -> str:
     """Return the command that runs a script of this project, such as `05_export_checkpoint.py`."""
     return _joined([_python(), path_of(name), *map(str, words)])
@@ -169,6 +192,8 @@ def _torchrun_above() -> list[str]:
         if "torch.distributed.run" in words[:4] or \
                 any(Path(word).name == "torchrun.py" for word in words[1:2]):
             return [_python(), *words[1:]]
+        if len(words) > 1 and Path(words[1]) == ROOT / "launch" / "torchrun.py":
+            return [_python(), path_of("launch/torchrun.py"), *words[2:]]
     return []
 
 

@@ -216,8 +216,7 @@ def _check(done: Done) -> None:
         path = Path(done.unit.out) / name
         if not path.is_file() or not hashing.matches(path, digest):
             raise ArtifactError(f"{path} is damaged or gone", found="other content than when it "
-                                "was written", run=f"rm -r {path.parent}, then build that split "
-                                "again with --only-splits")
+                                "was written", run=work.built_again(path.parent))
 
 
 def _recall(directory: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from lib.core import log, publish
+from lib.core import commands, log, publish
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.corpus import kinds
@@ -165,11 +165,11 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode:
         for (entry, _), (way, size) in zip(files, placed, strict=True):
             if size < 0:
                 raise UsageError(f"{shown(entry.path)} vanished from {root} while it was "
-                                 "organised", run="the same command again")
+                                 "organised", run=commands.again())
             if size != entry.bytes:
                 raise UsageError(f"{shown(entry.path)} changed while it was organised",
                                  expected=f"{entry.bytes} bytes", found=f"{size} bytes",
-                                 run="the same command again, once nothing writes to the source")
+                                 hint="once nothing writes to the source:", run=commands.again())
             ways[way] = ways.get(way, 0) + 1
             bar.advance()
     if "copy" in ways:

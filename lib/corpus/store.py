@@ -7,7 +7,6 @@ what it gave. The record is written last, so a unit with a record need not be re
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest, publish
+from lib.core import commands, hashing, log, manifest, publish
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import inputs, work
 from lib.corpus.documents import Tally
@@ -47,7 +46,7 @@ def choose(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """Return the names of the splits with some numbers; UsageError when one does not exist."""
     if list(splits) == [""]:
         raise UsageError("--only-splits needs the splits of stage 01", found="a plain directory",
-                         run="python 01_organize_data.py --src-dir DIR --dst-root splits")
+                         hint="stage 01 makes splits of it")
     by_number = {int(name.rpartition("_")[2]): name for name in splits}
     if absent := sorted(set(numbers) - by_number.keys()):
         raise UsageError(f"--only-splits: no split {', '.join(map(str, absent))}",
@@ -95,12 +94,11 @@ def _read(unit: Unit) -> Done | None:
         return None
 
 
-def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[InputFile]],
-          argv: Sequence[str]) -> int:
+def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[InputFile]]) -> int:
     """Return how many bytes the parts of all splits take.
 
     Raises ArtifactError that names the splits whose parts are missing, damaged, or made from other
-    inputs or options. argv: the options of the stage, to show how to build those.
+    inputs or options.
     """
     wrong, numbers, stale, total, versions = [], [], [], 0, set()
     for name, files in splits.items():
@@ -124,9 +122,8 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
         raise ArtifactError(f"{len(wrong)} of {len(splits)} splits cannot be merged",
                             expected=f"parts of every split in {root(save_dir)}",
                             found="\n".join(shown),
-                            run=shlex.join(["python", "02_build_hf_dataset.py",
-                                            *(arg for arg in argv if arg != "--merge"), *stale[:1],
-                                            "--only-splits", ",".join(numbers)]))
+                            run=commands.again(*stale[:1], "--only-splits", ",".join(numbers),
+                                               drop=["--merge"]) + f"\n{commands.again()}")
     if len(versions) > 1:
         log.warn("the parts were built with different versions of Python or its packages: one "
                  "machine alone might give other bytes")
@@ -139,6 +136,5 @@ def kept(units: Sequence[Unit]) -> Iterator[Done]:
         done = _read(unit)
         if done is None:
             raise ArtifactError(f"{unit.part(_RECORD)} is damaged or gone",
-                                run=f"rm -r {unit.out}, then build that split again with "
-                                    "--only-splits")
+                                run=work.built_again(Path(unit.out)))
         yield done

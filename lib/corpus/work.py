@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from lib.core import commands
 from lib.core.errors import DiskFullError, from_os_error
 from lib.corpus import columnar_reader, inputs, kinds
 from lib.corpus.documents import SKIPPED_FILE, Documents, Shape, Tally
@@ -146,6 +147,14 @@ def _cuts(path: str, size: int) -> list[int]:
     if kind in ("parquet", "arrow"):
         return columnar_reader.cuts(kind, path, UNIT_BYTES)
     return [0]
+
+
+def built_again(directory: Path) -> str:
+    """Return the commands that build the parts of one split again, and go on with the merge."""
+    number = directory.name.rpartition("_")[2].lstrip("0") or "0"
+    return "\n".join((commands.shell("rm", "-r", directory),
+                      commands.again("--only-splits", number, drop=["--merge"]),
+                      commands.again()))
 
 
 def process(unit: Unit) -> Done:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from lib.core import log
+from lib.core import commands, log
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import remote_code
 
@@ -53,7 +53,7 @@ def read_content(model_dir: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArtifactError(f"{model_dir} holds no model (no {CONFIG})",
-                            run="python 03_download_model.py --help") from None
+                            hint="stage 03 prepares one") from None
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from None
     if not isinstance(content, dict):
@@ -170,7 +170,7 @@ def _code_failed(model_dir: Path, error: Exception) -> UsageError:
     return UsageError(f"the code that came with the model in {model_dir} fails",
                       found=_first_lines(error), expected="code that works with the installed "
                       "transformers and needs no package that is not here",
-                      run=f"pip install {package}" if is_missing and package else "")
+                      run=commands.pip_install(*package.split()) if is_missing and package else "")
 
 
 def _first_lines(error: Exception, count: int = 3) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lib.core import log
+from lib.core import commands, log
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import hf_cache
 from lib.models.pieces import Beginning, Part
@@ -94,7 +94,7 @@ class Hub:
                 if left() and not came_further():
                     raise ArtifactError(f"{repository.name}: {part.file.path} arrives short",
                                         expected=f"{part.file.size} bytes, as the Hub declares",
-                                        run="the same command again later")
+                                        hint="later:", run=commands.again())
 
     def _ask(self, name: str, revision: str, kind: str) -> Repository:
         from huggingface_hub import HfApi
@@ -179,11 +179,12 @@ class Hub:
             yield
         except errors.OfflineModeIsEnabled:
             raise OutOfReachError("the Hub is needed, but the environment says to stay offline",
-                                  run="unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE") from None
+                                  run="env -u HF_HUB_OFFLINE -u TRANSFORMERS_OFFLINE "
+                                      + commands.again()) from None
         except errors.GatedRepoError:
             raise UsageError(f"{name} is gated: its owner grants access to users one by one",
                              expected="a token of a user who has access (--token or HF_TOKEN)",
-                             run=f"ask for access at {page}") from None
+                             hint=f"ask for access at {page}") from None
         except errors.RevisionNotFoundError:
             raise UsageError(f"{name} has no revision {revision!r}",
                              expected="a branch, a tag or a full commit hash") from None
@@ -263,7 +264,7 @@ def _refused(error: Any, name: str, endpoint: str, has_token: bool) -> UsageErro
     busy = status in _PASSING
     return UsageError(f"the Hub at {endpoint} refused to serve {name}",
                       found=f"HTTP status {status}" + f", {_RETRIES + 1} times" * busy,
-                      run="the same command again later; finished files are kept" * busy)
+                      hint="later; finished files are kept:" * busy, run=commands.again() * busy)
 
 
 def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
@@ -284,7 +285,7 @@ def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
     return OutOfReachError(
         f"the Hub at {endpoint} is out of reach{through}", found=found,
         expected="a connection, or a copy of .cache/ from a connected machine",
-        run="the same command again; finished files are kept")
+        hint="finished files are kept:", run=commands.again())
 
 
 def _proxy_variable(endpoint: str) -> str:

@@ -82,7 +82,7 @@ def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
         raise UsageError(f"{units.counted(len(in_the_way), 'file')} in the way in {target.parent}",
                          found=", ".join(sorted(in_the_way)[:_SHOWN]),
                          expected="files that this stage put there, or none",
-                         run="move them away, or choose another --dst-root")
+                         hint="move them away, or choose another --dst-root")
 
 
 def put_in_place(arrived: Path, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
+from lib.models import resolve
 from lib.models.identity import TRUSTED_CODE
 
 NEEDED = ("AutoConfig", "AutoModelForCausalLM")
@@ -59,8 +60,7 @@ def trusted(model_dir: Path) -> list[str]:
     if changed:
         raise ArtifactError(f"the code in {model_dir} is not the code that was trusted",
                             found=", ".join(sorted(changed)),
-                            run="python 03_download_model.py --model-name ORG/NAME "
-                                "--trust-remote-code --overwrite")
+                            **resolve.remedy(model_dir, "--overwrite"))
     return list(digests)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import log
+from lib.core import commands, log
 from lib.core.errors import UsageError
 from lib.models import tokenizer
 from lib.models.identity import INDEX, WEIGHTS
@@ -223,6 +223,6 @@ def _no_model(repository: Repository, allow_pickle: bool) -> UsageError:
         f"{repository} has no safetensors weights",
         expected=f"{WEIGHTS} or {INDEX}" + (f", {PICKLE} or {PICKLE_INDEX}" * allow_pickle),
         found=f"{only} {', '.join(pickles[:5])}".strip(),
-        run=("--allow-pickle reads them without running code and converts them, or " * bool(
-            can_convert)) + "choose a repository or a --revision that has them "
-        "(conversions are often offered as refs/pr/N)")
+        hint="choose a repository or a --revision that has them (conversions are often offered as "
+             "refs/pr/N)" + ", or convert the pickles, without running code:" * bool(can_convert),
+        run=commands.again("--allow-pickle") if can_convert else "")

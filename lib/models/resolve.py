@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, manifest
+from lib.core import commands, log, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST, model_dir_name, models_root
 from lib.models import hf_cache
 from lib.models.identity import WEIGHTS, has_weights, strays
-from lib.models.scratch import SIZES, default_name
 
 KIND = "model/1"
 _CONFIG = "config.json"
 _PARTIAL = ".partial-"
-_OPTIONS = ("model_name", "dataset_name", "include", "dst_root", "revision", "from_scratch",
-            "model_size", "config_json", "vocab_size", "train_tokenizer", "tokenizer",
-            "allow_pickle", "trust_remote_code", "cache_dir")
-_DEFAULT_CACHE = ".cache"
 TRIAL_NAMES = ("demo", "test-quick")  # models that the Makefile makes, and no run is meant to take
+_STAGE = "03_download_model.py"
+_HOW = "stage 03 fetches a model from the Hub (--model-name), or makes one (--from-scratch)"
 
 
 def resolve(name: str | None, cache_dir: Path) -> Path:
@@ -58,28 +56,21 @@ def prepared(cache_dir: Path) -> list[Path]:
     return [directory for *_, directory in sorted(found, reverse=True)]
 
 
-def command(name: str, made: dict[str, Any] | None = None) -> str:
-    """Return the command of stage 03 that prepares a model of this name.
+def remedy(directory: Path, *more: object) -> dict[str, str]:
+    """Return what prepares a model, or fetches raw files, once more: parts of an error."""
+    content = manifest.read_if_any(directory) or {}
+    cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
+    if content.get("stage") == _STAGE:
+        return manifest.again(content, *more, **cache)
+    return _prepared_by(directory.name.replace("--", "/", 1), directory, *more)
 
-    made: the manifest of an earlier one, or of raw files, whose options are used again.
-    """
-    used = dict(made.get("options") or {}) if made else {}
-    if used.get("cache_dir") == _DEFAULT_CACHE:
-        del used["cache_dir"]
-    if not used:
-        size = next((size for size in SIZES if name == default_name(size)), None)
-        used = {"from_scratch": True, "model_size": size,
-                "train_tokenizer": "hf_datasets/<corpus>"} if size \
-            else {"model_name": name.replace("--", "/", 1)}
-    words = []
-    for key in _OPTIONS:
-        flag, value = f"--{key.replace('_', '-')}", used.get(key)
-        if value is True:
-            words.append(flag)
-        elif value:
-            values = value if isinstance(value, list) else [value]
-            words += [f"{flag} {v if '<' in str(v) else shlex.quote(str(v))}" for v in values]
-    return " ".join(["python 03_download_model.py", *words])
+
+def _prepared_by(name: str, path: Path, *more: object) -> dict[str, str]:
+    """Return what prepares a model of this name, as far as the name tells."""
+    is_ours = path.parent.name == "models"
+    if re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) and (is_ours or not path.exists()):
+        return {"run": commands.script(_STAGE, "--model-name", name, *more)}
+    return {"hint": _HOW}
 
 
 def _only(cache_dir: Path) -> Path:
@@ -89,7 +80,7 @@ def _only(cache_dir: Path) -> Path:
         trial = ", ".join(path.name for path in prepared(cache_dir))
         raise ArtifactError(f"no model is prepared under {models_root(cache_dir)}",
                             found=f"{trial}, which only -m takes" if trial else "",
-                            run=f"{command('ORG/NAME')}\n{command('scratch-tiny')}")
+                            hint=_HOW)
     if found[1:]:
         raise UsageError(f"{len(found)} models are prepared under {models_root(cache_dir)}, and "
                          "none was named", expected="one of these words in the command",
@@ -109,7 +100,7 @@ def _directory(path: Path) -> Path:
     other = manifest.read_if_any(path)
     if other and other["kind"] != KIND:
         log.info(f"model: {path}, an artifact of kind {other['kind']}")
-        return _whole(path, other, "")
+        return _whole(path, other, {})
     return _prepared(path)
 
 
@@ -120,8 +111,7 @@ def _require_no_pickles(path: Path) -> None:
         raise UsageError(f"the weights of {path} are pickles, which are not read here",
                          expected=f"{WEIGHTS}, as `save_pretrained` writes it now",
                          found=", ".join(pickles[:5]),
-                         run="from the Hub: python 03_download_model.py --allow-pickle "
-                             "--model-name ORG/NAME")
+                         hint="stage 03 converts those of the Hub, with --allow-pickle")
 
 
 def _prepared(directory: Path) -> Path:
@@ -130,17 +120,16 @@ def _prepared(directory: Path) -> Path:
 
 
 def _check(directory: Path) -> Path:
-    run = command(directory.resolve().name, manifest.read_if_any(directory))
-    content = manifest.read(directory, KIND, "the model", run)
-    return _whole(directory, content, f"{run} --overwrite")
+    content = manifest.read(directory, KIND, "the model", **remedy(directory))
+    return _whole(directory, content, remedy(directory, "--overwrite"))
 
 
-def _whole(directory: Path, content: dict[str, Any], run: str) -> Path:
+def _whole(directory: Path, content: dict[str, Any], remedy_: dict[str, str]) -> Path:
     """Return a directory that holds what its manifest names, and nothing else that is read."""
-    manifest.check(directory, content, "the model", run)
+    manifest.check(directory, content, "the model", **remedy_)
     if found := strays(directory, content):
         raise ArtifactError(f"{directory} holds files that nobody verified",
-                            found="\n".join(found), run="move them away")
+                            found="\n".join(found), hint="move them away")
     return directory
 
 
@@ -161,4 +150,4 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
     return ArtifactError(f"no finished model called {name}",
                          expected=f"a directory with {_CONFIG}, a name that stage 03 prepared, or "
                                   "one of a model in the Hugging Face cache",
-                         found="\n".join(filter(None, found)), run=command(name))
+                         found="\n".join(filter(None, found)), **_prepared_by(name, path))

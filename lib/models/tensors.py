@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lib.core.errors import ArtifactError
+from lib.models import resolve
 from lib.models.identity import INDEX, WEIGHTS
 from lib.models.recipes import Part, Shape
 from lib.models.safetensors_file import DTYPES
@@ -102,20 +103,21 @@ def _read(place: _Place, offset: int, shape: Shape, dtype: torch.dtype) -> Tenso
     """Return the tensor of a shape that begins at a byte of a tensor's data."""
     tensor = torch.empty(shape, dtype=dtype)
     read_into(tensor, place.descriptor, place.offset + offset, place.path,
-              run="fetch the model again with 03_download_model.py --overwrite")
+              **resolve.remedy(place.path.parent, "--overwrite"))
     return tensor
 
 
-def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, run: str = "") -> None:
+def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy: str) -> None:
     """Fill a contiguous tensor with the bytes of a file from an offset on.
 
-    path, run: for the ArtifactError when the file ends before.
+    path, remedy: for the ArtifactError when the file ends before.
     """
     view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
     while view:
         count = os.preadv(descriptor, [view], offset)
         if not count:
-            raise ArtifactError(f"{path} ends at byte {offset}, in the middle of a tensor", run=run)
+            raise ArtifactError(f"{path} ends at byte {offset}, in the middle of a tensor",
+                                **remedy)
         view, offset = view[count:], offset + count
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, manifest, units
+from lib.core import commands, hashing, manifest, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 
@@ -174,13 +174,15 @@ def corpus_identity(corpus: Path) -> str:
     dataset or has no train split.
     """
     final, partial, _ = str(corpus).partition(".partial-")
-    build = f"python 02_build_hf_dataset.py --save-dir {final}"
     if partial or not corpus.is_dir():
         raise ArtifactError(f"the dataset {corpus} " + ("is not finished" if partial else
                                                         "does not exist"),
-                            found=manifest.unfinished(corpus), run=build)
+                            found=manifest.unfinished(corpus),
+                            run=commands.script("02_build_hf_dataset.py", "--save-dir", final)
+                            if Path("splits").is_dir() else "")
     if made := manifest.read_if_any(corpus):
-        manifest.check(corpus, made, "the dataset", f"{build} --overwrite")
+        manifest.check(corpus, made, "the dataset",
+                       **manifest.again(made, "--overwrite", save_dir=corpus))
     train_split = _train_split(corpus)
     digests = {entry["path"]: entry["digest"] for entry in made["files"]} if made else {}
     state = "" if made else (train_split / "state.json").read_text(encoding="utf-8")

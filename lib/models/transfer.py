@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from lib.core import log, manifest, units
+from lib.core import commands, log, manifest, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 from lib.models import hf_cache, pieces
@@ -129,7 +129,7 @@ class Transfer:
             raise ArtifactError(
                 f"{self._repository.name}: {part.file.path} arrives damaged, twice",
                 expected="what the Hub declares for it", found=difference,
-                run="the same command again later; finished files are kept")
+                hint="later; finished files are kept:", run=commands.again())
         part.open()
         return self._left(part)
 

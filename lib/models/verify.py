@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, manifest, paths, units
+from lib.core import commands, log, manifest, paths, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.core.progress import Progress
@@ -23,11 +23,14 @@ _KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset
 
 @dataclass
 class Artifact:
-    """A directory with a manifest. problems: one sentence each. run: what makes it whole again."""
+    """A directory with a manifest.
+
+    problems: one sentence each. remedy: what makes it whole again, as parts of an error.
+    """
 
     directory: Path
     content: dict[str, Any] | None
-    run: str
+    remedy: dict[str, str]
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +67,7 @@ def artifacts(cache_dir: Path, raw_root: Path | None) -> list[Artifact]:
         if not is_in_place and manifest.kind_of(directory).partition("/")[0] not in _KINDS:
             log.info(f"not ours: {path}")
             continue
-        artifact = Artifact(directory, content, _command(directory, content))
+        artifact = Artifact(directory, content, _remedy(directory, content))
         if content is None:
             artifact.problems.append(f"{path} is damaged")
         elif content["kind"] == resolve.KIND:
@@ -108,7 +111,9 @@ def require_whole(found: Sequence[Artifact]) -> None:
             f"{units.counted(len(damaged), 'damaged artifact')} of {len(found)}: "
             + _names([artifact.place for artifact in damaged]),
             found="\n".join(problem for artifact in damaged for problem in artifact.problems),
-            run="\n".join(artifact.run for artifact in damaged))
+            **{part: "\n".join(dict.fromkeys(artifact.remedy[part] for artifact in damaged
+                                             if part in artifact.remedy))
+               for part in ("hint", "run")})
 
 
 def _problem(path: Path, entry: dict[str, Any], advance: Callable[[int], None]) -> str:
@@ -132,12 +137,15 @@ def _names(places: Sequence[Path]) -> str:
     return " and ".join(map(str, places))
 
 
-def _command(directory: Path, content: dict[str, Any] | None) -> str:
-    """Return the command that fetches or builds an artifact again."""
-    if directory.parent.name == paths.models_root(Path()).name or (
-            content and content["kind"] == raw_files.KIND):
-        return f"{resolve.command(directory.name, content)} --overwrite"
-    usual = "03_download_model.py" if directory.name == raw_files.HIDDEN else "04_train_fsdp.py"
-    stage = (content or {}).get("stage") or usual
-    return f"rm -r {directory}, then python {stage} again" + (
-        " (--prepare-only makes it without training)" if stage.startswith("04") else "")
+def _remedy(directory: Path, content: dict[str, Any] | None) -> dict[str, str]:
+    """Return what fetches or builds an artifact again, as parts of an error."""
+    made_by = (content or {}).get("stage", "")
+    if directory.parent.name == paths.models_root(Path()).name or made_by.startswith("03"):
+        found = resolve.remedy(directory, "--overwrite")
+        if content is None and "run" in found:
+            found["run"] = commands.moved_away(directory, found["run"])
+        return found
+    if content and made_by[:2] in ("01", "02"):
+        return manifest.again(content, "--overwrite")
+    return {"run": commands.shell("rm", "-r", directory),
+            "hint": "stage 04 makes token stores again, --prepare-only without training; first:"}

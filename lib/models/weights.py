@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lib.core.errors import ArtifactError
-from lib.models import keys
+from lib.models import keys, resolve
 from lib.models.initialise import restore_buffers
 from lib.models.recipes import Recipe
 from lib.models.shards import local_slice, local_tensor, tie_again
@@ -67,4 +67,4 @@ def _raise_if_any(model_dir: Path, problems: list[str]) -> None:
         raise ArtifactError(
             f"the weights of {model_dir} do not fit its config.json",
             found="\n".join(problems[:_SHOWN]) + (f"\n… and {more} more" if more > 0 else ""),
-            run="fetch the model again with 03_download_model.py --overwrite")
+            **resolve.remedy(model_dir, "--overwrite"))

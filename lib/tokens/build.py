@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import hashing, log, manifest, publish, units
+from lib.core import commands, hashing, log, manifest, publish, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 from lib.tokens import source as sources
@@ -36,7 +36,7 @@ def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: i
     target = store.directory(cache_dir, source, identity)
     if verify and (there := manifest.read_if_any(target)):
         manifest.check(target, there, "token store", deep=True,
-                       run=f"rm -r {target}, then the same command again")
+                       run=commands.remade(target))
         log.info(f"{target}: every byte is as it was written")
     once(target, store.KIND, identity, lambda: _build(
         source, tokenizer_dir, target, identity, model_vocab, num_workers, progress))
@@ -51,10 +51,11 @@ def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], 
     """
     if target.is_dir() and any(target.iterdir()) and manifest.read_if_any(target) is None:
         raise ArtifactError(f"{target} is damaged (no readable manifest.json)",
-                            run=f"rm -r {target}, then the same command again")
+                            run=commands.remade(target))
     is_builder = os.environ.get("LOCAL_RANK", "0") == "0"
     waited = False
-    while not publish.is_done(target, kind, identity, overwrite=False):
+    while not publish.is_done(target, kind, identity, overwrite=False,
+                              run=commands.remade(target)):
         if is_builder:
             try:
                 build()
@@ -73,7 +74,7 @@ def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -
         raise UsageError(f"the tokenizer in {tokenizer_dir} is larger than the model's vocabulary",
                          expected=f"at most {model_vocab:,} token ids (vocab_size in config.json)",
                          found=f"{vocab_size:,} token ids",
-                         run="use the tokenizer that belongs to the model")
+                         hint="use the tokenizer that belongs to the model")
 
 
 def _build(source: Source, tokenizer_dir: Path, target: Path, identity: dict[str, Any],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 
-from lib.core import hashing, log, units
+from lib.core import commands, hashing, log, units
 from lib.core.errors import ArtifactError, UsageError
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
@@ -86,13 +86,13 @@ def open_directory(root: Path) -> Shards:
         raise ArtifactError(f"{root} does not exist", expected=f"a directory with {_EXPECTED}")
     if any((root / mark).exists() for mark in _PREPARED):
         raise UsageError(f"{root} is a prepared dataset",
-                         run="the same command without --streaming")
+                         run=commands.again(drop=["--streaming"]))
     base, found = (root.parent, [root.name]) if root.is_file() else (root, sorted(_files(root)))
     paths = [path for path in found if is_shard(path)]
     if not paths:
         raise UsageError(f"no shard in {root}", expected=_EXPECTED,
                          found=", ".join(found[:8]) or "no files",
-                         run="stages 01 and 02 read any kind of text")
+                         hint="stages 01 and 02 read any kind of text")
     _tell_left(str(root), found, len(paths))
     pieces = [piece for path in paths for piece in _cut(base, path)]
     seen = [[path, *_size_and_ends(base / path)] for path in paths]
@@ -108,7 +108,7 @@ def elsewhere(name: str, commit: str, sizes: dict[str, tuple[int, str]], root: P
     paths = sorted(filter(is_shard, sizes))
     if not paths:
         raise UsageError(f"no shard in {name}", expected=_EXPECTED, found=", ".join(sizes)[:200],
-                         run="--include GLOB chooses other files")
+                         hint="--include GLOB chooses other files")
     _tell_left(name, sorted(sizes), len(paths))
     fingerprint = hashing.fingerprint([[path, *sizes[path]] for path in paths])
     return Shards(name, root, [Piece(path) for path in paths], fingerprint,

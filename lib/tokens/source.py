@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest
+from lib.core import commands, hashing, log, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
+from lib.tokens import shards
 
 SPLITS = ("train", "validation")
 _DATASETS_ROOT = Path("hf_datasets")
+_OPTION = ("-d", "--dataset-name")
 _MARK_OF_OURS = "errors.jsonl"  # stage 02 writes it beside the shards
 _ENDS_BYTES = 1 << 20
 _BATCH_BYTES, _BATCH_ROWS = 16 << 20, 100_000
@@ -46,32 +48,74 @@ def open_source(path: Path) -> Source:
     Raises ArtifactError when it is missing, unfinished or truncated, UsageError when it is no
     dataset of text.
     """
-    build = f"python 02_build_hf_dataset.py --data-folder splits --save-dir {path}"
-    if not path.is_dir() or not any(path.iterdir()):
-        there = sorted(p.name for p in _DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
-        raise ArtifactError(f"dataset {path} does not exist",
-                            found=manifest.unfinished(path) or f"finished under {_DATASETS_ROOT}/: "
-                            f"{', '.join(there) or 'none'}", run=build)
-    dataset_manifest = manifest.read_if_any(path)
-    if (kind := manifest.kind_of(path)) and not kind.startswith("dataset/"):
-        raise UsageError(f"{path} is no dataset", found=f"kind {kind}", run=build)
-    if dataset_manifest is not None:
-        manifest.check(path, dataset_manifest, "dataset",
-                       **manifest.again(dataset_manifest, "--overwrite"))
-    elif (path / MANIFEST).exists():
-        raise ArtifactError(f"{path / MANIFEST} is damaged",
-                            run="the command that built it, with --overwrite")
-    elif ".partial-" in path.resolve().name or (path / _MARK_OF_OURS).exists():
-        raise ArtifactError(f"dataset {path} is not finished (no {MANIFEST})",
-                            found="what an interrupted stage 02, or a copy of a part, leaves",
-                            run=build)
-    splits = _splits(path, build)
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        content = _require_dataset(path)
+    else:
+        raise _missing(path)
+    splits = _splits(path)
     for directory in splits.values():
         _require_text(directory)
         _require_shards(directory)
-    fingerprint = _fingerprint_ours(dataset_manifest) if dataset_manifest \
+    fingerprint = _fingerprint_ours(content) if content \
         else _fingerprint_foreign(splits)
-    return Source(path, fingerprint, splits, dataset_manifest is not None)
+    return Source(path, fingerprint, splits, content is not None)
+
+
+def _require_dataset(path: Path) -> dict[str, Any] | None:
+    """Return the manifest of a dataset, None of one made elsewhere; raises for anything else."""
+    if path.is_file():
+        raise _raw(path, f"{path} is a file, and no dataset")
+    content, kind = manifest.read_if_any(path), manifest.kind_of(path)
+    if kind.startswith("splits/"):
+        raise _raw(path, f"{path} holds splits of stage 01, and is no dataset yet")
+    if kind and not kind.startswith("dataset/"):
+        raise UsageError(f"{path} is no dataset", expected="one that stage 02 has made",
+                         found=f"kind {kind}")
+    if content is not None:
+        manifest.check(path, content, "dataset",
+                       **manifest.again(content, "--overwrite", save_dir=path))
+    elif (path / MANIFEST).exists():
+        raise ArtifactError(f"{path / MANIFEST} is damaged", hint=f"move {path} away, and build it "
+                            "again by stage 02")
+    elif ".partial-" in path.resolve().name or (path / _MARK_OF_OURS).exists():
+        raise ArtifactError(f"dataset {path} is not finished (no {MANIFEST})",
+                            found="what an interrupted stage 02, or a copy of a part, leaves",
+                            hint="use it under its final name, when stage 02 has finished it")
+    return content
+
+
+def _missing(path: Path) -> ArtifactError:
+    """Return the error for a dataset that is not there, with what makes it of what is there."""
+    there = sorted(p.name for p in _DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
+    left = manifest.unfinished(path)
+    remedy = {"hint": "-d takes one of these"} if there and not left else \
+        {"hint": "stages 01 and 02 make a dataset of raw text"}
+    if (left or not there) and (Path("splits").is_dir() or Path("raw_text").is_dir()):
+        organise = [] if Path("splits").is_dir() else [commands.script("01_organize_data.py")]
+        remedy = {"run": "\n".join([*organise, commands.script(
+            "02_build_hf_dataset.py", "--data-folder", "splits", "--save-dir", path)])}
+    return ArtifactError(f"dataset {path} does not exist",
+                         found=left or f"finished under {_DATASETS_ROOT}/: "
+                         f"{', '.join(there) or 'none'}", **remedy)
+
+
+def _raw(path: Path, problem: str, found: str = "") -> UsageError:
+    """Return the error for raw text where a dataset is needed, with the commands that make one."""
+    folder = path.parent if path.is_file() else path
+    target = _DATASETS_ROOT / ("corpus" if (folder / MANIFEST).exists() else folder.resolve().name)
+    with_target = commands.replaced(_OPTION, path, target)
+    streamed = commands.again("--streaming", "--max-steps", 100)
+    if (target / MANIFEST).exists():
+        hint, run = f"{target} may be what is meant:", with_target
+    elif not _DATASETS_ROOT.resolve().is_relative_to(folder.resolve()):
+        hint, run = "make one:", "\n".join((commands.script(
+            "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target), with_target))
+    elif path.is_file() and shards.is_shard(path.name):
+        hint, run = "stage 02 reads directories; to try the file as it is:", streamed
+    else:
+        hint, run = "stage 02 makes one of a directory of raw text", ""
+    return UsageError(problem, found=found, expected="a dataset that stage 02 has made, or with "
+                      "--streaming JSON Lines or Parquet", hint=hint, run=run)
 
 
 def text_bytes(source: Source) -> int:
@@ -131,7 +175,7 @@ def _texts(table: Any) -> list[bytes]:
     return [text or b"" for text in column.to_pylist()]
 
 
-def _splits(path: Path, build: str) -> dict[str, Path]:
+def _splits(path: Path) -> dict[str, Path]:
     """Return the split directories of a DatasetDict, or the directory itself as `train`."""
     if (path / "dataset_dict.json").exists():
         named = _read_json(path / "dataset_dict.json").get("splits", [])
@@ -141,9 +185,12 @@ def _splits(path: Path, build: str) -> dict[str, Path]:
         return {name: path / name for name in SPLITS if name in named}
     if (path / "state.json").exists() and (path / "dataset_info.json").exists():
         return {"train": path}
-    raise UsageError(f"{path} is no dataset directory",
-                     expected="what stage 02 or `Dataset.save_to_disk` writes",
-                     found=", ".join(sorted(p.name for p in path.iterdir())[:8]), run=build)
+    there = sorted(p.name for p in path.iterdir())
+    found = ", ".join(there[:4]) + ", …" * bool(there[4:])
+    if "config.json" in there:
+        raise UsageError(f"{path} is no dataset directory", found=found,
+                         expected="what stage 02 or `Dataset.save_to_disk` writes")
+    raise _raw(path, f"{path} is no dataset directory", found)
 
 
 def _require_text(directory: Path) -> None:
@@ -154,7 +201,8 @@ def _require_text(directory: Path) -> None:
         raise UsageError(f"dataset {directory} has no column `text` of strings",
                          found=f"`text` of {kind}" if "text" in columns
                          else f"columns {', '.join(columns) or 'none'}",
-                         run="dataset.rename_column(…, 'text'), or stage 02 with --fields")
+                         hint="rename one with `dataset.rename_column`, or make it by stage 02 "
+                              "with --fields")
 
 
 def _require_shards(directory: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import hashing, log, manifest, paths
+from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
 from lib.tokens import encode
 from lib.tokens.source import Source
@@ -112,11 +112,13 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     reads: `mmap`, or `pread` for file systems on which that is better.
     """
     content = manifest.read(path, KIND, "token store")
-    manifest.check(path, content, "token store", run=f"rm -r {path}, then the same command again")
+    manifest.check(path, content, "token store", run=commands.remade(path))
     summary = content["summary"]
     if summary.get("label_mask") is not None:
         raise ArtifactError(f"{path} has a label mask, which this version cannot read",
-                            found=str(summary["label_mask"]), run="update, or make the store anew")
+                            found=str(summary["label_mask"]),
+                            hint="update the code, or make the store anew:",
+                            run=commands.remade(path))
     splits = {name: Split(open_file(path / f"{name}.tokens.bin", summary["dtype"], reads),
                           open_file(path / f"{name}.ends.bin", "int64", reads))
               for name in summary["splits"]}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from lib.core import commands
 from lib.core.errors import UsageError
 from lib.tokens.loader import MicroBatch
 
@@ -31,7 +32,8 @@ def choose(wanted: str, packing: str) -> str:
     """
     on_gpu = torch.cuda.is_available()
     if wanted == "flex" and not on_gpu:
-        raise UsageError("--attention flex cannot train on a CPU", run="--attention sdpa")
+        raise UsageError("--attention flex cannot train on a CPU",
+                         run=commands.again("--attention", "sdpa"))
     if wanted == "auto":
         return _VARLEN if packing == "documents" and on_gpu else "sdpa"
     return {"flex": "flex_attention"}.get(wanted, wanted)
@@ -64,7 +66,7 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     """
     if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
         raise UsageError("--attention varlen knows no dropout, cap or sink of attention, which "
-                         "this model has", run="--attention sdpa")
+                         "this model has", run=commands.again("--attention", "sdpa"))
     batch, _, length, _ = query.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(0, batch * length + 1, length, dtype=torch.int32,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lib.core import log
+from lib.core import commands, log
 from lib.core.errors import UsageError
 
 _START_TIMEOUT = timedelta(minutes=30)
@@ -65,7 +65,8 @@ def _device(local_rank: int) -> torch.device:
             raise UsageError(f"process {local_rank} of this machine has no GPU of its own",
                              expected=f"at most --nproc-per-node {torch.cuda.device_count()}, the "
                                       "number of GPUs",
-                             run="CUDA_VISIBLE_DEVICES= trains on the CPU instead")
+                             hint="on the CPU instead:",
+                             run=f"CUDA_VISIBLE_DEVICES= {commands.again()}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return device

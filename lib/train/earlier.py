@@ -11,7 +11,7 @@ from typing import Any
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import log, manifest, paths, publish
+from lib.core import commands, log, manifest, paths, publish
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -53,12 +53,14 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
     if with_changes and (other := [line for line in changed if line.startswith("--optimizer:")]):
         raise UsageError(f"{where} holds states of another optimizer, which this one cannot take "
                          "over", found="\n".join(other),
-                         run="keep --optimizer, or begin another run with -m an export of this one")
+                         hint="keep --optimizer, or begin another run from an export of this one")
     if changed and not with_changes:
         raise UsageError(f"{where} was begun with other settings", found="\n".join(changed),
-                         run="use the same settings, another --experiment-name, --overwrite to "
-                             "start this one anew (the old one is kept aside), or "
-                             "--resume-with-changes to go on all the same")
+                         hint="use another --experiment-name, --overwrite to start this one anew "
+                              "(the old one is kept aside), --resume-with-changes to go on all the "
+                              "same, or the settings that it has:",
+                         run=commands.with_options("--config", where / "config.yaml")
+                         if (where / "config.yaml").exists() else "")
     return changed
 
 
@@ -76,14 +78,15 @@ def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, 
         require_same(earlier["identity"], identity, experiment.root, opts.resume_with_changes)
         if opts.resume == "never":
             raise UsageError(f"{experiment.root} has been trained already, and --resume is never",
-                             run="use another --experiment-name, or --overwrite")
+                             hint="use another --experiment-name, or --overwrite, or go on:",
+                             run=commands.again(drop=["--resume"]))
     elif has_begun(experiment):
         raise ArtifactError(f"{experiment.root} holds checkpoints, none of them whole, and no "
                             "readable config.yaml",
-                            run="use another --experiment-name, or --overwrite to move it aside")
+                            hint="use another --experiment-name, or --overwrite to move it aside")
     elif not experiment.config.exists() and not experiment.is_empty():
         raise UsageError(f"{experiment.root} exists and is no experiment (no config.yaml)",
-                         run="use another --experiment-name, or --overwrite to move it aside")
+                         hint="use another --experiment-name, or --overwrite to move it aside")
 
 
 def named_checkpoint(opts: Options, experiment: Experiment) -> Checkpoint | None:
@@ -100,7 +103,8 @@ def named_checkpoint(opts: Options, experiment: Experiment) -> Checkpoint | None
                             expected="auto, never, or a directory …/checkpoints/step_…")
     if opts.overwrite and path.resolve().is_relative_to(experiment.root.resolve()):
         raise UsageError(f"--overwrite would move away {path}, which --resume names",
-                         run="train under another --experiment-name")
+                         hint="train under another --experiment-name, or go on from it:",
+                         run=commands.again(drop=["--overwrite"]))
     checkpoint = Checkpoint(path.resolve(), step)
     if problems := checkpoint.problems():
         raise ArtifactError(f"--resume: {path} is damaged", found="\n".join(problems))

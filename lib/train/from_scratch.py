@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest, options, paths, publish
+from lib.core import commands, hashing, log, manifest, options, paths, publish
 from lib.core.errors import ArtifactError, Problems
 from lib.core.options import Options
 from lib.models import identity, prepare, scratch, tokenizer
@@ -29,7 +29,7 @@ def check_options(opts: Options) -> None:
     problems = Problems()
     if opts.model_size and not opts.from_scratch:
         problems.add("--model-size makes a model without weights",
-                     run="the same with --from-scratch")
+                     run=commands.again("--from-scratch"))
     if opts.model_size and opts.model_name:
         problems.add(f"give -m {opts.model_name} or --model-size {opts.model_size}, not both")
     if opts.model_size and not opts.tokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lib.core import commands
 from lib.core.errors import UsageError
 from lib.tokens.loader import MicroBatch, boundaries
 from lib.train import attention
@@ -37,4 +38,5 @@ def require(model: nn.Module, world: World) -> None:
         raise UsageError(f"with {model.config.model_type} models, packed documents see each other",
                          found=f"logits of a document move by {moved:.3g} when the one before it "
                                "in the same sample is changed",
-                         run="--packing concat, another --attention, or another family of models")
+                         hint="take another --attention or another family of models, or windows:",
+                         run=commands.again("--packing", "concat"))

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, manifest
+from lib.core import commands, log, manifest
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import journal
@@ -126,7 +126,8 @@ def _wandb(experiment: Experiment) -> Any:
     try:
         import wandb
     except ImportError:
-        raise UsageError("--wandb needs the package wandb", run="pip install wandb") from None
+        raise UsageError("--wandb needs the package wandb",
+                         run=commands.pip_install("wandb")) from None
     name = experiment.root.name
     return wandb.init(mode="offline", dir=str(experiment.root), project="pretraining", name=name,
                       id=name, resume="allow")

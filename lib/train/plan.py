@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from lib.core import units
+from lib.core import commands, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.tokens.order import Division
@@ -149,7 +149,7 @@ def check_options(options: Options) -> None:
             problems.add(f"--shard-size {options.shard_size} does not divide the {ranks} ranks",
                          expected="replicas of equal size")
     if options.plan_gpus and not options.dry_run:
-        problems.add("--plan-gpus plans and does not train", run="the same with --dry-run")
+        problems.add("--plan-gpus plans and does not train", run=commands.again("--dry-run"))
     if options.ckpt_local_freq and not (options.ckpt_local_dir or options.ckpt_hyperpod):
         problems.add("--ckpt-local-freq belongs to --ckpt-local-dir or --ckpt-hyperpod")
     if (options.ckpt_local_freq or 0) >= options.ckpt_freq:

@@ -78,7 +78,7 @@ def roll_back(run: Run) -> None:
         except ArtifactError as error:
             log.warn(error.render())
     if checkpoint is None:
-        raise symptoms.diverged(run.step, bad, run.rollbacks)
+        raise symptoms.diverged(run.step, bad, run.rollbacks, run.options, run.experiment)
     diverged_at, position = run.step, run.feed.state(run.step, control)
     _load(run, checkpoint)
     run.feed.restore(position, run.step)

@@ -168,7 +168,7 @@ def _require_writable(directory: Path) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"{directory} cannot be written",
                          found=f"{there} is {'read-only' if there.is_dir() else 'a file'}",
-                         run="--save-dir DIR names another place")
+                         hint="--save-dir DIR names another place")
 
 
 def make_plan(opts: Options, inputs: Inputs, seq_length: int, precision: str,

@@ -9,11 +9,12 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from lib.core import log
+from lib.core import commands, log
 from lib.core.errors import StageError, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.train import profiling
+from lib.train import earlier, journal, profiling
+from lib.train.plan import launched_size
 
 _MORE = "docs/troubleshooting.md says more"
 
@@ -43,14 +44,27 @@ def require_finite(loss: float, step: int, opts: Options) -> None:
                                f"precision, not from the learning rate; {_MORE}")
 
 
-def diverged(step: int, in_a_row: int, rollbacks: int) -> UsageError:
+def diverged(step: int, in_a_row: int, rollbacks: int, opts: Options, experiment: Experiment,
+             ) -> UsageError:
     """Return the error of a run that no earlier checkpoint has helped or can help."""
     tried = f", after {rollbacks} rollbacks" if rollbacks else \
         ", and there is no checkpoint from before"
     return UsageError(f"training has diverged: {in_a_row} bad steps in a row{tried}",
                       found=f"nothing was learned since step {step - in_a_row}",
-                      run="--resume PATH of an earlier checkpoint under another -e, with a lower "
-                          f"--lr; {_MORE}")
+                      hint=f"a lower learning rate, under another name; {_MORE}",
+                      run=_calmer(opts, experiment))
+
+
+def _calmer(opts: Options, experiment: Experiment) -> str:
+    """Return the command that goes on from the newest whole checkpoint at a tenth of the rate."""
+    name = f"{experiment.root.name}-lower-lr"
+    rates = ["-e", name, "--lr", f"{opts.lr / 10:g}", "--min-lr", f"{opts.min_lr / 10:g}"]
+    dropped = ["--overwrite", "--resume"]
+    if (checkpoint := earlier.newest(experiment)) is None:
+        return commands.again(*rates, drop=dropped)
+    end = journal.read_state(experiment).get("total_steps") or opts.max_steps
+    return commands.again(*rates, "--resume", checkpoint.path, "--resume-with-changes",
+                          *["--max-steps", end] * bool(end), drop=dropped)
 
 
 def _out_of_memory(text: str, opts: Options, experiment: Experiment) -> UsageError:
@@ -70,7 +84,7 @@ def _out_of_memory(text: str, opts: Options, experiment: Experiment) -> UsageErr
         knobs.append("--cpu-offload on")
     return UsageError("out of memory", found=text.splitlines()[0],
                       expected=f"in this order: {'; '.join(knobs)} ({_MORE})",
-                      run="the same command with --dry-run, which plans the memory")
+                      run=commands.again("--dry-run", "--plan-gpus", launched_size()))
 
 
 def _lost_rank(text: str) -> StageError:
@@ -79,4 +93,4 @@ def _lost_rank(text: str) -> StageError:
               "work" if timed_out else "the connection to another rank broke: it failed first"
     return StageError(problem, found=text.splitlines()[0][:300],
                       expected="the cause in that rank's log (logs/rank_*.log, the one that ends "
-                               "first)", run=f"the same command resumes; {_MORE}")
+                               "first)", hint=_MORE, run=commands.again())
