@@ -12,7 +12,6 @@ line for every file seen, taken or skipped and why, and splits/manifest.json. Ne
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -161,7 +160,7 @@ def main(argv: list[str]) -> None:
     for glob in without_match(opts.include, entries):
         log.warn(f"--include {glob} matches no file of {opts.src_dir} that is taken")
     identity = identity_of(opts, entries)
-    next_command = f"python 02_build_hf_dataset.py --data-folder {shlex.quote(str(opts.dst_root))}"
+    next_command = commands.script("02_build_hf_dataset.py", "--data-folder", opts.dst_root)
     if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite):
         require_whole(opts.dst_root)
         log.info(f"already done: {opts.dst_root} holds these files")

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import shlex
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.core import log, options, publish, stage, units
+from lib.core import commands, log, options, publish, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.progress import Progress
 from lib.corpus import doubts, inputs, pool, store, work
@@ -157,8 +156,8 @@ def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape
         log.info("dry run: nothing was written")
         return
     log.info(f"done in {units.duration(time.monotonic() - began)}")
-    log.info("next: the same command with --merge in place of --only-splits, when all "
-             f"{len(by_split)} splits are built")
+    log.info(f"next, when all {len(by_split)} splits are built: "
+             + commands.again("--merge", drop=["--only-splits"]))
 
 
 def build_split(opts: options.Options, build: publish.Build, files: Sequence[InputFile],
@@ -251,10 +250,11 @@ def print_summary(opts: options.Options, dataset: Dataset, files: int, total: in
 
 def print_next(opts: options.Options) -> None:
     """Print the next command, with and without a model at hand."""
-    where = shlex.quote(str(opts.save_dir))
-    log.info("next: python 03_download_model.py --model-name ORG/NAME   (online; or --from-scratch "
-             f"--model-size tiny --train-tokenizer {where})")
-    log.info(f"then: torchrun 04_train_fsdp.py -e first -d {where}")
+    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
+    made = commands.script("03_download_model.py", "--from-scratch", "--model-size", "tiny",
+                           "--train-tokenizer", opts.save_dir)
+    log.info(f"next: a model; of the Hub: {fetch}\n      or a small one from scratch: {made}")
+    log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
 
 
 def main(argv: list[str]) -> None:

@@ -19,7 +19,6 @@ repositories, HF_ENDPOINT names a mirror. --verify and --from-scratch never go o
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -181,7 +180,7 @@ def fetch_dataset(opts: options.Options) -> None:
     opts.include, is_more = raw_files.together(target, revision, opts.include, opts.overwrite)
     identity = {"options": {"dataset_name": name, "revision": revision,
                             "include": opts.include}, "inputs": {}}
-    then = shlex.join(["python", "01_organize_data.py", "--src-dir", str(root)])
+    then = commands.script("01_organize_data.py", "--src-dir", root)
     with raw_files.named(target):
         if not is_more and already_done(target, raw_files.KIND, identity, opts, then):
             return
@@ -299,8 +298,7 @@ def next_command(opts: options.Options, name: str) -> str:
              if path.parent.name not in resolve.TRIAL_NAMES]
     dataset = opts.train_tokenizer or (there[0] if len(there) == 1 else Path("hf_datasets/corpus"))
     elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
-    return shlex.join(["torchrun", "04_train_fsdp.py", "-e", paths.model_dir_name(name), "-d",
-                       str(dataset), "-m", name, *elsewhere])
+    return commands.train("-e", paths.model_dir_name(name), "-d", dataset, "-m", name, *elsewhere)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
         memory_fit.require(opts, inputs, setting)
     data = startup.prepare_data(opts, inputs, setting)
     if opts.prepare_only:
-        log.info("next: the same command without --prepare-only")
+        log.info("next: " + commands.again(drop=["--prepare-only"]))
         return
 
     from lib.train import resume

@@ -247,7 +247,7 @@ def parameters(model: PreTrainedModel) -> int:
 def next_command(out: Path) -> str:
     """Return what to type next."""
     return f"next: AutoModelForCausalLM.from_pretrained({str(out)!r}), or train on with " \
-           f"torchrun 04_train_fsdp.py -e <new name> -d <dataset> -m {out}"
+           "stage 04 from it, as " + commands.shell("-m", out)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def verify(bundle: Path, content: dict[str, Any]) -> None:
                     *_extra(bundle, entries)]
     if problems:
         raise BundleError(_DAMAGED, f"{bundle} is damaged: {len(problems)} problems",
-                          found="\n".join(problems), run="copy these again, then verify again")
+                          found="\n".join(problems), hint="copy these again, then verify again")
     print(f"{bundle}: {len(entries)} files, every byte as it was packed\n"
           f"  SHA-256 of {MANIFEST}: {manifest_digest(bundle)}")
 
@@ -293,7 +293,8 @@ def _require_python(content: dict[str, Any]) -> None:
     """Raise BundleError (2) unless the wheelhouse is for this Python on this machine."""
     wanted, tag = content["summary"]["python"], content["summary"]["platform"]
     if not wanted:
-        raise BundleError(_USAGE, "the bundle has no wheelhouse", run="unpack without --install")
+        raise BundleError(_USAGE, "the bundle has no wheelhouse",
+                          hint="unpack it without --install")
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     libc, version = platform.libc_ver()
     glibc, _, machine = tag.removeprefix("manylinux_2_").partition("_")
@@ -302,7 +303,8 @@ def _require_python(content: dict[str, Any]) -> None:
     if here != wanted or machine != platform.machine() or not is_new_enough:
         raise BundleError(_USAGE, "the wheelhouse is for another Python or machine",
                           expected=f"Python {wanted}, {machine}, glibc 2.{glibc} or newer",
-                          found=found, run=f"python{wanted} airgap.py unpack … --install")
+                          found=found,
+                          hint=f"the same command with python{wanted}, or without --install")
 
 
 def install(project: Path) -> None:
@@ -310,7 +312,8 @@ def install(project: Path) -> None:
     script = project / "launch" / "install_wheels.py"
     if subprocess.run([sys.executable, str(script)], check=False).returncode:
         raise BundleError(_DAMAGED, f"{project / '.venv'} could not be made from the wheelhouse",
-                          found="what pip says above", run=f"{sys.executable} {script}")
+                          found="what pip says above",
+                          run=shlex.join([sys.executable, str(script)]))
 
 
 def _tell_next(target: Path, content: dict[str, Any], installed: bool) -> None:
@@ -325,7 +328,7 @@ def pack(argv: list[str]) -> None:
     root = Path(__file__).resolve().parents[1]
     if not (root / "lib" / "core").is_dir():
         raise BundleError(_USAGE, "pack works in a checkout only",
-                          run="python launch/airgap.py pack … there")
+                          hint="use launch/airgap.py of the checkout")
     sys.path.insert(0, str(root))
     from launch.bundling import bundle
     from lib.core import stage

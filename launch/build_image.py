@@ -31,7 +31,7 @@ from launch.images import docker as image_docker  # noqa: E402
 from launch.images import versions as image_versions  # noqa: E402
 from launch.images.docker import DockerError  # noqa: E402
 from launch.images.plan import NAME, PYTHONS, Build, planned  # noqa: E402
-from lib.core import log, options, stage  # noqa: E402
+from lib.core import commands, log, options, stage  # noqa: E402
 from lib.core.errors import DiskFullError, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
@@ -133,7 +133,7 @@ def build_and_push(opts: Options) -> str:
     if target:
         _push(build.tag, target, opts.create_repository)
     log.info(f"built {target or build.tag}")
-    log.info(f"next: python launch/kubernetes.py render --image {target or build.tag} …")
+    log.info(f"launch/kubernetes.py takes it as --image {target or build.tag}")
     return target or build.tag
 
 
@@ -181,7 +181,7 @@ def _error(said: str, cause: causes.Cause | None, attempt: int) -> UsageError | 
     kind = DiskFullError if cause and cause.is_disk else UsageError
     after = f" after {attempt} attempts" if attempt > 1 else ""
     return kind(f"{cause.problem if cause else 'the image could not be built'}{after}",
-                found=found, run=cause.remedy if cause else "see what docker printed above")
+                found=found, hint=cause.remedy if cause else "see what docker printed above")
 
 
 def _check_result(build: Build, said: str) -> None:
@@ -192,7 +192,7 @@ def _check_result(build: Build, said: str) -> None:
         raise UsageError("the image does not hold the torch that was asked for",
                          expected=f"torch {build.torch.version}, CUDA {cuda}",
                          found=told[0] if told else said.strip()[-300:],
-                         run="check what the index or the wheelhouse has: --pip-conf, --context")
+                         hint="check what the index or the wheelhouse has: --pip-conf, --context")
 
 
 def _push(tag: str, target: str, create: bool) -> None:
@@ -210,8 +210,8 @@ def _push(tag: str, target: str, create: bool) -> None:
     except DockerError as error:
         missing = "does not exist" in error.said or "name unknown" in error.said
         raise UsageError(f"{target} could not be pushed", found=causes.evidence(error.said, None),
-                         run="add --create-repository" if missing and is_ecr else
-                         f"docker login {target.partition('/')[0]}") from None
+                         run=commands.again("--create-repository") if missing and is_ecr else
+                         commands.shell("docker", "login", target.partition("/")[0])) from None
 
 
 def _target(registry: str, tag: str) -> str:

@@ -47,6 +47,7 @@ __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
 KINDS = ("pytorchjob", "trainjob", "hyperpod")
 COMMANDS = ("render", "apply", "status", "logs", "stop", "deploy")
 _STARTING = ("render", "apply", "deploy")
+_SCRIPT = "launch/kubernetes.py"
 
 
 def parser() -> options.Parser:
@@ -146,12 +147,12 @@ def main(argv: list[str]) -> None:
         opts.out.parent.mkdir(parents=True, exist_ok=True)
         opts.out.write_text(manifest, encoding="utf-8")
         log.info(f"{opts.out}: {asked.nodes} × {asked.gpus} GPUs, {asked.efa} EFA per node")
-        log.info(f"next: kubectl apply -f {opts.out}")
+        log.info(f"next: {commands.shell('kubectl', 'apply', '-f', opts.out)}")
     elif opts.command == "render" or opts.dry_run:
         print(manifest, end="")
     elif opts.command == "apply":
         deploy.submit(asked, kubectl)
-        log.info(f"next: python launch/kubernetes.py logs {where(opts)}")
+        log.info("next: " + commands.script(_SCRIPT, "logs", *where(opts)))
     else:
         patience = deploy.Patience(opts.attempts, opts.poll_seconds, opts.backoff_seconds,
                                    opts.pending_minutes * 60)
@@ -159,7 +160,7 @@ def main(argv: list[str]) -> None:
             deploy.deploy(asked, kubectl, token=os.environ.get("HF_TOKEN", ""),
                           monitor=opts.monitor, patience=patience)
         except KeyboardInterrupt:
-            log.info(f"\nthe job goes on; end it: python launch/kubernetes.py stop {where(opts)}")
+            log.info("\nthe job goes on; end it: " + commands.script(_SCRIPT, "stop", *where(opts)))
             raise
 
 
@@ -169,9 +170,11 @@ def headline(argv: Sequence[str]) -> str:
     return f"made by: python launch/kubernetes.py {command}".replace("\n", " ")
 
 
-def where(opts: Options) -> str:
+def where(opts: Options) -> list[str]:
     """Return the options that name a job."""
-    return f"--kind {opts.kind} --namespace {opts.namespace} --job-name {opts.job_name}"
+    context = ["--context", opts.context] if opts.context else []
+    return ["--kind", opts.kind, "--namespace", opts.namespace, "--job-name", opts.job_name,
+            *context]
 
 
 def status(opts: Options, kubectl: Kubectl) -> None:
@@ -204,7 +207,7 @@ def logs(opts: Options, kubectl: Kubectl) -> None:
     pods = cluster_state.pods(kubectl, job.selector(opts.job_name))
     if opts.node_rank >= len(pods):
         raise UsageError(f"--node-rank {opts.node_rank}: the job has {len(pods)} pods",
-                         run=f"python launch/kubernetes.py status {where(opts)}")
+                         run=commands.script(_SCRIPT, "status", *where(opts)))
     name = pods[opts.node_rank]["metadata"]["name"]
     stream = kubectl.stream("logs", *follow, name)
     try:
@@ -213,7 +216,7 @@ def logs(opts: Options, kubectl: Kubectl) -> None:
         stream.terminate()
     if code:
         raise UsageError(f"no log of {name} (kubectl exit code {code})",
-                         run=f"python launch/kubernetes.py status {where(opts)}")
+                         run=commands.script(_SCRIPT, "status", *where(opts)))
 
 
 def stop(opts: Options, kubectl: Kubectl) -> None:
@@ -272,7 +275,8 @@ def context_of(cluster_name: str) -> str:
         context = known()
     if not context:
         raise UsageError(f"the kubeconfig has no cluster {cluster_name}",
-                         run=f"aws eks update-kubeconfig --name {cluster_name}")
+                         run=commands.shell("aws", "eks", "update-kubeconfig", "--name",
+                                            cluster_name))
     return context
 
 

@@ -151,7 +151,7 @@ def _tokens(name: str, cache_dir: Path) -> list[Artifact]:
     if not chosen:
         there = ", ".join(sorted(path.name for path in root.glob("*"))) or "nothing"
         raise ArtifactError(f"no token store called {name}", found=f"under {root}: {there}",
-                            run="python 04_train_fsdp.py … --prepare-only")
+                            hint="stage 04 makes it, with --prepare-only")
     for place in chosen:
         kind = packing.KIND if ".packs-" in place.name else store.KIND
         content = manifest.read(place, kind, "token store")

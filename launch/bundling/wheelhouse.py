@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest, publish
+from lib.core import commands, hashing, log, manifest, publish
 from lib.core.errors import UsageError
 
 KIND = "wheelhouse/1"
@@ -118,7 +118,8 @@ def _download(place: Path, lists: list[str], wanted: Target) -> None:
         said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
         raise UsageError(f"pip found no complete set of wheels for Python {wanted.python} on "
                          f"{wanted.platform}", found="\n".join(said[-8:]),
-                         run="the same command again when the index is in reach, or --no-wheels")
+                         hint="--no-wheels leaves them out; or when the index is in reach:",
+                         run=commands.again())
 
 
 def installed_bytes(place: Path) -> int:

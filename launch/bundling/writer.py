@@ -14,7 +14,7 @@ from typing import Any
 
 from launch import airgap
 from launch.bundling.contents import Payload
-from lib.core import hashing, manifest, publish, units
+from lib.core import commands, hashing, manifest, publish, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 
@@ -151,8 +151,8 @@ class Writer:
             and payload.source.stat().st_size != payload.bytes
         if is_grown or (found and found != payload.digest):
             raise ArtifactError(f"{payload.source} has other content than when it was written",
-                                run="python 03_download_model.py --verify names all that is "
-                                    "damaged in .cache/; then make it again")
+                                hint="this names what is damaged in .cache/, and what mends it:",
+                                run=commands.script("03_download_model.py", "--verify"))
         return entries
 
 

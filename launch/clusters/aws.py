@@ -36,7 +36,7 @@ def text(*arguments: str, region: str = "") -> str:
         raise AwsError(f"no answer of `{call}` in {_TIMEOUT_S} s") from None
     if done.returncode:
         raise AwsError(f"`{call}` failed", found=(done.stderr or done.stdout).strip()[-500:],
-                       run="aws sts get-caller-identity")
+                       hint="`aws sts get-caller-identity` shows who you are")
     return done.stdout
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from launch.clusters import aws as cluster_aws
+from lib.core import commands
 from lib.core.errors import UsageError
 
 _ECR = re.compile(r"\d+\.dkr\.ecr\.(?P<region>[\w-]+)\.amazonaws\.com(\.cn)?")
@@ -33,7 +34,8 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
                                    errors="replace")
     except FileNotFoundError:
         raise UsageError("docker is not installed", expected="docker with BuildKit on the PATH",
-                         run="--dry-run prints the commands for another machine") from None
+                         hint="this prints the commands for another machine:",
+                         run=commands.again("--dry-run")) from None
     with process:
         assert process.stdin and process.stdout
         try:
@@ -72,8 +74,8 @@ def log_in(registry: str) -> None:
                given=password, quiet=True)
     except DockerError as error:
         raise UsageError(f"{registry.partition('/')[0]} refused the login",
-                         found=error.said.strip()[-300:], run="aws sts get-caller-identity"
-                         ) from None
+                         found=error.said.strip()[-300:],
+                         hint="`aws sts get-caller-identity` shows who you are") from None
 
 
 def create_repository(repository: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.images import versions as image_versions
 from launch.images.versions import ROOT, Torch
-from lib.core import log
+from lib.core import commands, log
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 
@@ -79,11 +79,11 @@ def planned(opts: Options) -> Build:
             log.info(f"fixed: {problem}; torch {fitting.version}{fitting.local} is taken")
             torch = fitting
         else:
-            problems.add(problem, run="update the driver" + (
-                f", or --cuda {fitting.cuda} (--auto-fix does it)" if fitting else ""))
+            problems.add(problem, hint="update the driver" + ", or:" * bool(fitting),
+                         run=commands.again("--cuda", fitting.cuda) if fitting else "")
     base = opts.base_image or f"python:{PYTHONS[opts.python]}-bookworm"
     if problem := image_versions.base_problem(torch, base):
-        problems.add(problem, run="choose a base image without CUDA, or with that of torch")
+        problems.add(problem, hint="choose a base image without CUDA, or with that of torch")
     python = opts.python
     if problem := _wheelhouse_problem(opts.context / "wheelhouse", torch, named, python):
         other = _wheelhouse_python(opts.context / "wheelhouse", torch, named)
@@ -91,8 +91,8 @@ def planned(opts: Options) -> Build:
             log.info(f"fixed: {problem}; Python {other} is taken")
             python, base = other, f"python:{PYTHONS[other]}-bookworm"
         else:
-            problems.add(problem, run=f"--python {other} (--auto-fix does it)" if other else
-                         "pack the bundle again for this Python and torch")
+            problems.add(problem, run=commands.again("--python", other) if other else "",
+                         hint="" if other else "pack the bundle again for this Python and torch")
     problems.raise_if_any()
     tag = opts.tag or (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
                        f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else ""))

@@ -47,7 +47,7 @@ def torch_pin(requirements: Path = ROOT / "requirements.txt", cuda: str = "") ->
     if known is None:
         raise UsageError(f"{TABLE.name} does not know torch {minor}",
                          found=f"torch {', '.join(table()['torch'])}",
-                         run=f"add a line for it to {TABLE}")
+                         hint=f"add a line for it to {TABLE}")
     wanted = cuda or (_cuda_of(local) if local else known["default"])
     if wanted and wanted != "none" and wanted not in known["builds"]:
         raise UsageError(f"torch {minor} is not built for CUDA {wanted}",
@@ -67,7 +67,7 @@ def oldest_driver(cuda: str) -> str:
         return table()["driver"][major]
     except KeyError:
         raise UsageError(f"{TABLE.name} names no driver for CUDA {major}",
-                         run=f"add a line for it to {TABLE}") from None
+                         hint=f"add a line for it to {TABLE}") from None
 
 
 def driver_problem(torch: Torch, driver: str) -> str:

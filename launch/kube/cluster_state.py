@@ -48,7 +48,7 @@ def require(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
             raise
     raise UsageError(f"no job {name} of type {resource} in namespace {kubectl.namespace}",
                      found=", ".join(there) or "none of that type at all",
-                     run=f"kubectl get {resource} --all-namespaces")
+                     hint=f"`kubectl get {resource} --all-namespaces` shows those of others")
 
 
 def pods(kubectl: Kubectl, selector: str) -> list[causes.Pod]:

@@ -75,7 +75,7 @@ def check(asked: Job, kubectl: Kubectl) -> None:
     claim = _looked_up(kubectl, "pvc", asked.pvc)
     if claim is None:
         problems.add(f"--pvc: no claim {asked.pvc} in namespace {asked.namespace}",
-                     run=f"kubectl get pvc --namespace {asked.namespace}")
+                     hint=f"`kubectl get pvc --namespace {asked.namespace}` shows those there are")
     elif (phase := claim.get("status", {}).get("phase", "Bound")) == "Lost":
         problems.add(f"--pvc: {asked.pvc} is {phase}")
     if asked.pull_secret and _looked_up(kubectl, "secret", asked.pull_secret) is None:
@@ -171,8 +171,8 @@ def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFai
         stop(kubectl, asked.kind, asked.name, asked.runtime)
         left = "nothing of the job is left in the cluster"
     tried = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
-    return JobFailed(f"job {asked.name} failed {tried}: {cause.name}", cause.code, run=cause.remedy,
-                     found=f"{cause.evidence.strip() or 'the operator says no more'}\n({left})")
+    return JobFailed(f"job {asked.name} failed {tried}: {cause.name}", cause.code,
+                     hint=cause.remedy, found=f"{cause.evidence.strip() or 'the operator says no more'}\n({left})")
 
 
 class _Watch:

@@ -41,7 +41,7 @@ class Launch:
                 raise UsageError("more ranks than GPUs on a node",
                                  found=f"local rank {self.local_rank}, "
                                        f"{torch.cuda.device_count()} GPUs on {platform.node()}",
-                                 run="torchrun with a smaller --nproc-per-node")
+                                 hint="start it with a smaller --nproc-per-node")
             torch.cuda.set_device(self.local_rank)
         self.device = torch.device("cuda", self.local_rank) if self.on_gpu \
             else torch.device("cpu")
@@ -111,7 +111,7 @@ class Launch:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise UsageError(f"{platform.node()} cannot reach the launch's store at {where}",
                              found=str(error).splitlines()[0],
-                             run="check name resolution, firewall and --head") from None
+                             hint="check name resolution, firewall and --head") from None
         # A launcher may start this twice under one agent, whose store then still holds the first.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"preflight/{attempt}", store)
@@ -122,7 +122,7 @@ class Launch:
         if missing := sorted(set(range(self.world_size)) - set(places)):
             raise UsageError(f"{len(missing)} of {self.world_size} ranks did not appear",
                              found=f"no sign of ranks {missing[:20]}",
-                             run="look at the launcher's output on their nodes")
+                             hint="look at the launcher's output on their nodes")
         for rank in sorted(places):
             node, host = places[rank]
             self.ranks_of.setdefault(node, []).append(rank)

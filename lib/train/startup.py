@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import log, publish
+from lib.core import commands, log, publish
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -265,5 +264,4 @@ def next_command(experiment: Experiment) -> str:
     """Return the line that says what to type after a complete run."""
     save_dir = experiment.root.parent
     where = ["--save-dir", str(save_dir)] if str(save_dir) != "outputs" else []
-    return "next: " + shlex.join(["python", "05_export_checkpoint.py", "-e", experiment.root.name,
-                                  *where])
+    return "next: " + commands.script("05_export_checkpoint.py", "-e", experiment.root.name, *where)
