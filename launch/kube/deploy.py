@@ -172,7 +172,8 @@ def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFai
         left = "nothing of the job is left in the cluster"
     tried = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
     return JobFailed(f"job {asked.name} failed {tried}: {cause.name}", cause.code,
-                     hint=cause.remedy, found=f"{cause.evidence.strip() or 'the operator says no more'}\n({left})")
+                     hint=cause.remedy,
+                     found=f"{cause.evidence.strip() or 'the operator says no more'}\n({left})")
 
 
 class _Watch:

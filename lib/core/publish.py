@@ -38,6 +38,9 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     found = manifest.kind_of(target) if target.is_dir() else ""
+    if not found and (target / MANIFEST).is_file():
+        raise ArtifactError(f"{target / MANIFEST} is damaged",
+                            run=commands.moved_away(target, commands.again()))
     if found.partition("/")[0] != kind.partition("/")[0]:
         raise UsageError(f"{target} exists and was not made by this stage",
                          expected="a name that is free, or an artifact of this stage",

@@ -1,0 +1,486 @@
+"""Remedies: every `run:` line that the code can print is printed here, typed, and cures.
+
+A situation is made, a command is typed in it, and what its error says after `run:` is run as it
+stands: rm and mv by a shell, scripts of this project in this process, which saves their imports
+(test_a_shell_takes_what_is_printed runs some in a real one). Then the first command must work.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lib.checkpoints import commit, hyperpod, storage
+from lib.core import hashing, offline, publish, stage
+from lib.core import workers as core_workers
+from lib.core.errors import StageError
+from lib.core.paths import Experiment
+from lib.corpus import place, store
+from lib.models import (
+    architecture,
+    hub,
+    remote_code,
+    repository,
+    resolve,
+    tensors,
+    transfer,
+    weights,
+)
+from lib.models.identity import TRUSTED_CODE
+from lib.train import attention, distributed, metrics, symptoms
+from tests.conftest import ROOT, run_stage
+from tests.training import SEQ_LENGTH
+
+CODE = [*sorted((ROOT / "lib").rglob("*.py")), *sorted((ROOT / "launch").rglob("*.py")),
+        *sorted(ROOT.glob("0[1-5]_*.py"))]
+STAGE = re.compile(r"0[1-5]_\w+\.py$")
+REMEDIES = {"again", "remedy", "older", "_prepared_by"}  # functions that return parts of an error
+RENDERED: set[tuple[str, int]] = set()  # (file, line) on the way to an error that has a `run:`
+TRAIN = ("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note where every error with a remedy was made, and who called that."""
+    make = StageError.__init__
+
+    def note(self: StageError, *arguments: Any, **parts: Any) -> None:
+        make(self, *arguments, **parts)
+        frame = sys._getframe(1) if self.run else None
+        while frame is not None:
+            RENDERED.add((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+    monkeypatch.setattr(StageError, "__init__", note)
+    monkeypatch.setattr(offline, "enable", lambda: None)  # transformers is imported long ago
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def load(script: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"remedy_{Path(script).stem}", ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Terminal:
+    """A person in a directory: types commands of this project, and what errors tell to type."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        monkeypatch.chdir(directory)
+
+    def type(self, script: object, *words: object) -> str:
+        """Run a script in this process; return what it printed, raise its StageError."""
+        self._patch.setattr(sys, "argv", [str(ROOT / str(script)), *map(str, words)])
+        with redirect_stdout(io.StringIO()) as printed:
+            load(str(script)).main(sys.argv[1:])
+        return printed.getvalue()
+
+    def fails(self, *command: object) -> StageError:
+        """Return the error of a command."""
+        with pytest.raises(StageError) as caught:
+            self.type(*command)
+        return caught.value
+
+    def follow(self, error: StageError, *more: str) -> None:
+        """Run the lines of an error's `run:` as they stand.
+
+        more: options that keep what would be a long training short.
+        """
+        assert error.run and error.run in error.render().replace("\n            ", "\n")
+        for line in error.run.splitlines():
+            words = shlex.split(line)
+            script = next((word for word in words if STAGE.search(word)), "")
+            if not script:
+                subprocess.run(["bash", "-c", line], check=True)
+            elif "--help" not in words:
+                assert Path(script).resolve().parent == ROOT
+                self.type(Path(script).name, *words[words.index(script) + 1:], *more)
+
+    def cured(self, *command: object) -> StageError:
+        """Have a command fail, do what it says, and have it work; return the error."""
+        error = self.fails(*command)
+        self.follow(error)
+        self.type(*command)
+        return error
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Return a terminal in an empty directory whose name has a space."""
+    (directory := tmp_path / "a project").mkdir()
+    return Terminal(directory, monkeypatch)
+
+
+@pytest.fixture
+def there(prepared_once: Path, here: Terminal) -> Terminal:
+    """Return a terminal in a project with raw text, splits, a dataset and a model."""
+    shutil.copytree(prepared_once, Path.cwd(), dirs_exist_ok=True)
+    return here
+
+
+def damage(path: str) -> Path:
+    """Cut a file that a pattern names; return it."""
+    file = next(iter(sorted(Path().glob(path))))
+    file.write_bytes(file.read_bytes()[:-1])
+    return file
+
+
+def blank(path: str) -> None:
+    """Fill a file that a pattern names with spaces."""
+    file = next(iter(sorted(Path().glob(path))))
+    file.write_bytes(b" " * file.stat().st_size)
+
+
+def test_splits(here: Terminal) -> None:
+    Path("raw_text").mkdir()
+    Path("raw_text/a.txt").write_text("text " * 50)
+    Path("raw_text/b.txt").write_text("other " * 50)
+    here.cured("02_build_hf_dataset.py")                      # no splits yet
+    Path("raw_text/c.txt").write_text("more " * 50)
+    here.follow(here.fails("01_organize_data.py"))            # others are there: --overwrite
+    next(Path("splits").glob("split_*/b.txt")).unlink()
+    here.cured("01_organize_data.py")
+    next(Path("splits").glob("split_*/b.txt")).unlink()
+    here.cured("02_build_hf_dataset.py", "--overwrite")
+    for torn in ("{", '{"kind": "splits/1"}'):
+        Path("splits/manifest.json").write_text(torn)
+        here.cured("01_organize_data.py")
+    damage("splits/files.jsonl")
+    here.cured("01_organize_data.py")
+    damage("splits/files.jsonl")
+    here.cured("02_build_hf_dataset.py", "--save-dir", "hf_datasets/other")
+    shutil.rmtree("splits")
+    shutil.move("raw_text", "moved")                          # the source of stage 01 is elsewhere
+    assert not here.fails("02_build_hf_dataset.py", "--save-dir", "hf_datasets/third").run
+
+
+def test_parts_of_a_dataset(there: Terminal) -> None:
+    build = ("02_build_hf_dataset.py", "--save-dir", "hf_datasets/parts", "--num-workers", 1)
+    there.type(*build, "--only-splits", "0-1")
+    there.cured(*build, "--merge")                            # one is not built
+    shutil.rmtree("hf_datasets/parts")
+    there.type(*build, "--only-splits", "0-2")
+    damage("hf_datasets/parts.parts/split_01/*.train")
+    there.cured(*build, "--merge")
+    for part in ("train", store._RECORD):                     # other bytes of the same size
+        shutil.rmtree("hf_datasets/parts")
+        there.type(*build, "--only-splits", "0-2")
+        blank(f"hf_datasets/parts.parts/split_01/*.{part}")
+        there.cured(*build, "--merge")
+    learn = ("03_download_model.py", "--from-scratch", "--model-size", "tiny", "--vocab-size", 300,
+             "--train-tokenizer")
+    there.cured(*learn, "hf_datasets/new")
+    damage("hf_datasets/new/**/*.arrow")
+    there.cured(*learn, "hf_datasets/new", "--overwrite")
+
+
+def test_what_stands_for_a_dataset(there: Terminal) -> None:
+    prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-d")
+    assert "hf_datasets/raw_text" in there.fails(*prepare, "raw_text").run
+    there.follow(there.fails(*prepare, "raw_text"))
+    there.follow(there.fails(*prepare, "raw_text/document_000.txt"))    # its directory is meant
+    there.follow(there.fails(*prepare, "splits"))
+    there.follow(there.fails("02_build_hf_dataset.py", "--data-folder", "hf_datasets/corpus",
+                             "--save-dir", "x"), "-m", "model", "--prepare-only")
+    text = json.dumps({"text": "some words " * 200}) + "\n"
+    Path("one.jsonl").write_text(text * 20)
+    error = there.fails(*prepare[:-2], "-d", "one.jsonl", "--dry-run")
+    there.follow(error)
+    assert "--streaming" in error.run
+    assert not there.fails(*prepare, "model").run             # a model is no text
+    there.follow(there.fails("04_train_fsdp.py", "-e", "x", "-m", "model", "-d", "corpus",
+                             "--streaming", "--max-steps", 2, "--dry-run"))
+    shutil.rmtree("hf_datasets")
+    there.cured(*prepare, "hf_datasets/corpus")
+    shutil.rmtree("hf_datasets")
+    shutil.rmtree("splits")
+    there.cured(*prepare, "hf_datasets/corpus")
+    damage("hf_datasets/corpus/**/*.arrow")
+    there.cured(*prepare, "hf_datasets/corpus")
+
+
+def test_a_token_store(there: Terminal) -> None:
+    prepare = (*TRAIN, "--prepare-only")
+    there.type(*prepare)
+    next(Path(".cache/tokens").glob("*/train.tokens.bin")).unlink()
+    there.cured(*prepare)
+    damage(".cache/tokens/*/train.ends.bin")
+    there.cured(*TRAIN, "--dry-run")
+    there.type(*prepare)
+    damage(".cache/tokens/*/train.ends.bin")
+    there.cured(*prepare, "--overwrite")
+    blank(".cache/tokens/*/train.tokens.bin")
+    there.cured(*prepare)
+    damage(".cache/tokens/*/train.tokens.bin")
+    there.follow(there.fails(*TRAIN), "--prepare-only")
+    next(Path(".cache/tokens").glob("*/manifest.json")).write_text("{")
+    there.cured(*prepare)
+    store = next(Path(".cache/tokens").glob("*/manifest.json"))
+    content = json.loads(store.read_text())
+    store.write_text(json.dumps(content | {"summary": content["summary"] | {"label_mask": 2}}))
+    there.cured(*prepare)
+
+
+def test_a_model_from_scratch(there: Terminal) -> None:
+    make = ("03_download_model.py", "--from-scratch", "--model-size", "tiny", "--tokenizer",
+            "model", "--vocab-size", 512)
+    there.type(*make)
+    train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "scratch-tiny", "--dry-run")
+    damage(".cache/models/scratch-tiny/tokenizer.json")
+    there.cured(*train)
+    damage(".cache/models/scratch-tiny/config.json")
+    there.cured("03_download_model.py", "--verify")
+    Path(f".cache/models/scratch-tiny/{TRUSTED_CODE}").write_text('{"x.py": "sha256:0"}')
+    with pytest.raises(StageError) as changed:
+        remote_code.trusted(Path(".cache/models/scratch-tiny"))
+    there.follow(changed.value)
+    assert not remote_code.trusted(Path(".cache/models/scratch-tiny"))
+    Path(".cache/models/scratch-tiny/manifest.json").write_text("{")
+    there.cured(*make)
+    there.follow(there.fails(*make[:-1], 1024))               # other options: --overwrite
+    fetch = there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "org/name")
+    assert fetch.run.endswith("03_download_model.py --model-name org/name")
+    Path("no model").mkdir()
+    assert not there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "no model").run
+
+
+def test_options_of_a_run(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lib.train.memory_plan.tell", lambda *options: None)  # takes seconds
+    dry = (*TRAIN, "--dry-run")
+    there.follow(there.fails(*TRAIN[:5], "--dry-run", "--model-size", "tiny",
+                             "--tokenizer", "model"))         # without --from-scratch
+    there.follow(there.fails(*TRAIN, "--plan-gpus", 8))
+    there.follow(there.fails(*dry, "--attention", "flex"))
+    for bad in ((*dry, "--banana"), ("04_train_fsdp.py",), ("03_download_model.py",)):
+        assert there.fails(*bad).run.endswith("--help")
+
+
+@pytest.fixture(scope="module")
+def trained_once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project whose run has done 4 steps and saved after 2 and 4."""
+    root = tmp_path_factory.mktemp("trained")
+    shutil.copytree(prepared_once, root, dirs_exist_ok=True)
+    run_stage(*TRAIN, *STEPS, cwd=root)
+    return root
+
+
+@pytest.fixture
+def trained(trained_once: Path, here: Terminal) -> Terminal:
+    shutil.copytree(trained_once, Path.cwd(), dirs_exist_ok=True)
+    return here
+
+
+STEPS = ("--max-steps", 4, "--ckpt-freq", 2, "--precision", "fp32", "--eval-freq", 0)
+
+
+def test_a_run_that_has_begun(trained: Terminal) -> None:
+    trained.follow(trained.fails(*TRAIN, *STEPS, "--lr", 1e-3))   # go on as it was begun
+    on = (*TRAIN, *STEPS[2:], "--max-steps", 5, "--dry-run")
+    trained.follow(trained.fails(*on, "--resume", "never"))
+    trained.follow(trained.fails(*on, "--overwrite", "--resume",
+                                 "outputs/run/checkpoints/step_00000002"))
+
+
+def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = ("05_export_checkpoint.py", "-e", "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("lib.checkpoints.card.validation_losses", lambda *found: {})
+        best = trained.fails(*export, "--step", "best", "--dry-run")
+    trained.follow(best)
+    with monkeypatch.context() as patch:
+        patch.setattr("lib.checkpoints.export.TensorFile.reads_back", lambda file: False)
+        unread = trained.fails(*export)
+    trained.follow(unread)
+    newest = next(Path("outputs/run/checkpoints/step_00000004/dcp").glob("*.distcp"))
+    whole = newest.read_bytes()
+    newest.write_bytes(bytes(len(whole)))
+    trained.follow(trained.fails(*export, "--out", "other"))      # found by its hash
+    newest.write_bytes(whole[1:])
+    trained.follow(trained.fails(*export, "--out", "third"))      # found by its size
+    with pytest.raises(StageError):
+        load("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
+    shutil.rmtree("outputs/run/checkpoints")
+    trained.follow(trained.fails(*export), "--dry-run")           # train it again
+
+
+def test_a_shell_takes_what_is_printed(trained: Terminal) -> None:
+    """A run that diverged goes on at a lower rate, in a real shell, from another directory."""
+    shutil.rmtree("outputs/run/checkpoints/step_00000004")
+    words = [str(ROOT / TRAIN[0]), *map(str, (*TRAIN[1:], *STEPS, "--lr", 9))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        opts = load(TRAIN[0]).parse(words[1:])
+        opts.min_lr = 0.9
+        error = symptoms.diverged(4, 2, 3, opts, Experiment(opts.save_dir, "run"))
+    done = subprocess.run(["bash", "-c", error.run], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (Path("outputs/run-lower-lr/checkpoints/step_00000004")).exists()
+    rows = Path("outputs/run-lower-lr/metrics.jsonl").read_text()
+    assert '"step": 4' in rows
+
+
+def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
+    """Yield what makes an error whose remedy needs a network, a GPU, a race or other programs."""
+    patch.setattr(sys, "argv", [str(ROOT / "03_download_model.py"), "--model-name", "org/name"])
+    yield lambda: hashing.new("xxh3")
+    yield lambda: _raise(stage._known(ModuleNotFoundError("x", name="orjson")))
+    yield lambda: _raise(architecture._code_failed(Path("m"), ModuleNotFoundError(
+        "x", name="einops")))
+    yield lambda: metrics._wandb(Experiment(Path("outputs"), "x"))
+    yield lambda: hyperpod._client("auto", "x", 0, 1)
+    yield lambda: object.__new__(_class_with(hyperpod, "supersede")).supersede(1, "so")
+    worker = object.__new__(core_workers.Worker)
+    worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
+    yield lambda: _raise(worker._died())
+    for size in (-1, 7):
+        fake = Fake(map=lambda *work, size=size: [("copy", size)])
+        yield lambda fake=fake: place.place_all(Path(), Path(), [(Fake(path="a", bytes=1), "s")],
+                                                "copy", fake, False)
+    Path("built").mkdir(exist_ok=True)
+    Path("built/x").touch()
+    yield lambda: publish.Build(Path("built"), "x/1", {}, False).__enter__()
+    yield _appeared
+    yield _vanished
+    client = object.__new__(hub.Hub)
+    client.endpoint, client._token = "https://hub", ""
+    from huggingface_hub import errors as hub_errors
+    yield lambda: _explain(client, hub_errors.OfflineModeIsEnabled("x"))
+    yield lambda: _raise(hub._refused(Fake(response=Fake(status_code=503)), "m", "e", False))
+    yield lambda: _raise(hub._out_of_reach(ConnectionError("x"), "https://hub"))
+    patch.setattr(hub.Hub, "_again", lambda *arguments: None)
+    piece = Fake(range_left=lambda piece: (0, 2), file=Fake(path="f", size=2))
+    yield lambda: client.receive(Fake(name="m", commit="c", kind="model"), piece, 0, print)
+    files = dict.fromkeys(("config.json", "tokenizer.json", repository.PICKLE))
+    yield lambda: _raise(repository._no_model(Fake(files=files), False))
+    model = Path(".cache/models/org--name")
+    yield lambda: weights._raise_if_any(model, ["x"])
+    place_ = tensors._Place(os.open(os.devnull, os.O_RDONLY), model / "model.safetensors", 0)
+    yield lambda: tensors._read(place_, 0, (2,), tensors.torch.float32)
+    part = Fake(claim=lambda: True, finish=lambda: "other bytes", refused=transfer._ATTEMPTS,
+                file=Fake(path="f", size=1))
+    fetching = object.__new__(_class_with(transfer, "_finish"))
+    fetching._advance, fetching._repository = print, Fake(name="m")
+    yield lambda: fetching._finish(part)
+    model.mkdir(parents=True)
+    (model / "manifest.json").write_text("{")
+    yield lambda: resolve.resolve("org/name", Path(".cache"))
+    train(patch)
+    yield lambda: attention._varlen(None, None, None, None, None, dropout=0.1)
+    opts = load(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
+    run = Experiment(Path("outputs"), "run")
+    yield lambda: _raise(symptoms.explained(RuntimeError("can't allocate memory"), opts, run))
+    yield lambda: _raise(symptoms.explained(RuntimeError("Connection reset by peer"), opts, run))
+    patch.setattr("torch.cuda.is_available", lambda: True)
+    patch.setattr("torch.cuda.device_count", lambda: 1)
+    yield lambda: distributed._device(3)
+
+
+class Fake:
+    """An object with the attributes that it is given."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__ |= attributes
+
+
+def train(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys, "argv", [str(ROOT / TRAIN[0]), *map(str, TRAIN[1:])])
+
+
+def _raise(error: StageError | None) -> None:
+    assert error
+    raise error
+
+
+def _class_with(module: ModuleType, method: str) -> type:
+    return next(value for value in vars(module).values()
+                if isinstance(value, type) and method in vars(value))
+
+
+def _explain(client: hub.Hub, error: Exception) -> None:
+    with client._explained("org/name", "main", "model"):
+        raise error
+
+
+def _appeared() -> None:
+    with publish.Build(Path("late"), "x/1", {}, False) as build:
+        Path("late").mkdir()
+        Path("late/x").touch()
+        build.publish(stage="x", options={}, files=[], summary={})
+
+
+def _vanished() -> None:
+    with storage.plain_errors():
+        lost = FileNotFoundError(2, "gone", "x")
+        raise storage.CheckpointException("x", {0: (lost, None)})
+
+
+def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) -> None:
+    """Their commands are at least such as the scripts take, and programs that are there."""
+    monkeypatch.setattr(hashing, "xxhash", None)
+    for package in ("wandb", "amzn_sagemaker_checkpointing"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for situation in situations(monkeypatch):
+        with pytest.raises(StageError) as caught:
+            situation()
+        assert caught.value.run, caught.value
+        for line in caught.value.run.splitlines():
+            words = shlex.split(line)
+            script = next((word for word in words if STAGE.search(word)), "")
+            if script:
+                load(Path(script).name).parse(words[words.index(script) + 1:])
+            else:
+                assert words[0] == "mv" or words[1:4] == ["-m", "pip", "install"]
+
+
+@cache
+def sites() -> list[tuple[str, int, int, str]]:
+    """Return file, first and last line, and text of every place that passes a remedy on."""
+    found = []
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                value = keyword.value
+                is_parts = keyword.arg is None and isinstance(value, ast.Call) and \
+                    ast.unparse(value.func).rpartition(".")[2] in REMEDIES
+                if is_parts or (keyword.arg == "run" and not isinstance(value, ast.Name)):
+                    found.append((str(path), node.lineno, node.end_lineno, ast.unparse(value)))
+    return found
+
+
+def test_a_remedy_is_a_command_and_no_sentence() -> None:
+    """What is said in words stands under `hint`."""
+    spelled = re.compile(r"commands\.|remedy|again|older|built_again|_calmer|_prepared_by|_command|"
+                         r"shlex\.join|with_target|\.get\(")
+    assert not [site for site in sites() if not spelled.search(site[3])]
+
+
+# Other tests make these: of memory (test_memory_fit), images, clusters and bundles (test_launch_*).
+ELSEWHERE = re.compile(r"launch/|lib/train/(memory_fit|isolation)\.py")
+
+
+def test_every_remedy_was_made_here(request: pytest.FixtureRequest) -> None:
+    """Holds when the whole file has run, in one process and in its order."""
+    ours = [item for item in request.session.items if item.fspath.basename == "test_remedies.py"]
+    if ours[-1].name != request.node.name or len(ours) < 10:
+        pytest.skip("only a part of the file runs")
+    missing = [f"{Path(file).relative_to(ROOT)}:{first}: {text}" for file, first, last, text in
+               sites() if not ELSEWHERE.search(file)
+               and not any((file, line) in RENDERED for line in range(first, last + 1))]
+    assert not missing, "\n".join(missing)
