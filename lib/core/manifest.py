@@ -112,6 +112,17 @@ def kind_of(directory: Path) -> str:
         return ""
 
 
+def is_torn(directory: Path) -> bool:
+    """Tell whether a directory has a manifest that is not even JSON."""
+    try:
+        json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return False
+
+
 def again(content: dict[str, Any], *more: object, **places: object) -> dict[str, str]:
     """Return how an artifact is made once more, as parts of an error, from what its manifest says.
 

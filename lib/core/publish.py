@@ -38,7 +38,7 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     found = manifest.kind_of(target) if target.is_dir() else ""
-    if not found and (target / MANIFEST).is_file():
+    if not found and manifest.is_torn(target):
         raise ArtifactError(f"{target / MANIFEST} is damaged",
                             run=commands.moved_away(target, commands.again()))
     if found.partition("/")[0] != kind.partition("/")[0]:

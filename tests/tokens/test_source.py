@@ -75,7 +75,7 @@ def test_missing_names_what_is_there_and_what_was_left(of_stage_02: Path, monkey
     with pytest.raises(ArtifactError, match="does not exist") as caught:
         source.open_source(source.resolve("other"))
     assert caught.value.found == "finished under hf_datasets/: corpus"
-    assert "02_build_hf_dataset.py" in caught.value.run
+    assert caught.value.hint == "-d takes one of these"
     Path("hf_datasets/other.partial-1").mkdir()
     with pytest.raises(ArtifactError) as caught:
         source.open_source(Path("hf_datasets/other"))
@@ -117,7 +117,7 @@ def test_a_truncated_shard_is_found_at_once_and_a_changed_one_by_its_digest(of_s
     with pytest.raises(ArtifactError, match="is damaged") as caught:
         source.open_source(of_stage_02)
     assert shard.name in caught.value.found
-    assert "--data-folder raw " in caught.value.run and "--overwrite" in caught.value.run
+    assert "--data-folder raw " in caught.value.hint and "--overwrite" in caught.value.hint
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     found = source.open_source(of_stage_02)
