@@ -72,7 +72,7 @@ def test_splits_are_balanced_keep_paths_and_are_hard_links(stage, raw, tmp_path)
     assert snapshot(raw) == before
     manifest = json.loads((splits / "manifest.json").read_text())
     assert manifest["kind"] == "splits/1" and manifest["summary"]["files"] == 23
-    assert "next: python 02_build_hf_dataset.py --data-folder splits" in done.stdout
+    assert "02_build_hf_dataset.py --data-folder splits" in done.stdout
     assert "splits/files.jsonl" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"raw_text", "splits"}
 

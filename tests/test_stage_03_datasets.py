@@ -45,7 +45,7 @@ def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
     done = fetch(stage)
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert "bytes=5000-" in [r.range for r in hub.requests]
-    assert "next: python 01_organize_data.py --src-dir raw_text" in done.stdout
+    assert "01_organize_data.py --src-dir raw_text" in done.stdout
     made = json.loads((tmp_path / WHERE / ".hub/manifest.json").read_text())
     assert made["summary"]["commit"] == repo.commit and made["kind"] == "raw/1"
     assert [(tmp_path / WHERE / ".hub" / entry["path"]).resolve().is_file()

@@ -60,8 +60,8 @@ def remedy(directory: Path, *more: object) -> dict[str, str]:
     """Return what prepares a model, or fetches raw files, once more: parts of an error."""
     content = manifest.read_if_any(directory) or {}
     cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
-    if content.get("options") and content.get("stage", _STAGE) == _STAGE:
-        return manifest.again({"stage": _STAGE} | content, *more, **cache)
+    if content.get("options") and content["kind"].startswith(("model/", "raw/")):
+        return manifest.again(content | {"stage": _STAGE}, *more, **cache)
     return _prepared_by(directory.name.replace("--", "/", 1), directory, *more)
 
 
