@@ -76,8 +76,8 @@ def parse(argv: Sequence[str]) -> options.Options:
              "(default: none)")
     add("--vocab-size", type=options.positive_int, metavar="N",
         help="tokens of the vocabulary; the model's is padded to a multiple of "
-             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has, or FILE; else 4,096 "
-             "for tiny, 32,000 for the others)")
+             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has, or FILE; else 1,024 "
+             "for 1M, 4,096 for tiny, 32,000 for the others)")
     add("--train-tokenizer", type=Path, metavar="DATASET",
         help="train a byte-level BPE tokenizer on the train split of this dataset directory "
              "(default: none, it or --tokenizer is needed)")

@@ -18,6 +18,7 @@ from lib.core import options, paths, stage
 from lib.core.errors import UsageError
 
 PROMPTS = ["The", "Once upon a time"]
+_NO_REPEAT = 6  # tokens in a row that a text may not hold twice: small models run in circles
 
 
 def main(argv: list[str]) -> None:
@@ -71,7 +72,8 @@ def generate(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str
         inputs = tokenizer(prompt, return_tensors="pt")
         ids = model.generate(input_ids=inputs["input_ids"],
                              attention_mask=inputs["attention_mask"], max_new_tokens=tokens,
-                             do_sample=True, top_p=0.8, temperature=0.7,
+                             do_sample=True, top_p=0.8, temperature=0.6,
+                             no_repeat_ngram_size=_NO_REPEAT,
                              pad_token_id=tokenizer.eos_token_id)
         texts.append((prompt, tokenizer.decode(ids[0], skip_special_tokens=True)))
     return texts

@@ -44,6 +44,7 @@ class Size:
 # Long contexts take the larger RoPE base, as in Llama 3 (arXiv:2407.21783, section 3.2).
 SIZES = {
     #           layers hidden  inner heads kv context     theta
+    "1M": Size(4, 128, 384, 4, 2, 1024, 10_000.0, tied=True, vocabulary=1024),
     "tiny": Size(4, 256, 512, 8, 2, 2048, 10_000.0, tied=True, vocabulary=4096),
     "350M": Size(24, 1024, 2816, 16, 8, 2048, 10_000.0),
     "1B": Size(16, 2048, 8192, 32, 8, 4096, 10_000.0),
