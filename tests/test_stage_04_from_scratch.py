@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import log, options
+from lib.core import log, options, paths
 from lib.core.errors import ArtifactError
-from lib.core.paths import Experiment
 from lib.train import arguments, startup
 from tests.conftest import run_stage
 from tests.training import losses
@@ -74,7 +73,7 @@ def found(*given: object) -> tuple[float, bool]:
     arguments.add(parser)
     parser.add_common(workers="tokenise")
     opts = parser.parse([*map(str, given)])
-    inputs = startup.find_inputs(opts, Experiment(opts.save_dir, opts.experiment_name), None)
+    inputs = startup.find_inputs(opts, paths.experiment(opts.experiment_name), None)
     return opts.lr, inputs.scratch
 
 
