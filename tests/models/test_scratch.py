@@ -7,8 +7,8 @@ import pytest
 from lib.models import architecture, scratch
 from lib.models.design import Design
 
-NAMED = {"1M": 1e6, "tiny": 3e6, "350M": 350e6, "1B": 1e9, "3B": 3e9, "7B": 7e9, "13B": 13e9, "30B": 30e9,
-         "70B": 70e9}
+NAMED = {"1M": 1e6, "tiny": 3e6, "350M": 350e6, "1B": 1e9, "3B": 3e9, "7B": 7e9, "13B": 13e9,
+         "30B": 30e9, "70B": 70e9}
 
 
 @pytest.mark.parametrize("size", scratch.SIZES)
