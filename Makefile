@@ -32,8 +32,6 @@ KIND ?= pytorchjob
 
 # Every machine with Python has this text: the sources of its standard library.
 STDLIB = $$($(PY) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
-# Packages of it that are written alike: a small model learns their style in two minutes.
-DEMO_TEXT = asyncio concurrent json logging unittest
 PIP_FROM := $(if $(wildcard wheelhouse),--no-index --find-links wheelhouse)
 
 # Verbs that make no environment: on a cluster, and in an image, there mostly is one.
@@ -92,10 +90,12 @@ $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FROM) -r requirements-dev.txt
 	@touch $@
 
+# Packages that are written alike: a small model learns their style in two minutes.
 demo: $(VENV)/installed
 	$(PY) 01_organize_data.py --src-dir "$(STDLIB)" --dst-root splits_demo --num-dirs 4 \
-	  $(foreach package,$(DEMO_TEXT),--include '$(package)/*.py') --exclude test \
-	  --exclude site-packages --mode copy
+	  --include 'asyncio/*.py' --include 'concurrent/*.py' --include 'json/*.py' \
+	  --include 'logging/*.py' --include 'unittest/*.py' --exclude test --exclude site-packages \
+	  --mode copy
 	$(PY) 02_build_hf_dataset.py --data-folder splits_demo --save-dir hf_datasets/demo \
 	  --validation-percent 4
 	$(PY) 03_download_model.py --from-scratch --model-size 1M --model-name demo \
@@ -105,7 +105,7 @@ demo: $(VENV)/installed
 	  --log-freq 50 --ckpt-freq 350 --eval-freq 350 --eval-batches 16
 	$(PY) 05_export_checkpoint.py -e demo --out outputs/demo/export/final
 	@$(PY) launch/show_result.py outputs/demo --model outputs/demo/export/final \
-	  --prompt 'def __init__(self, ' --prompt 'if not isinstance(' --prompt 'class Reader'
+	  --prompt '    def __init__(self, loop' --prompt '        if self._'
 
 test: $(VENV)/installed-dev
 	$(PY) -m pytest -q -n 2 --dist worksteal -m 'not slow and not long'
