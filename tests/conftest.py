@@ -62,7 +62,8 @@ def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0
     """
     command = stage_command(script, *arguments, ranks=ranks)
     environment = {**os.environ, **forks.CPU, **(env or {})}
-    server = None if fresh else forks.server("online" if script.startswith("03") else "offline")
+    is_online = script.startswith("03") and "--from-scratch" not in arguments
+    server = None if fresh else forks.server("online" if is_online else "offline")
     if server is None or not server.serves(environment):
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout,
                               env=environment)

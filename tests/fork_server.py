@@ -32,8 +32,11 @@ _LIB = [".".join(path.relative_to(ROOT).with_suffix("").parts)
 _FAMILIES = [f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama")]
 _IMPORTS = {"offline": [*_LIB, *_FAMILIES, "datasets", "matplotlib.pyplot",
                         "torch.utils.tensorboard", "torch.distributed.checkpoint", "yaml"],
-            "online": ["torch", "torch.distributed.tensor", "torch.utils.checkpoint", "numpy",
-                       "pyarrow", "safetensors.torch", "tokenizers", "requests", "yaml", "tqdm"]}
+            "online": ["torch._dynamo", "torch.onnx", "torch.testing", "torch.distributed.fsdp",
+                       "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
+                       "torch.distributed.pipelining", "torch.nn.attention.flex_attention",
+                       "PIL.Image", "fsspec", "jinja2", "pandas", "pyarrow.dataset",
+                       "pyarrow.parquet", "requests", "safetensors.torch", "tokenizers", "yaml"]}
 
 
 class Server:

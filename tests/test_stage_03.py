@@ -317,7 +317,7 @@ def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path
     assert config["vocab_size"] == 4096 and config["eos_token_id"] == 1
     assert limits["model_max_length"] == config["max_position_embeddings"] == 4096
     small = stage(*scratch(*given, "--vocab-size", 300, "--overwrite"), expect=2).stderr
-    assert f"{made['tokens']} tokens in .cache/models/small" in small
+    assert f"{made['tokens']:,} tokens in .cache/models/small" in small
 
 
 def test_from_scratch_refuses_bad_inputs(stage: StageRunner, tmp_path, corpus):
