@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> options.Options:
 
 
 def check_paths(src: Path, dst: Path) -> None:
-    """Raise UsageError when the source is no directory or lies inside the destination."""
+    """Raise UsageError when the source is not a directory or lies inside the destination."""
     if not src.is_dir():
         raise UsageError(f"--src-dir {src} {'is a file' if src.exists() else 'does not exist'}",
                          expected="a directory with raw text files")
@@ -123,7 +123,7 @@ def _range(low: int, high: int) -> str:
 def write_list(path: Path, entries: Sequence[Entry], files: Sequence[tuple[Entry, str]]) -> None:
     """Write one JSON line per entry, sorted by the bytes of its path.
 
-    Bytes of a name that are no UTF-8 stand as `\\udcXX`, which json.loads and os.fsencode reverse.
+    Bytes of a name that are not UTF-8 stand as `\\udcXX`, which json.loads and os.fsencode reverse.
     """
     splits = (split for _, split in files)  # in the order of the entries that are taken
     with path.open("w", encoding="ascii") as file:

@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> options.Options:
         help="drop rows of fewer characters")
     add("--fallback-encoding", type=_encoding, metavar="NAME",
         help="how to read what is neither UTF-8 nor UTF-16 with a byte order mark, cp1252 for "
-             "example (default: replace what is no text by U+FFFD)")
+             "example (default: replace what is not text by U+FFFD)")
     add("--dedup", choices=("none", "exact"), default="none",
         help="drop rows whose text is that of an earlier row (about 25 bytes of memory per row)")
     add("--validation-percent", type=options.percent, default=0.0, metavar="P",

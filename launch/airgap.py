@@ -84,12 +84,13 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["kind"] != KIND:
-            raise BundleError(_DAMAGED, f"{bundle} is no bundle", found=f"kind {content['kind']}")
+            raise BundleError(_DAMAGED, f"{bundle} is not a bundle",
+                              found=f"kind {content['kind']}")
         if content_digest(content["files"], content["summary"]) != content["summary"]["digest"]:
             raise ValueError("it does not say what was written")
         _require_sound(content["files"])
     except FileNotFoundError:
-        raise BundleError(_DAMAGED, f"{bundle} is no bundle (no {MANIFEST})",
+        raise BundleError(_DAMAGED, f"{bundle} is not a bundle (no {MANIFEST})",
                           expected="the directory that `airgap.py pack` made") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -157,7 +158,7 @@ def _damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str:
     try:
         if path.is_symlink() or not path.is_file():
             return f"{entry['path']} is missing" if not os.path.lexists(path) else \
-                f"{entry['path']} is no plain file"
+                f"{entry['path']} is not a plain file"
         if (size := path.stat().st_size) != entry["bytes"]:
             return f"{entry['path']} holds {size} bytes instead of {entry['bytes']}"
         if copy_part(path, None, show) != entry["digest"]:

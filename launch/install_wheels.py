@@ -32,7 +32,7 @@ def main() -> int:
     lists = [wheels / name for name in LISTS if (wheels / name).exists()]
     pip = next(wheels.glob("pip-*.whl"), None)
     if not lists or pip is None:
-        print(f"error: {wheels} is no wheelhouse\n  expected: one that `airgap.py pack` made",
+        print(f"error: {wheels} is not a wheelhouse\n  expected: one that `airgap.py pack` made",
               file=sys.stderr)
         return 2
     if (venv / MARKS[0]).exists():

@@ -179,7 +179,7 @@ def test_every_damage_is_named_and_nothing_is_unpacked(pack: Callable[..., Path]
         said = far(bundle, *action, expect=3).stderr
         for path, what in (
                 (flipped, "has other content"), (cut, "holds"), (gone, "is missing"),
-                (linked, "is no plain file"), (part, "holds 0 bytes"),
+                (linked, "is not a plain file"), (part, "holds 0 bytes"),
                 (code / "torch.py", "is not part of"),
                 (bundle / "stray" / "file", "is not part of"), (bundle / "airgap.py", "holds")):
             assert f"{path.relative_to(bundle).as_posix()} {what}" in said

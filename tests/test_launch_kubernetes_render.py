@@ -134,7 +134,7 @@ def test_a_typo_in_a_template_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     pod.write_text(whole.replace("mountPath: /dev/shm", "mountpath: /dev/shm"))
     assert problems(manifests("render", *ASKED, *TRAIN))
     pod.write_text(whole.replace("${IMAGE_URI}", "${IMAGE_URL}"))
-    with pytest.raises(UsageError, match="IMAGE_URL, which is no setting"):
+    with pytest.raises(UsageError, match="IMAGE_URL, which is not a setting"):
         manifests("render", *ASKED, *TRAIN)
 
 

@@ -140,13 +140,13 @@ def test_a_secret_is_not_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("script", "arguments", "inside", "says"), [
     ("slurm.sbatch", (), {}, "no options of stage 04 are given"),
-    ("slurm.sbatch", ("-e", "x", "-d", "y"), {"SLURM_JOB_ID": "1"}, "this is no Slurm job"),
-    ("slurm.sbatch", ("-e", "x", "-d", "y"), {}, "this is no Slurm job"),
+    ("slurm.sbatch", ("-e", "x", "-d", "y"), {"SLURM_JOB_ID": "1"}, "this is not a Slurm job"),
+    ("slurm.sbatch", ("-e", "x", "-d", "y"), {}, "this is not a Slurm job"),
     ("slurm.sbatch", ("-e", "x", "--seeed", "1"),
      {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "HEAD_ADDR": "127.0.0.1"},
      "nearest is --seed"),
     ("slurm_array.sbatch", ("--only-splits", "3"), {}, "--only-splits is given"),
-    ("slurm_array.sbatch", ("--save-dir", "x"), {}, "this is no Slurm job"),
+    ("slurm_array.sbatch", ("--save-dir", "x"), {}, "this is not a Slurm job"),
 ])
 def test_batch_scripts_refuse_before_a_node_starts(
         tmp_path: Path, script: str, arguments: tuple, inside: dict, says: str) -> None:

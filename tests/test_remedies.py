@@ -204,7 +204,7 @@ def test_what_stands_for_a_dataset(there: Terminal) -> None:
     error = there.fails(*prepare[:-2], "-d", "one.jsonl", "--dry-run")
     there.follow(error)
     assert "--streaming" in error.run
-    assert not there.fails(*prepare, "model").run             # a model is no text
+    assert not there.fails(*prepare, "model").run             # a model is not text
     there.follow(there.fails("04_train_fsdp.py", "-e", "x", "-m", "model", "-d", "corpus",
                              "--streaming", "--max-steps", 2, "--dry-run"))
     shutil.rmtree("hf_datasets")

@@ -128,7 +128,7 @@ def test_help_is_quick_and_imports_nothing_heavy(stage: Path) -> None:
 
 
 def load(stage: Path) -> ModuleType:
-    """Import a stage, whose name is no identifier."""
+    """Import a stage, whose name is not an identifier."""
     spec = importlib.util.spec_from_file_location(f"stage_{stage.stem}", stage)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

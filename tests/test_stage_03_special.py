@@ -182,7 +182,7 @@ def test_code_that_does_not_lie_beside_the_config_is_refused(hub, novel, stage: 
 @pytest.mark.parametrize("code, said", [
     (b"import nopackage_x\n", "run:      pip install nopackage_x"),
     (b"raise RuntimeError('boo')\n", "RuntimeError: boo"),
-    (b"class Other: pass\n", "NovelForCausalLM"), (b"def (", "is no Python")])
+    (b"class Other: pass\n", "NovelForCausalLM"), (b"def (", "is not Python")])
 def test_code_that_fails_is_told(hub, novel, stage: StageRunner, tmp_path, code, said):
     novel.files["modeling_novel.py"] = code
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
@@ -290,7 +290,7 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
 
 
 @pytest.mark.parametrize("content, said", [
-    ("{", "is no JSON"), ("[]", "no config of a model"), ('{"model_type": "novel"}', "'novel'"),
+    ("{", "is not JSON"), ("[]", "not a config of a model"), ('{"model_type": "novel"}', "'novel'"),
     ('{"model_type": "bert"}', "no causal language model"),
     ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers: 0"),
     ('{"model_type": "mixtral", "num_local_experts": 0}', "num_local_experts: 0"),

@@ -348,7 +348,7 @@ def test_cheap_checks_come_before_tokenising(experiment: Path):
     one = ("-e", "two", *COMMON, "-b", 2, "--global-batch-size", 8, "--max-steps", 20)
     refused(experiment, *one, "--seed", 7, code=2, says="begun with other settings")
     refused(experiment, *one, "--save-dir", "raw_text/document_000.txt", code=2, says="is a file")
-    refused(experiment, *one, "--resume", "foo", code=3, says="foo is no checkpoint")
+    refused(experiment, *one, "--resume", "foo", code=3, says="foo is not a checkpoint")
     refused(experiment, "-e", "x", "-d", "nothing", "-m", "nobody", code=3, says="2 problems")
     (experiment / "model" / "config.json").write_text('{"model_type": "bert"}')
     refused(experiment, *one[2:], "-e", "bert", code=2, says="no causal language model")

@@ -166,6 +166,6 @@ def test_options_that_contradict_it_are_refused(project: Path) -> None:
     printed = run_stage("04_train_fsdp.py", *bad, "cluster:9200", "--ckpt-local-dir", "disk",
                         cwd=project, expect=2).stderr
     assert "--ckpt-local-dir or --ckpt-hyperpod, not both" in printed
-    assert "--ckpt-hyperpod cluster:9200 is no address" in printed
-    assert "is no address" in run_stage("04_train_fsdp.py", *bad, "http://user:word@cluster",
+    assert "--ckpt-hyperpod cluster:9200 is not an address" in printed
+    assert "is not an address" in run_stage("04_train_fsdp.py", *bad, "http://user:word@cluster",
                                         cwd=project, expect=2).stderr

@@ -1,4 +1,4 @@
-"""Steps whose gradient is no number: skipped, counted, and the end when nothing else comes."""
+"""Steps whose gradient is NaN or infinite: skipped, counted, and the end when no other comes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def events(project: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def poison(project: Path, token: int) -> None:
-    """Make the embedding of one token no number: so is every batch that holds it, and no other."""
+    """Make the embedding of one token NaN: so is every batch that holds it, and no other."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", LlamaConfig(

@@ -102,7 +102,7 @@ def test_two_ranks_learn_and_the_log_tells(streamed: Path):
     log = (streamed / "whole.log").read_text()
     assert "1 worker process per rank" in log and "none with --streaming" in log
     other = (streamed / "outputs/whole/logs/rank_00001.log").read_text()
-    assert re.search(r"left out so far: 2 × a line that is no JSON \(the first in a.jsonl at \d",
+    assert re.search(r"left out so far: 2 × a line that is not JSON \(the first in a.jsonl at \d",
                      log + other)
     row = metrics(streamed, "whole")[-1]
     assert 0 < row["perf/loader_share"] < 1 and row["perf/loader_tokens_per_sec_per_device"] > 0

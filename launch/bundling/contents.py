@@ -100,7 +100,7 @@ def _git(*arguments: str) -> bytes:
     except FileNotFoundError:
         raise UsageError("git is not installed, and the code is packed as its commit") from None
     if done.returncode:
-        raise UsageError(f"{_ROOT} is no git checkout, and the code is packed as its commit",
+        raise UsageError(f"{_ROOT} is not a git checkout, and the code is packed as its commit",
                          found=done.stderr.decode(errors="replace").strip())
     return done.stdout
 
@@ -160,7 +160,7 @@ def _tokens(name: str, cache_dir: Path) -> list[Artifact]:
 
 
 def directory(place: Path, to: str) -> Artifact:
-    """Return all files of a directory; ArtifactError for what is no plain file."""
+    """Return all files of a directory; ArtifactError for what is not a plain file."""
     content = manifest.read_if_any(place)
     digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
     payloads = []
@@ -169,7 +169,7 @@ def directory(place: Path, to: str) -> Artifact:
         if path.is_dir() and not path.is_symlink():
             continue
         if not path.is_file():
-            raise ArtifactError(f"{path} is no plain file and cannot be packed")
+            raise ArtifactError(f"{path} is not a plain file and cannot be packed")
         status = path.stat()
         payloads.append(Payload(f"{to}/{name}", path, status.st_size,
                                 0o755 if status.st_mode & 0o100 else 0o644, status.st_mtime_ns,

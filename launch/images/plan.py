@@ -65,7 +65,7 @@ def planned(opts: Options) -> Build:
     """Return the build of the options, with what does not agree told, or mended by --auto-fix."""
     requirements = opts.context / opts.requirements
     if not requirements.is_file():
-        raise UsageError(f"{opts.context} is no checkout and no unpacked bundle",
+        raise UsageError(f"{opts.context} is not a checkout and no unpacked bundle",
                          expected=f"{opts.requirements} in it")
     if opts.pip_conf and not opts.pip_conf.is_file():
         raise UsageError(f"--pip-conf: no such file: {opts.pip_conf}")

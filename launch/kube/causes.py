@@ -125,7 +125,7 @@ def find(pods: list[Pod], events: list[dict[str, Any]], logs: Logs) -> Cause | N
 
 
 def in_rank_order(pods: list[Pod]) -> list[Pod]:
-    """Return pods by the numbers in their names, of which the last generated part is no rank."""
+    """Return pods by the numbers in their names, of which the last generated part is not a rank."""
     return sorted(pods, key=lambda pod: [int(part) if part.isdecimal() else -1 for part in
                                          re.split(r"\D+", pod["metadata"]["name"])])
 

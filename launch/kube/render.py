@@ -2,7 +2,7 @@
 
 `${NAME}` stands for a setting: alone and without quotes it keeps its type (a number, a list), and
 a list in a list is spread. `!if-NAME` before a value leaves the whole entry out when that setting
-is empty or 0. A name that is no setting is an error.
+is empty or 0. A name that is not a setting is an error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _filled(template: str, settings: dict[str, Any]) -> list[Document]:
 
 def _setting(settings: dict[str, Any], path: Path, name: str) -> Any:
     if name not in settings:
-        raise UsageError(f"{path} names {name}, which is no setting",
+        raise UsageError(f"{path} names {name}, which is not a setting",
                          expected=f"one of {', '.join(sorted(settings))}")
     return settings[name]
 

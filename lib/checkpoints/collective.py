@@ -43,7 +43,7 @@ def together(action: Callable[[], Result], group: dist.ProcessGroup) -> list[Res
     """Return what the action returned on each rank, or raise on all what it raised on any."""
     try:
         mine: tuple[Any, Any] = (action(), None)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
+    except (Exception, CheckpointException) as error:  # the latter is not an Exception
         known = from_os_error(error) if isinstance(error, OSError) else error
         mine = (None, known if isinstance(known, StageError) else
                 StageError(f"{type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""The commit protocol: a checkpoint is a directory that is whole, or it is no checkpoint.
+"""The commit protocol: a checkpoint is a directory that is whole, or it is not a checkpoint.
 
     step_00001000.tmp-<attempt>/    written, hashed and fsynced here …
         dcp/*.distcp, dcp/.metadata     sharded tensors, those of the optimizer apart
@@ -87,7 +87,7 @@ class Checkpoint:
         return json.loads((self.path / COMMIT).read_text(encoding="utf-8"))
 
     def train_state(self) -> dict[str, Any]:
-        """Return step, sample cursor and all other state that is no tensor."""
+        """Return step, sample cursor and all other state that is not a tensor."""
         return json.loads((self.path / TRAIN_STATE).read_text(encoding="utf-8"))
 
 

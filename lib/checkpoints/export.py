@@ -88,7 +88,7 @@ def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: Plan, 
             files.append((file, checker.submit(file.reads_back)))  # while the next is written
         if bad := [file.path for file, reads_back in files if not reads_back.result()]:
             raise ArtifactError(f"{bad[0]} does not read back as it was written",
-                                hint="look after the disk (`dmesg`), then:",
+                                hint="check the disk (`dmesg`), then:",
                                 run=commands.again())
     written = [file.manifest_entry() for file, _ in files]
     if len(files) > 1:

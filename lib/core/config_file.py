@@ -25,7 +25,7 @@ def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"{label}no such file: {path}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{label}{path} is no valid YAML: {error}") from None
+        raise UsageError(f"{label}{path} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{label}{path} must hold `key: value` lines")
     return content

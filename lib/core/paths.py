@@ -75,7 +75,7 @@ def experiment(text: str, save_dir: Path | None = None) -> Experiment:
         path = path.absolute().resolve()
     is_path = len(path.parts) > 1 or text.startswith(".")
     if not is_name(path.name):
-        raise UsageError(f"{text!r} is no name of an experiment",
+        raise UsageError(f"{text!r} is not a name of an experiment",
                          expected="a name for a directory, not beginning with - or ., or the path "
                                   "of such a directory")
     if is_path and save_dir is not None and save_dir.resolve() != path.parent.resolve():

@@ -37,7 +37,7 @@ def run(main: Callable[[list[str]], None], *, network: bool = False, only_shows:
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to go on", file=sys.stderr)
         code = 128 + signal.SIGINT
-    except BaseException as error:  # all: what DCP raises is no Exception
+    except BaseException as error:  # all: what DCP raises is not an Exception
         known = _known(error)
         code = _report(known) if known else _report_bug(error)
     _leave(code)

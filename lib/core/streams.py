@@ -36,7 +36,7 @@ class _Outlet(io.FileIO):
 def outlive_readers(only_shows: bool = False) -> None:
     """Have standard output and standard error outlive who reads them.
 
-    Names of files that are no UTF-8 are printed with backslashes, whatever the locale.
+    Names of files that are not UTF-8 are printed with backslashes, whatever the locale.
     only_shows: for a command that has no other work than to print.
     """
     sys.stdout = _wrapped(sys.stdout, 1, only_shows)

@@ -28,7 +28,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of `5GB` (decimal), `512MiB` (binary) or a plain number; ValueError else."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no size; write for example 5GB, 512MiB or 1000000")
+        raise ValueError(f"{text!r} is not a size; write for example 5GB, 512MiB or 1000000")
     number, prefix, binary = match.groups()
     base = 1024 if binary else 1000
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))

@@ -116,7 +116,7 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
             for number, values in enumerate(_values(batch, schema, start, count, documents)):
                 place = before + start + number + 1
                 if values is None:
-                    documents.problem("syntax", f"row {place}: holds what is no value of its type",
+                    documents.problem("syntax", f"row {place}: a value is not of the column's type",
                                       DROPPED)
                 else:
                     documents.value(dict(zip(names, values, strict=True)), number=place)
@@ -150,7 +150,7 @@ def _values(batch: Any, schema: pa.Schema, start: int, count: int, documents: Do
 
 
 def _repaired(column: Any, documents: Documents) -> Callable[[int], Any]:
-    """Return a function from a row to its value, for a column that holds what is no UTF-8."""
+    """Return a function from a row to its value, for a column that holds what is not UTF-8."""
     import pyarrow as pa
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         cells = column.cast(pa.large_binary())

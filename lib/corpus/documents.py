@@ -120,10 +120,10 @@ class Documents:
     def end(self, whole: bool) -> None:
         """Finish a file. whole: it was read from its start to its end, not a part of it."""
         if whole and self._heard() == self._heard_before:
-            self.problem("empty", "no document in it", SKIPPED_FILE)
+            self.problem("empty", "it holds no document", SKIPPED_FILE)
         if replaced := self.tally.replaced - self._replaced_before:
             instead = f"read as {self.fallback}" if self.fallback else "replaced by U+FFFD"
-            self.problem("encoding", f"what is no text was {instead} ({replaced} times)", KEPT)
+            self.problem("encoding", f"what is not text was {instead} ({replaced} times)", KEPT)
         if short := self.tally.short - self._short_before:
             self.problem("short", f"{short} rows of fewer characters than --min-chars",
                          DROPPED_ROWS)
@@ -150,7 +150,7 @@ class Documents:
 
     def blank(self) -> None:
         """Note a plain-text file without text."""
-        self.problem("empty", "nothing but white space in it", SKIPPED_FILE, 0, 1)
+        self.problem("empty", "it holds only white space", SKIPPED_FILE, 0, 1)
 
     def value(self, value: Any, offset: int | None = None, line: int | None = None,
               number: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""From bytes of a file to text and back; what is no text becomes U+FFFD and is counted."""
+"""From bytes of a file to text and back; what is not text becomes U+FFFD and is counted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _in_utf16(data: bytes) -> int:
 class Pieces:
     """Decodes a stream of any length piece by piece. replaced: how often so far.
 
-    fallback: the encoding of single bytes that are no UTF-8.
+    fallback: the encoding of single bytes that are not UTF-8.
     """
 
     def __init__(self, stream: BinaryIO, head: bytes, fallback: str = "") -> None:

@@ -34,7 +34,7 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[Entry]]:
     """Return the files of a data folder in the order of their rows, and what is left out.
 
     Raises ArtifactError when it holds splits that are missing, unfinished or damaged, UsageError
-    when it is no directory or has no file.
+    when it is not a directory or has no file.
     """
     if folder.is_file():
         raise UsageError(f"--data-folder {folder} is a file", expected="a directory")

@@ -27,7 +27,7 @@ except ImportError:
 
 
 def read_json_lines(source: Source, documents: Documents) -> None:
-    """Hand on one document per line; a line that is no JSON is dropped and the next one read."""
+    """Hand on one document per line; a line that is not JSON is dropped and the next one read."""
     documents.lines = 0
     for offset, lines in source.blocks():
         if lines is None:

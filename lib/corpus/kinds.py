@@ -71,7 +71,7 @@ def is_utf16(head: bytes) -> bool:
 
 
 def is_binary(head: bytes) -> bool:
-    """Tell whether a file is no text, by its first bytes."""
+    """Tell whether a file is not text, by its first bytes."""
     if is_utf16(head):
         return False
     controls = len(head) - len(head.translate(None, _CONTROLS))

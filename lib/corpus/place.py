@@ -78,7 +78,7 @@ class Workers:
 
 
 def sniff_all(root: Path, entries: Iterable[Entry], workers: Workers, progress: bool) -> None:
-    """Set `kind` of the entries that are taken so far, and `skipped` of those that are no text."""
+    """Set `kind` of the entries that are taken so far, and `skipped` of those that are not text."""
     candidates = [entry for entry in entries if not entry.skipped]
     total = len(candidates)
     found = workers.map(_kinds, (f"{root}/{entry.path}" for entry in candidates), total)

@@ -115,10 +115,10 @@ def _alone(work: Work, unit: Unit) -> Done:
     fatal = frozenset(piece.path for piece in unit.pieces
                       if not _try(work, replace(unit, pieces=(piece,))))
     for path in sorted(fatal):
-        log.warn(f"{shown(path)} ends the worker process that reads it; left out")
+        log.warn(f"{shown(path)} crashes the worker process that reads it; it is left out")
     done = _try(work, replace(unit, avoid=fatal))
     if done is None:
-        raise RuntimeError(f"worker processes die on unit {unit.number} ({unit.bytes} bytes)")
+        raise RuntimeError(f"worker processes crash on unit {unit.number} ({unit.bytes} bytes)")
     return done
 
 

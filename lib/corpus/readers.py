@@ -48,7 +48,7 @@ def read(source: Source, documents: Documents) -> None:
     elif source.kind == "binary":
         documents.problem("binary", "not text", SKIPPED_FILE)
     elif source.kind == "empty":
-        kind, message = ("cut", source.damage) if source.damage else ("empty", "no bytes in it")
+        kind, message = ("cut", source.damage) if source.damage else ("empty", "it is empty")
         documents.problem(kind, message, SKIPPED_FILE)
     else:
         documents.problem("unsupported", f"{source.kind} files cannot be read here", SKIPPED_FILE)

@@ -174,7 +174,7 @@ def scan(root: Path, rules: Rules, output: Path | None = None, progress: bool = 
 
 
 def count_files(directory: str) -> int:
-    """Return how many entries that are no directory lie in a tree; 0 when it is not there."""
+    """Return how many entries that are not a directory lie in a tree; 0 when it is not there."""
     count, stack = 0, [directory]
     while stack:
         try:

@@ -51,7 +51,7 @@ def keys_of(value: Any) -> set[str]:
 
 
 def strings_of(value: Any) -> list[str]:
-    """Return every string value in nested dicts and lists, in order; keys are no values."""
+    """Return every string value in nested dicts and lists, in order; keys are not values."""
     found: list[str] = []
     items: Iterator[Any] = iter(value.values() if type(value) is dict else (value,))
     stack: list[Iterator[Any]] = []  # no recursion: documents nest thousands of levels deep

@@ -34,7 +34,7 @@ class _Lines:
 
 
 def read_table(source: Source, documents: Documents) -> None:
-    """Hand on one document per row; a row that is no CSV is dropped and the next one read."""
+    """Hand on one document per row; a row that is not CSV is dropped and the next one read."""
     csv.field_size_limit(LARGE_BYTES)
     lines = _Lines(source, documents)
     rows = csv.reader(lines, strict=True, delimiter="\t" if source.kind == "tsv" else ",")
@@ -59,7 +59,7 @@ def read_table(source: Source, documents: Documents) -> None:
 
 
 def _document(header: list[str], row: list[str]) -> dict[str, Any]:
-    """Return a row by column; numbers and empty cells are no strings.
+    """Return a row by column; numbers and empty cells are not strings.
 
     Cells beyond the header are kept under the name "".
     """

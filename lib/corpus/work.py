@@ -208,7 +208,7 @@ def _read(unit: Unit, piece: Piece, documents: Documents) -> None:
     from lib.corpus import readers
     documents.begin(piece.path, piece.source)
     if piece.path in unit.avoid:
-        documents.problem("crash", "reading it ended the worker process twice", SKIPPED_FILE)
+        documents.problem("crash", "the worker process that read it crashed twice", SKIPPED_FILE)
         return
     try:
         with Source(f"{unit.folder}/{piece.path}", piece.start, piece.stop,

@@ -146,7 +146,7 @@ class _Plain:
 def _loader() -> type:
     """Return a loader class (libyaml's when present) that makes strings, dicts and lists.
 
-    Every other scalar becomes a tuple (tag, text): it is no string, yet it can be a key. Nothing is
+    Every other scalar becomes a tuple (tag, text): not a string, yet it can be a key. Nothing is
     converted, so no date, number or unknown tag can fail.
     """
     import yaml

@@ -130,7 +130,7 @@ def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
             raise ValueError(f"its header would take {length} of {size} bytes")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
     return header, size - 8 - length
 

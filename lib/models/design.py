@@ -143,10 +143,10 @@ class Design:
         except FileNotFoundError:
             raise UsageError(f"--config-json: no such file: {self.config_json}") from None
         except ValueError as error:
-            raise UsageError(f"--config-json: {self.config_json} is no JSON",
+            raise UsageError(f"--config-json: {self.config_json} is not JSON",
                              found=str(error)) from None
         if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-            raise UsageError(f"--config-json: {self.config_json} is no config of a model",
+            raise UsageError(f"--config-json: {self.config_json} is not a config of a model",
                              expected="a JSON object with a model_type, as in config.json")
         if content.get("quantization_config"):
             raise UsageError(f"--config-json: {self.config_json} is of a quantised model, which "

@@ -48,7 +48,7 @@ def snapshot(name: str, revision: str = "main", kind: str = "model") -> Path | N
 def repository(name: str, revision: str, kind: str) -> Repository | None:
     """Return what the cache holds of a repository at a revision, None when it holds nothing.
 
-    The names of the blobs are the digests that the Hub declared; what is no link is left out.
+    The names of the blobs are the digests that the Hub declared; what is not a link is left out.
     """
     directory = snapshot(name, revision, kind)
     if directory is None:

@@ -92,7 +92,7 @@ class Hub:
             while left():  # a stream may also end early without an error
                 self._again(lambda: self._stream(repository, part, piece, advance), came_further)
                 if left() and not came_further():
-                    raise ArtifactError(f"{repository.name}: {part.file.path} arrives short",
+                    raise ArtifactError(f"{repository.name}: {part.file.path} arrived incomplete",
                                         expected=f"{part.file.size} bytes, as the Hub declares",
                                         hint="later:", run=commands.again())
 
@@ -190,7 +190,7 @@ class Hub:
                              expected="a branch, a tag or a full commit hash") from None
         except errors.RepositoryNotFoundError:
             raise UsageError(f"there is no {kind} {name} at {endpoint}, or it is private",
-                             found=f"nothing for you at {page}",
+                             found=f"nothing that you may read at {page}",
                              expected="ORG/NAME; for a private one also --token or HF_TOKEN",
                              ) from None
         except errors.HfHubHTTPError as error:
@@ -213,7 +213,7 @@ def _asked_wait_s(headers: Mapping[str, str]) -> float:
 
 
 def _require_endpoint() -> None:
-    """Raise UsageError when HF_ENDPOINT is no address."""
+    """Raise UsageError when HF_ENDPOINT is not an address."""
     given = os.environ.get("HF_ENDPOINT")
     try:
         parts = urlsplit(given or "")
@@ -222,7 +222,7 @@ def _require_endpoint() -> None:
     except ValueError:  # brackets that do not close, a port beyond 65535
         is_good = False
     if given is not None and not is_good:
-        raise UsageError("HF_ENDPOINT is no address of a Hub", found=repr(shown(given)),
+        raise UsageError("HF_ENDPOINT is not an address of a Hub", found=repr(shown(given)),
                          expected="https://HOST or http://HOST:PORT, or HF_ENDPOINT unset")
 
 

@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         # torch's own words advise to switch the protection off.
         forbidden = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise UsageError(f"{path.name} cannot be read without running code of it" if forbidden
-                         else f"{path.name} is no PyTorch file, or a damaged one",
+                         else f"{path.name} is not a PyTorch file, or a damaged one",
                          expected="a dictionary of tensors, as torch.save writes them",
                          found=f"it calls {forbidden[1]}" if forbidden
                          else type(error).__name__) from None

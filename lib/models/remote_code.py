@@ -79,7 +79,7 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
     content = json.loads(config_path.read_text(encoding="utf-8"))
     auto_map = {key: value for key, value in content["auto_map"].items() if key in NEEDED}
     if len(auto_map) < len(NEEDED) or not all(isinstance(v, str) for v in auto_map.values()):
-        raise UsageError("the model's code is no causal language model",
+        raise UsageError("the model's code is not a causal language model",
                          expected=f"{' and '.join(NEEDED)} in auto_map of config.json",
                          found=", ".join(content["auto_map"]) or "nothing")
     found: dict[str, list[str]] = {}
@@ -114,7 +114,7 @@ def _relative_imports(path: Path) -> list[str]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"the model's code {path.name} is no Python", found=str(error)) from None
+        raise UsageError(f"the model's code {path.name} is not Python", found=str(error)) from None
     modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 1:

@@ -134,7 +134,7 @@ def where() -> str:
 def check_name(name: str, option: str) -> None:
     """Raise UsageError when a name cannot be that of a repository."""
     if not _NAME.fullmatch(name) or "--" in name or ".." in name:
-        raise UsageError(f"{option} {name!r} is no name of a repository",
+        raise UsageError(f"{option} {name!r} is not a name of a repository",
                          expected="ORG/NAME, as the address of its page ends")
 
 
@@ -211,7 +211,7 @@ def _no_model(repository: Repository, allow_pickle: bool) -> UsageError:
     """Return the error for a repository without config, tokenizer or weights to take."""
     listing = ", ".join(sorted(repository.files)[:_SHOWN]) or "no files"
     if "config.json" not in repository.files:
-        return UsageError(f"{repository} has no config.json, so it is no transformers model",
+        return UsageError(f"{repository} has no config.json, so it is not a transformers model",
                           found=listing)
     if not tokenizer.ONE_OF & repository.files.keys():
         return UsageError(f"{repository} has no tokenizer", found=listing,

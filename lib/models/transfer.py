@@ -127,7 +127,7 @@ class Transfer:
         self._advance(-part.file.size)
         if part.refused == _ATTEMPTS:
             raise ArtifactError(
-                f"{self._repository.name}: {part.file.path} arrives damaged, twice",
+                f"{self._repository.name}: {part.file.path} arrived damaged twice",
                 expected="what the Hub declares for it", found=difference,
                 hint="later; finished files are kept:", run=commands.again())
         part.open()

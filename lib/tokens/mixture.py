@@ -60,7 +60,7 @@ def _open(argument: str) -> Corpus:
     except (ValueError, ZeroDivisionError):
         weight = Fraction(0)
     if weight <= 0:
-        raise UsageError(f"-d {argument}: {text!r} is no weight", expected="a number above 0")
+        raise UsageError(f"-d {argument}: {text!r} is not a weight", expected="a number above 0")
     return Corpus(weight, source.open_source(source.resolve(name)))
 
 

@@ -67,9 +67,9 @@ def _require_dataset(path: Path) -> dict[str, Any] | None:
         raise _raw(path, f"{path} is a file, and no dataset")
     content, kind = manifest.read_if_any(path), manifest.kind_of(path)
     if kind.startswith("splits/"):
-        raise _raw(path, f"{path} holds splits of stage 01, and is no dataset yet")
+        raise _raw(path, f"{path} holds splits of stage 01, and is not a dataset yet")
     if kind and not kind.startswith("dataset/"):
-        raise UsageError(f"{path} is no dataset", expected="one that stage 02 has made",
+        raise UsageError(f"{path} is not a dataset", expected="one that stage 02 has made",
                          found=f"kind {kind}")
     if content is not None:
         manifest.check(path, content, "dataset",
@@ -188,9 +188,9 @@ def _splits(path: Path) -> dict[str, Path]:
     there = sorted(p.name for p in path.iterdir())
     found = ", ".join(there[:4]) + ", …" * bool(there[4:])
     if "config.json" in there:
-        raise UsageError(f"{path} is no dataset directory", found=found,
+        raise UsageError(f"{path} is not a dataset directory", found=found,
                          expected="what stage 02 or `Dataset.save_to_disk` writes")
-    raise _raw(path, f"{path} is no dataset directory", found)
+    raise _raw(path, f"{path} is not a dataset directory", found)
 
 
 def _require_text(directory: Path) -> None:

@@ -90,10 +90,10 @@ def _text_of(line: bytes, text_field: str, place: int, left: Left) -> bytes | No
     try:
         value = _parsed(line)
     except (ValueError, RecursionError) as error:
-        left.add("a line that is no JSON", f"at {place:,}: {str(error).splitlines()[0]}")
+        left.add("a line that is not JSON", f"at {place:,}: {str(error).splitlines()[0]}")
         return None
     if not isinstance(value, dict):
-        left.add("a line that is no JSON object", f"at {place:,}")
+        left.add("a line that is not a JSON object", f"at {place:,}")
         return None
     if text_field not in value:
         names = ", ".join(list(value)[:_NAMES_SHOWN]) or "no fields"
@@ -101,7 +101,7 @@ def _text_of(line: bytes, text_field: str, place: int, left: Left) -> bytes | No
         return None
     text = value[text_field]
     if not isinstance(text, str):
-        left.add(f"`{text_field}` that is no string", f"at {place:,}")
+        left.add(f"`{text_field}` that is not a string", f"at {place:,}")
         return None
     try:
         return text.encode()
@@ -112,5 +112,5 @@ def _text_of(line: bytes, text_field: str, place: int, left: Left) -> bytes | No
 def _parsed(line: bytes) -> Any:
     try:
         return _fast(line)
-    except (ValueError, RecursionError):  # bytes that are no UTF-8, lone surrogates, NaN
+    except (ValueError, RecursionError):  # bytes that are not UTF-8, lone surrogates, NaN
         return json.loads(line.decode("utf-8-sig", "replace"))

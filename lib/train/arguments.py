@@ -129,7 +129,7 @@ def _optimizer(parser: Parser) -> None:
                        help="largest global gradient norm, 0 for no limit")
     group.add_argument("--spike-factor", type=options.non_negative, default=30.0, metavar="X",
                        help="a step whose gradient norm is over X times the usual (a mean of "
-                            "100 steps) changes nothing, like one that is no number; 0: it "
+                            "100 steps) changes nothing, like one that is NaN or infinite; 0: it "
                             "does")
     group.add_argument("--rollback-after", type=options.positive_int, default=20, metavar="N",
                        help="after N such steps in a row go back to the checkpoint before them "

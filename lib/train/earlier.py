@@ -85,7 +85,7 @@ def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, 
                             "readable config.yaml",
                             hint="use another --experiment-name, or --overwrite to move it aside")
     elif not experiment.config.exists() and not experiment.is_empty():
-        raise UsageError(f"{experiment.root} exists and is no experiment (no config.yaml)",
+        raise UsageError(f"{experiment.root} exists and is not an experiment (no config.yaml)",
                          hint="use another --experiment-name, or --overwrite to move it aside")
 
 
@@ -99,7 +99,7 @@ def named_checkpoint(opts: Options, experiment: Experiment) -> Checkpoint | None
     path = Path(opts.resume)
     step = paths.step_of(path.resolve().name)
     if step is None or not path.is_dir():
-        raise ArtifactError(f"--resume: {path} is no checkpoint",
+        raise ArtifactError(f"--resume: {path} is not a checkpoint",
                             expected="auto, never, or a directory …/checkpoints/step_…")
     if opts.overwrite and path.resolve().is_relative_to(experiment.root.resolve()):
         raise UsageError(f"--overwrite would move away {path}, which --resume names",

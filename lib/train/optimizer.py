@@ -59,7 +59,7 @@ class Skipped(NamedTuple):
 
 class StepGuard:
     """Unscales and clips gradients, and has the optimizer skip a step that would do harm: one whose
-    gradient norm is no number, or `spike_factor` times the usual one (0: however large).
+    gradient norm is NaN or infinite, or `spike_factor` times the usual one (0: however large).
 
     The norm is global and the decision is made on the device (AdamW leaves weights and moments as
     they are where `found_inf` is set), so neither a rank nor the host waits for it. Only fp16 looks

@@ -158,7 +158,7 @@ def check_options(options: Options) -> None:
     if options.ckpt_local_dir and options.ckpt_hyperpod:
         problems.add("give --ckpt-local-dir or --ckpt-hyperpod, not both")
     if not re.fullmatch(r"auto|https?://[^/@\s]+/?", options.ckpt_hyperpod or "auto"):
-        problems.add(f"--ckpt-hyperpod {options.ckpt_hyperpod} is no address",
+        problems.add(f"--ckpt-hyperpod {options.ckpt_hyperpod} is not an address",
                      expected="auto, or one like http://host:9200")
     for name in ("beta1", "beta2"):
         if getattr(options, name) >= 1:

@@ -218,7 +218,7 @@ class Run:
         self.resume_timing()
 
     def _state(self) -> dict[str, Any]:
-        """Return all state that is no tensor; all ranks must call this."""
+        """Return all state that is not a tensor; all ranks must call this."""
         logged = self.last if self.last.get("step") == self.step else {}
         logged = {key: value for key, value in logged.items() if math.isfinite(value)}
         return {"step": self.step, "tokens": self.tokens,

@@ -31,7 +31,7 @@ def explained(error: BaseException, opts: Options, experiment: Experiment) -> St
 
 
 def require_finite(loss: float, step: int, opts: Options) -> None:
-    """Raise UsageError when the first loss is no number.
+    """Raise UsageError when the first loss is NaN or infinite.
 
     What follows could not be better: the weights stay as they are in such a step.
     """

@@ -135,7 +135,7 @@ def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, m
     ("mode: teleport", "run.yaml: --mode: invalid choice: 'teleport'"),
     ("config: other.yaml", "takes a plain value"),
     ("- a\n- b", "must hold `key: value` lines"),
-    ("a: [1", "is no valid YAML"),
+    ("a: [1", "is not valid YAML"),
 ])
 def test_a_bad_config_is_told(with_yaml, text: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
@@ -171,7 +171,7 @@ def test_a_missing_config_and_one_without_a_name(parser: Parser) -> None:
 
 def test_a_config_that_is_no_text(parser: Parser, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(UsageError, match="is no valid YAML"):
+    with pytest.raises(UsageError, match="is not valid YAML"):
         parser.parse(["--config", str(tmp_path / "run.yaml")])
 
 

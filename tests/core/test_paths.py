@@ -36,7 +36,7 @@ def test_the_directory_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("text", ["", "/", ".hidden", "outputs/.hidden", "outputs/-x", "a\nb"])
 def test_what_is_no_name(text: str) -> None:
-    with pytest.raises(UsageError, match="is no name of an experiment"):
+    with pytest.raises(UsageError, match="is not a name of an experiment"):
         paths.experiment(text)
 
 

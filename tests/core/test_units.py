@@ -32,7 +32,7 @@ def test_parse_size(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "5PB", "five", "1e9", "5 G B", "1,000"])
 def test_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         units.parse_size(text)
 
 

@@ -16,7 +16,7 @@ from lib.models import hub
                                      "http://u:pa55@x\n", "http://ü"])
 def test_an_address_that_is_none(monkeypatch, address):
     monkeypatch.setenv("HF_ENDPOINT", address)
-    with pytest.raises(UsageError, match="HF_ENDPOINT is no address") as caught:
+    with pytest.raises(UsageError, match="HF_ENDPOINT is not an address") as caught:
         hub.Hub("")
     assert "pa55" not in caught.value.render() and "\n" not in caught.value.found
 

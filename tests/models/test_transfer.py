@@ -96,7 +96,7 @@ def test_counts_ahead_of_the_bytes_are_noticed_and_mended(tmp_path):
 
 def test_damage_that_stays_is_an_error_and_leaves_nothing(tmp_path):
     wire = Wire(content=b"\1" + CONTENT[1:])
-    with pytest.raises(ArtifactError, match="arrives damaged, twice"):
+    with pytest.raises(ArtifactError, match="arrived damaged twice"):
         transfer(wire, workers=3).fetch([remote()], tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(end - start for start, end in wire.ranges) == 2 * len(CONTENT)

@@ -112,8 +112,8 @@ def test_arguments(of_stage_02: Path, tmp_path: Path) -> None:
     assert one.weight is None
     [one] = mixture.open_corpora([f"{of_stage_02}=0.25"])
     assert one.weight == Fraction(1, 4)
-    for bad, says in ((["{}=x"], "'x' is no weight"), (["{}=-1"], "no weight"),
-                      (["{}=nan"], "no weight"), (["{}=1/0"], "no weight"),
+    for bad, says in ((["{}=x"], "'x' is not a weight"), (["{}=-1"], "not a weight"),
+                      (["{}=nan"], "not a weight"), (["{}=1/0"], "not a weight"),
                       (["{}=1", "{}"], "some have none"), (["{}=1", "{}=2"], "given twice"),
                       (["{}=1", "none_such=1", "{}=y"], "2 problems")):
         with pytest.raises(StageError) as error:

@@ -94,13 +94,13 @@ def test_an_unfinished_dataset_of_stage_02_is_none(of_stage_02: Path) -> None:
 
 def test_another_artifact_is_no_dataset(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"kind": "splits/1", "files": []}')
-    with pytest.raises(UsageError, match="is no dataset"):
+    with pytest.raises(UsageError, match="is not a dataset"):
         source.open_source(tmp_path)
 
 
 def test_a_directory_of_text_is_no_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UsageError, match="is no dataset directory") as caught:
+    with pytest.raises(UsageError, match="is not a dataset directory") as caught:
         source.open_source(tmp_path)
     assert "a.txt" in caught.value.found and "02_build_hf_dataset.py" in caught.value.run
 

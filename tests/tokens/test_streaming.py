@@ -183,10 +183,10 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
     whole = [text for text in texts("b", 500) if text in set(found)]
     assert 100 < len(whole) < 400 and whole == texts("b", 500)[:len(whole)]
     counts = stream.left.counts
-    assert counts["a line that is no JSON object"] == counts["no field `text`"] == 1
-    assert counts["`text` that is no string"] == counts["a line longer than 16 MB"] == 1
+    assert counts["a line that is not a JSON object"] == counts["no field `text`"] == 1
+    assert counts["`text` that is not a string"] == counts["a line longer than 16 MB"] == 1
     assert counts["an empty text"] == 3
-    assert counts["a line that is no JSON"] == 2  # the line that the damage of b cuts, too
+    assert counts["a line that is not JSON"] == 2  # the line that the damage of b cuts, too
     unreadable = "a file, or the rest of it, that cannot be read"
     assert counts[unreadable] >= 3
     monkeypatch.setattr(streaming.log, "warn", lambda text: caplog.records.append(text))
