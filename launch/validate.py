@@ -197,7 +197,8 @@ def setup(opts: options.Options) -> Iterator[Finding]:
     for artifact in artifacts:
         wrong = artifact.problems or (artifact.content is not None and manifest.damages(
             artifact.directory, artifact.content, deep=False))
-        yield Finding(ERROR, str(artifact.place), "\n".join(wrong), artifact.run) if wrong else \
+        remedy = artifact.remedy.get("run") or artifact.remedy.get("hint", "")
+        yield Finding(ERROR, str(artifact.place), "\n".join(wrong), remedy) if wrong else \
             Finding(INFO, str(artifact.place), "every byte as written" if opts.deep else "whole")
     for path in verify.unfinished(opts.cache_dir):
         yield Finding(WARNING, str(path), "not finished", "run its stage again")

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import cache
@@ -55,8 +56,18 @@ RENDERED: set[tuple[str, int]] = set()  # (file, line) on the way to an error th
 TRAIN = ("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH)
 
 
+@pytest.fixture(scope="session")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory that all processes which run tests share."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "remedies"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
 @pytest.fixture(autouse=True)
-def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def noted(monkeypatch: pytest.MonkeyPatch, notes: Path, request: pytest.FixtureRequest,
+          ) -> Iterator[None]:
     """Note where every error with a remedy was made, and who called that."""
     make = StageError.__init__
 
@@ -69,6 +80,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageError, "__init__", note)
     monkeypatch.setattr(offline, "enable", lambda: None)  # transformers is imported long ago
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield
+    part = notes / f"{request.node.name}.part"
+    part.write_text(json.dumps(sorted(RENDERED)))
+    part.rename(part.with_suffix(".json"))
 
 
 def load(script: str) -> ModuleType:
@@ -434,8 +449,9 @@ def _vanished() -> None:
 def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) -> None:
     """Their commands are at least such as the scripts take, and programs that are there."""
     monkeypatch.setattr(hashing, "xxhash", None)
-    for package in ("wandb", "amzn_sagemaker_checkpointing"):
-        monkeypatch.setitem(sys.modules, package, None)
+    absent = "wandb", "amzn_sagemaker_checkpointing"  # and what other tests have imported of them
+    for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
+        monkeypatch.setitem(sys.modules, name, None)
     for situation in situations(monkeypatch):
         with pytest.raises(StageError) as caught:
             situation()
@@ -475,12 +491,17 @@ def test_a_remedy_is_a_command_and_no_sentence() -> None:
 ELSEWHERE = re.compile(r"launch/|lib/train/(memory_fit|isolation)\.py")
 
 
-def test_every_remedy_was_made_here(request: pytest.FixtureRequest) -> None:
-    """Holds when the whole file has run, in one process and in its order."""
+def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest) -> None:
+    """Holds when the whole file has run; what another process took from it is waited for."""
     ours = [item for item in request.session.items if item.fspath.basename == "test_remedies.py"]
     if ours[-1].name != request.node.name or len(ours) < 10:
         pytest.skip("only a part of the file runs")
+    wanted, until = [notes / f"{item.name}.json" for item in ours[:-1]], time.monotonic() + 240
+    while not all(path.exists() for path in wanted):
+        assert time.monotonic() < until, "another process has not run the rest of this file"
+        time.sleep(0.1)
+    rendered = {tuple(place) for path in wanted for place in json.loads(path.read_text())}
     missing = [f"{Path(file).relative_to(ROOT)}:{first}: {text}" for file, first, last, text in
                sites() if not ELSEWHERE.search(file)
-               and not any((file, line) in RENDERED for line in range(first, last + 1))]
+               and not any((file, line) in rendered for line in range(first, last + 1))]
     assert not missing, "\n".join(missing)

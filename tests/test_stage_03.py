@@ -84,7 +84,7 @@ def test_a_file_of_the_right_size_but_other_content_is_refused(hub, stage: Stage
     content[-2] ^= 1
     repo.served[file] = bytes(content)
     error = stage(SCRIPT, "--model-name", NAME, expect=3).stderr
-    assert f"{file} arrives damaged" in error and "Traceback" not in error
+    assert f"{file} arrived damaged" in error and "Traceback" not in error
     assert not (tmp_path / TARGET).exists()
 
 
@@ -255,7 +255,7 @@ def test_options_that_contradict_each_other_are_told_together(stage: StageRunner
     assert "--vocab-size belongs to --from-scratch" in stage(
         SCRIPT, "--model-name", NAME, "--vocab-size", 500, expect=2).stderr
     assert "nothing to prepare" in stage(SCRIPT, expect=2).stderr
-    assert "no name of a repository" in stage(SCRIPT, "--model-name", "../x", expect=2).stderr
+    assert "not a name of a repository" in stage(SCRIPT, "--model-name", "../x", expect=2).stderr
 
 
 def test_help_is_quick(stage: StageRunner):

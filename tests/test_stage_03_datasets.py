@@ -88,7 +88,7 @@ def test_a_same_size_corruption_is_never_put_in_place(repo, stage: StageRunner, 
     content = bytearray(repo.files[FILES[1]])
     content[-9] ^= 1
     repo.served[FILES[1]] = bytes(content)
-    assert f"{FILES[1]} arrives damaged" in fetch(stage, expect=3).stderr
+    assert f"{FILES[1]} arrived damaged" in fetch(stage, expect=3).stderr
     assert files_of(tmp_path / WHERE) == {} and not (tmp_path / WHERE / ".hub").exists()
 
 

@@ -282,7 +282,7 @@ def test_resume_from_a_named_checkpoint(experiment: Path, trained: Path):
     shutil.rmtree(folder / "step_00000012")  # as if it had been stopped: the same command goes on
     done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
     assert "step 8 of 12" in done.stdout
-    refused(experiment, *one[:-1], "outputs/two/checkpoints/step_9", code=3, says="no checkpoint")
+    refused(experiment, *one[:-1], "outputs/two/checkpoints/step_9", code=3, says="a checkpoint")
     refused(experiment, *one[:-1], "never", "--max-steps", 20, code=2, says="--resume is never")
 
 

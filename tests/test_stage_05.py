@@ -140,7 +140,7 @@ def test_bad_input_is_refused_in_words(project: Path):
     (project / "outputs" / "moved" / "model" / "tokenizer.json").write_text("{}")
     refused("-e", "moved", code=3, says="missing or changed: tokenizer.json")
     payload.write_bytes(content[:-1])
-    refused("-e", "moved", code=3, says="(whole: 4, 2)")
+    refused("-e", "moved", code=3, says="-e moved --step 4")
     payload.unlink()
     refused("-e", "moved", code=3, says="is missing")
     assert not (project / "outputs" / "moved" / "export").exists()

@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
             return super()._get_value(action, text)
         except argparse.ArgumentError as error:
             self._bad.append(str(error))
-            return None
+            return [] if isinstance(action, argparse._ExtendAction) else None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -20,7 +20,7 @@ def test_torchrun_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     message = json.loads(path.read_text())["message"]
     assert (message["errorCode"], message["kind"], message["rank"]) == (3, "ArtifactError", 3)
     report = str(ChildFailedError("stage", {3: ProcessFailure(1, 1234, 3, str(path))}))
-    assert "error: dataset x does not exist" in report
+    assert "dataset x does not exist" in report
 
 
 def test_without_torchrun_or_room_it_is_no_further_error(tmp_path: Path,

@@ -49,8 +49,10 @@ def test_no_number_at_the_first_step() -> None:
         assert says in caught.value.expected
 
 
-def test_a_run_that_no_rollback_helps() -> None:
-    assert "no checkpoint from before" in symptoms.diverged(50, 20, 0).problem
-    error = symptoms.diverged(50, 20, 3)
+def test_a_run_that_no_rollback_helps(tmp_path: Path) -> None:
+    run = Namespace(**PLAIN, lr=1e-3, min_lr=1e-4, max_steps=100), Experiment(tmp_path, "run")
+    assert "no checkpoint from before" in symptoms.diverged(50, 20, 0, *run).problem
+    error = symptoms.diverged(50, 20, 3, *run)
     assert "20 bad steps in a row, after 3 rollbacks" in error.problem
     assert "since step 30" in error.found
+    assert "-e run-lower-lr --lr 0.0001" in error.run
