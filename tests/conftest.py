@@ -62,8 +62,7 @@ def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0
     """
     command = stage_command(script, *arguments, ranks=ranks)
     environment = {**os.environ, **forks.CPU, **(env or {})}
-    is_online = script.startswith("03") and "--from-scratch" not in arguments
-    server = None if fresh else forks.server("online" if is_online else "offline")
+    server = None if fresh else forks.server(forks.kind_for(script, arguments))
     if server is None or not server.serves(environment):
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout,
                               env=environment)
@@ -89,14 +88,15 @@ def _run_forked(server: forks.ForkServer, command: list[str], script: str,
 
 
 def start_stage(script: str, *arguments: object, cwd: Path, output: Path | None = None,
-                env: dict[str, str] | None = None) -> forks.Launch:
+                env: dict[str, str] | None = None, ranks: int = 0) -> forks.Launch:
     """Start a stage by fork, to be disturbed while it runs. output: of what it prints, a file."""
     environment = {**os.environ, **forks.CPU, **(env or {})}
-    server = forks.server("offline")
+    server = forks.server(forks.kind_for(script, arguments))
     assert server.serves(environment), "only a new interpreter is like one in this environment"
     with open(output or os.devnull, "ab") as file:  # noqa: PTH123 (a device is no Path)
-        return forks.Launch(server.start(str(ROOT / script), arguments, cwd, environment,
-                                         file.fileno(), file.fileno()))
+        return forks.Launch(server.start(
+            str(ROOT / script), arguments, cwd, environment, file.fileno(), file.fileno(),
+            forks.rank_variables(ranks, free_port()) if ranks else [{}]))
 
 
 def free_port() -> int:

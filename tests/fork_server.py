@@ -8,7 +8,8 @@ code negative for a signal. "call" starts a function `module:name` with `argv` a
 instead of a script; "before" is a function that each rank calls first, with its number and "given".
 
 Arguments: `offline` has imported lib/ and the Hugging Face packages, which read the environment
-once, at their import; `online` has imported neither, for stage 03.
+once, at their import; `online` has imported neither, for what talks to a Hub; `launch` has imported
+launch/ alone, without torch.
 """
 
 from __future__ import annotations
@@ -27,16 +28,23 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_LIB = [".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in sorted(ROOT.glob("lib/*/*.py")) if not path.stem.startswith("__")]
+
+
+def _modules(pattern: str) -> list[str]:
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for path in sorted(ROOT.glob(pattern)) if not path.stem.startswith("__")]
+
+
 _FAMILIES = [f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama")]
-_IMPORTS = {"offline": [*_LIB, *_FAMILIES, "datasets", "matplotlib.pyplot",
+_IMPORTS = {"offline": [*_modules("lib/*/*.py"), *_FAMILIES, "datasets", "matplotlib.pyplot",
                         "torch.utils.tensorboard", "torch.distributed.checkpoint", "yaml"],
             "online": ["torch._dynamo", "torch.onnx", "torch.testing", "torch.distributed.fsdp",
                        "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
                        "torch.distributed.pipelining", "torch.nn.attention.flex_attention",
                        "PIL.Image", "fsspec", "jinja2", "pandas", "pyarrow.dataset",
-                       "pyarrow.parquet", "requests", "safetensors.torch", "tokenizers", "yaml"]}
+                       "pyarrow.parquet", "requests", "safetensors.torch", "tokenizers", "yaml"],
+            "launch": [*_modules("lib/core/*.py"), *_modules("launch/*.py"),
+                       *_modules("launch/[ik]*/*.py"), *_modules("launch/common/*.py"), "yaml"]}
 
 
 class Server:

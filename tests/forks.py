@@ -27,6 +27,7 @@ _AT_FIRST = {**os.environ, **CPU}
 # server was started with, only a new interpreter gives what a user would see.
 _READ_LATE = re.compile("NETWORK_GUARD_REPORT|PYTEST_.*|(|LOCAL_|GROUP_)(RANK|WORLD_SIZE)|MASTER_.*"
                         "|TORCHELASTIC_.*|TORCHINDUCTOR_.*|SLURM_.*|TMPDIR|COLUMNS")
+_SETTING = re.compile("(?!PYTHON|LC_|LD_|LANG|MALLOC_).*")
 _HUB = re.compile("HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|SSL_.*|(?i:no_proxy|https?_proxy)")
 # What torchrun gives the others before it kills them is half a minute.
 _GRACE_S = 5.0
@@ -91,7 +92,7 @@ class Launch:
 
 
 class ForkServer:
-    """A process that has imported what is `offline` or `online`, and forks launches."""
+    """A process that has imported what fork_server.py has for a kind, and forks launches."""
 
     def __init__(self, kind: str) -> None:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -106,10 +107,10 @@ class ForkServer:
 
     def serves(self, environment: dict[str, str]) -> bool:
         """Tell whether a process forked is like one started in this environment."""
-        late = [_READ_LATE, *([_HUB] if self._kind == "online" else [])]
+        late = {"offline": [_READ_LATE], "online": [_READ_LATE, _HUB], "launch": [_SETTING]}
         differ = {name for name, _ in {"PYTHONPATH": _GUARD, **environment}.items()
                   ^ self._environment.items()}
-        return all(any(names.fullmatch(name) for names in late) for name in differ)
+        return all(any(names.fullmatch(name) for names in late[self._kind]) for name in differ)
 
     def start(self, script: str, argv: Sequence[object], cwd: Path, environment: dict[str, str],
               out: int, err: int, ranks: Sequence[dict[str, str]] = ({},), **how: Any,
@@ -139,6 +140,15 @@ def rank_variables(ranks: int, port: int) -> list[dict[str, str]]:
               "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
               "TORCHELASTIC_RUN_ID": "none"}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def kind_for(script: str, arguments: Sequence[object]) -> str:
+    """Return the kind of server that has imported what a command needs and may have."""
+    if script in ("launch/build_image.py", "launch/kubernetes.py", "launch/monitor.py"):
+        return "launch"
+    is_online = "--from-scratch" not in arguments if script.startswith("03") \
+        else "--online" in arguments
+    return "online" if is_online else "offline"
 
 
 @functools.cache

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_stage
 from tests.kube_server import Cluster, Object, Server
 
 SCRIPT = ROOT / "launch" / "kubernetes.py"
@@ -26,11 +24,8 @@ TRAIN = ("--", "-d", "c4", "-m", "org/model", "--max-steps", "10")
 def launch(*arguments: object, expect: int | None = 0, env: dict[str, str] | None = None,
            timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run launch/kubernetes.py, assert its exit code (None: any) and return what it printed."""
-    done = subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], text=True,
-                          capture_output=True, timeout=timeout, env={**os.environ, **(env or {})})
-    assert expect is None or done.returncode == expect, \
-        f"exit {done.returncode}, expected {expect}\n{done.stdout}\n{done.stderr}"
-    return done
+    return run_stage("launch/kubernetes.py", *arguments, cwd=Path.cwd(), expect=expect, env=env,
+                     timeout=timeout)
 
 
 @pytest.fixture(scope="session")

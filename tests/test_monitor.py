@@ -19,7 +19,7 @@ import pytest
 from launch import monitor
 from launch.common.run_files import Lines, RunFiles
 from lib.core.lease import Lease
-from tests.conftest import ROOT, kill_all, stage_command
+from tests.conftest import ROOT, run_stage, start_stage
 from tests.training import SEQ_LENGTH
 
 MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
@@ -27,9 +27,8 @@ MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
 
 def once(root: Path | str, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
     """Return what one look prints."""
-    done = subprocess.run([*MONITOR, str(root), "--once"], capture_output=True, text=True, cwd=cwd,
-                          timeout=120, env={**os.environ, **environment})
-    assert done.returncode == expect, done.stderr
+    done = run_stage("launch/monitor.py", root, "--once", cwd=cwd or Path.cwd(), expect=expect,
+                     env=environment)
     assert "Traceback" not in done.stderr
     return done.stdout if expect == 0 else done.stderr
 
@@ -193,17 +192,15 @@ def test_a_long_run_in_a_narrow_terminal(run: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_real_run_lives_and_dies(project: Path):
     """Live in a terminal and at one look, while it trains and after SIGKILL."""
-    command = stage_command("04_train_fsdp.py", "-e", "exp", "-d", "corpus", "-m", "model", "-s",
-                            SEQ_LENGTH, "--max-steps", 10**6, "--log-freq", 1, "--ckpt-freq", 20)
-    process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    training = start_stage("04_train_fsdp.py", "-e", "exp", "-d", "corpus", "-m", "model", "-s",
+                           SEQ_LENGTH, "--max-steps", 10**6, "--log-freq", 1, "--ckpt-freq", 20,
+                           cwd=project)
     root = project / "outputs" / "exp"
     try:
         deadline = time.monotonic() + 300
         while not list(root.glob("checkpoints/step_*/COMMIT.json")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+            assert not training.poll() and time.monotonic() < deadline
+            time.sleep(0.05)
         said = once(root)
         assert re.search(r"exp +running, 1 rank\n", said) and " left" in said
         assert "tok/s" in said and "MFU" in said and "step 20" in said
@@ -211,7 +208,7 @@ def test_a_real_run_lives_and_dies(project: Path):
         assert shown.startswith("\x1b[?1049h") and "running" in shown
         assert "\x1b[?25h\x1b[?1049l" in shown
     finally:
-        kill_all(process, project)
+        training.kill()
     assert "died" in once(root)
 
 
