@@ -111,7 +111,7 @@ test: $(VENV)/installed-dev
 	$(PY) -m pytest -q -n 2 --dist worksteal -m 'not slow and not long'
 
 test-long: $(VENV)/installed-dev
-	$(PY) -m pytest -q -m long
+	$(PY) -m pytest -m long
 
 test-slow: $(VENV)/installed-dev
 	$(PY) -m pytest -q -n 2 --dist worksteal -m slow

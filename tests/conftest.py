@@ -19,6 +19,8 @@ from tests import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 _GUARD = Path(__file__).parent / "network_guard"
+os.environ["PYTHONPATH"] = str(_GUARD)
+_AT_FIRST = dict(os.environ)
 
 # A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,15 +33,31 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 StageRunner = Callable[..., subprocess.CompletedProcess]
 
-pytest_plugins = ["tests.training", "tests.hub_models", "tests.faults", "tests.kube_cluster"]
+pytest_plugins = ["tests.training", "tests.hub_models", "tests.faults", "tests.kube_cluster",
+                  "tests.needs"]
 
 
 @pytest.fixture(autouse=True)
-def no_foreign_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+def as_it_was():
+    """Undo what lib/ puts into the environment of this process when a test calls it.
+
+    In another environment than at first, run_stage cannot fork, and takes seconds for each stage.
+    """
+    yield
+    for name in os.environ.keys() | _AT_FIRST.keys():
+        if not name.startswith("PYTEST_"):
+            if name not in _AT_FIRST:
+                del os.environ[name]
+            elif os.environ.get(name) != _AT_FIRST[name]:
+                os.environ[name] = _AT_FIRST[name]
+
+
+@pytest.fixture(autouse=True)
+def no_foreign_sockets(as_it_was: None, tmp_path_factory: pytest.TempPathFactory,
+                       monkeypatch: pytest.MonkeyPatch):
     """Fail a test when one of its Python processes connects beyond this machine."""
     report = tmp_path_factory.mktemp("network") / "connections.txt"
     monkeypatch.setenv("NETWORK_GUARD_REPORT", str(report))
-    monkeypatch.setenv("PYTHONPATH", str(_GUARD))
     yield
     if report.exists():
         pytest.fail(f"connected beyond this machine:\n{report.read_text()}")
@@ -87,12 +105,16 @@ def _run_forked(server: forks.ForkServer, command: list[str], script: str,
         return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
-def start_stage(script: str, *arguments: object, cwd: Path, output: Path | None = None,
+def start_stage(script: str, *arguments: object, cwd: Path, output: Path | int | None = None,
                 env: dict[str, str] | None = None, ranks: int = 0) -> forks.Launch:
-    """Start a stage by fork, to be disturbed while it runs. output: of what it prints, a file."""
+    """Start a stage by fork, to be disturbed while it runs. output: file, or its number, for what
+    it prints.
+    """
     environment = {**os.environ, **forks.CPU, **(env or {})}
     server = forks.server(forks.kind_for(script, arguments))
     assert server.serves(environment), "only a new interpreter is like one in this environment"
+    if isinstance(output, int):
+        output = os.dup(output)  # which is closed with the file
     with open(output or os.devnull, "ab") as file:  # noqa: PTH123 (a device is no Path)
         return forks.Launch(server.start(
             str(ROOT / script), arguments, cwd, environment, file.fileno(), file.fileno(),

@@ -34,6 +34,7 @@ from tests.training import losses, metrics
 LONG = 40  # steps
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_bit_for_bit(server: Server, tmp_path: Path,
                                      undisturbed: Callable[..., Undisturbed]):
     outputs = tmp_path / "outputs"

@@ -185,6 +185,7 @@ def test_a_warning_that_slurm_does_not_send(cluster: SlurmCluster, faked: Path, 
     assert (tmp_path / "saved_0").exists()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_gives_up_over_a_lost_node(cluster: SlurmCluster, faked: Path,
                                                    tmp_path: Path) -> None:
     """Slurm may take many minutes to notice; the job does not fail for it."""

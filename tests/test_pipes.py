@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, run_stage, stage_command
+from tests.conftest import ROOT, run_stage, stage_command, start_stage
 from tests.training import SEQ_LENGTH, metrics
 
 SCRIPTS = [*sorted(ROOT.glob("0[1-5]_*.py")), *sorted((ROOT / "launch").glob("*.py"))]
@@ -51,7 +51,9 @@ def test_an_error_keeps_its_code(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_and_what_shows_it_ends(prepared_once: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
-    assert unread(stage_command("04_train_fsdp.py", *TRAIN), tmp_path, both=True)[0] == 0
+    with no_reader() as nowhere:
+        launch = start_stage("04_train_fsdp.py", *TRAIN, cwd=tmp_path, output=nowhere)
+        assert launch.wait() == [0]
     assert [row["step"] for row in metrics(tmp_path, "run")] == [1, 2]
     assert "step" in (tmp_path / "outputs/run/logs/rank_00000.log").read_text()
     listing = [sys.executable, "-m", "lib.checkpoints", "list", str(tmp_path / "outputs/run")]

@@ -76,6 +76,7 @@ def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: P
                                             if "eval/loss" in row], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
     command = stage_command("04_train_fsdp.py", "-e", "two", *TRAIN, ranks=2)
     process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import free_port, kill_all, run_stage, stage_command
+from tests.conftest import free_port, run_stage, start_stage
 from tests.hyperpod_service import service
 from tests.training import SEQ_LENGTH, losses, steps_saved
 
@@ -50,14 +48,6 @@ def client_of(project: Path, address: str) -> InMemoryCheckpointClient:
                                     InMemoryClientConfig(base_url=address), steps_retained=2)
 
 
-def start(project: Path, address: str) -> subprocess.Popen:
-    """Start stage 04 on two ranks."""
-    return subprocess.Popen(
-        stage_command("04_train_fsdp.py", *IN_MEMORY, address, ranks=RANKS), cwd=project,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
 @pytest.fixture(scope="module")
 def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Slots]:
     """Return a project with an undisturbed run and one that was killed, and what is in memory."""
@@ -65,12 +55,12 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=RANKS)
     with service() as address:
-        launch = start(root, address)
+        launch = start_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=root, ranks=RANKS,
+                             output=root / "printed")
         while max([0, *in_memory(root)]) <= 20:
-            assert launch.poll() is None, launch.communicate()
+            assert not launch.poll(), (root / "printed").read_text()
             time.sleep(0.01)
         launch.kill()
-        kill_all(launch, root)
         client = client_of(root, address)
         slots = {(rank, step): client.get_checkpoint(step, rank=rank)
                  for step in client.get_latest_checkpoints() for rank in range(RANKS + 1)}

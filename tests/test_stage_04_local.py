@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forks
-from tests.conftest import ROOT, free_port, kill_all, run_stage, start_stage
+from tests.conftest import ROOT, free_port, run_stage, start_stage
 from tests.training import SEQ_LENGTH, losses, steps_saved
 
 STEPS = 40
@@ -22,25 +21,19 @@ COMMON = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32"
 LOCAL = (*COMMON, "--ckpt-local-freq", 2, "-e", "run")
 
 
-def start(project: Path) -> list[subprocess.Popen]:
+def start(project: Path) -> list[forks.Launch]:
     """Start stage 04 as two nodes of one rank, each with a disk of its own."""
-    port = str(free_port())
-    return [subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
-         "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port,
-         ROOT / "04_train_fsdp.py", *map(str, (*LOCAL, "--ckpt-local-dir", f"disk_{node}"))],
-        cwd=project, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for node in range(2)]
-
-
-def go_on(project: Path, expect: int = 0) -> str:
-    """Run both nodes to their end and return what they print."""
-    nodes = [start_stage(
+    return [start_stage(
         "04_train_fsdp.py", *LOCAL, "--ckpt-local-dir", f"disk_{node}", cwd=project,
         output=project / "printed",
         env={**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(node)})
         for node, variables in enumerate(forks.rank_variables(2, free_port()))]
-    codes = [node.wait(300)[0] for node in nodes]
+
+
+def go_on(project: Path, expect: int = 0) -> str:
+    """Run both nodes to their end and return what they print."""
+    (project / "printed").unlink(missing_ok=True)
+    codes = [node.wait(300)[0] for node in start(project)]
     assert codes == [expect, expect], (project / "printed").read_text()
     return (project / "printed").read_text()
 
@@ -70,11 +63,10 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=2)
     nodes = start(root)
     while max([0, *on_both(root)]) <= 20:
-        assert all(node.poll() is None for node in nodes), nodes[0].communicate()
+        assert not any(node.poll() for node in nodes), (root / "printed").read_text()
         time.sleep(0.01)
     for node in nodes:
         node.kill()
-        kill_all(node, root)
     return root
 
 

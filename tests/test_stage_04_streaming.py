@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import kill_all, run_stage, stage_command
+from tests.conftest import run_stage, start_stage
+from tests.forks import Launch
 from tests.hub_server import HubServer, Repo
 from tests.training import SEQ_LENGTH, losses, metrics
 
@@ -58,11 +58,11 @@ def refused(root: Path, *arguments: object, code: int, says: str, **how: object)
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def until_saved(process: subprocess.Popen, experiment: Path) -> None:
+def until_saved(launch: Launch, experiment: Path) -> None:
     """Wait for the first checkpoint of a run."""
     deadline = time.monotonic() + 200
     while not list(experiment.glob("checkpoints/step_*/COMMIT.json")):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert not launch.poll() and time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -116,11 +116,9 @@ def test_two_ranks_learn_and_the_log_tells(streamed: Path):
 
 
 def test_killed_run_goes_on_bit_for_bit(project: Path):
-    command = stage_command("04_train_fsdp.py", "-e", "cut", *TRAIN, ranks=2)
-    process = subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    until_saved(process, project / "outputs/cut")
-    kill_all(process, project.resolve())
+    launch = start_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, ranks=2)
+    until_saved(launch, project / "outputs/cut")
+    launch.kill()
     deadline = time.monotonic() + 20
     while children(project.resolve()):
         assert time.monotonic() < deadline, "worker processes outlive their rank"
@@ -172,6 +170,7 @@ def repo(hub: HubServer) -> Repo:
     return hub.repos["org/text"]
 
 
+@pytest.mark.slow
 def test_a_dataset_on_the_hub(repo: Repo, hub: HubServer, project: Path):
     arguments = ("-d", "org/text", "--online", "--include", "en/*.json.gz", *COMMON,
                  "--max-steps", 9)
@@ -203,12 +202,11 @@ def test_without_online_the_hub_is_not_asked(repo: Repo, hub: HubServer, project
 
 
 def test_a_dead_worker_ends_the_run_in_words(project: Path):
-    process = subprocess.Popen(
-        stage_command("04_train_fsdp.py", "-e", "x", "-d", "shards", *COMMON, "--max-steps", 5000),
-        cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    until_saved(process, project / "outputs/x")
+    launch = start_stage("04_train_fsdp.py", "-e", "x", "-d", "shards", *COMMON, "--max-steps",
+                         5000, cwd=project, output=project / "printed")
+    until_saved(launch, project / "outputs/x")
     workers = children(project.resolve())
     assert len(workers) == 2
     os.kill(int(workers[0]), 9)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "has died (signal 9)" in error and "Traceback" not in error
+    codes, printed = launch.wait(60), (project / "printed").read_text()
+    assert codes == [1] and "has died (signal 9)" in printed and "Traceback" not in printed

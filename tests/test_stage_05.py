@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
-from tests.conftest import run_stage, stage_command
+from tests.conftest import run_stage, start_stage
 from tests.models.families import FAMILIES
 from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
 
@@ -167,23 +165,20 @@ def test_exports_while_training_goes_on(project: Path):
     """Each export is of a step that was committed, and a run that goes on is not disturbed."""
     arguments = ("-e", "busy", *TRAIN, "--max-steps", 100000, "--ckpt-freq", 20, "--eval-freq", 0,
                  "--ckpt-keep", 0)
-    process = subprocess.Popen(stage_command("04_train_fsdp.py", *arguments), cwd=project,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    launch = start_stage("04_train_fsdp.py", *arguments, cwd=project)
     try:
         folder = project / "outputs" / "busy" / "checkpoints"
         steps = []
         for number in range(2):
             while len(list(folder.glob("step_*/COMMIT.json"))) <= 2 * number:
-                assert process.poll() is None
+                assert not launch.poll()
                 time.sleep(0.05)
             run_stage("05_export_checkpoint.py", "-e", "busy", "--out", f"out{number}", cwd=project)
             summary = json.loads((project / f"out{number}" / "manifest.json").read_text())
             steps.append(summary["summary"]["step"])
-        assert process.poll() is None and 0 < steps[0] < steps[1]
+        assert not launch.poll() and 0 < steps[0] < steps[1]
     finally:
-        process.kill()
-        process.wait()
+        launch.kill()
     assert not list(project.glob("out*.partial-*"))
 
 

@@ -82,9 +82,8 @@ def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("prepared")
     write_corpus(root / "raw_text")
-    run_stage("01_organize_data.py", "--num-dirs", 3, cwd=root, fresh=True)
-    run_stage("02_build_hf_dataset.py", "--validation-percent", 15, cwd=root,
-              fresh=True)
+    run_stage("01_organize_data.py", "--num-dirs", 3, cwd=root)
+    run_stage("02_build_hf_dataset.py", "--validation-percent", 15, cwd=root)
     save_tokenizer(root / "model", root / "raw_text")
     save_model(root / "model")
     return root

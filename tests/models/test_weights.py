@@ -277,6 +277,7 @@ def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_hold_what_one_process_holds(
         tmp_path: Path, stage: Callable[..., Any], cases: dict[str, tuple[Any, dict[str, Any]]],
 ) -> None:

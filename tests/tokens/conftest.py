@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import run_stage
+
 TEXTS = ["the cat sat", "on the mat\n", "", "naïve café 日本", "x" * 300, "the end </s> of it"]
 BOS, EOS = "<s>", "</s>"
 
@@ -55,9 +54,8 @@ def _of_stage_02(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = "".join(json.dumps({"text": f"document number {n} " + "word " * (n % 9)}) + "\n"
                     for n in range(60))
     (root / "raw/a.jsonl").write_text(lines)
-    subprocess.run([sys.executable, str(ROOT / "02_build_hf_dataset.py"), "--data-folder", "raw",
-                    "--save-dir", "corpus", "--validation-percent", "20", "--num-workers", "1"],
-                   cwd=root, check=True, capture_output=True)
+    run_stage("02_build_hf_dataset.py", "--data-folder", "raw", "--save-dir", "corpus",
+              "--validation-percent", 20, "--num-workers", 1, cwd=root)
     return root / "corpus"
 
 

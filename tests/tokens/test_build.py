@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -17,8 +15,11 @@ import pytest
 from lib.core.errors import ArtifactError, UsageError
 from lib.tokens import build, source, store
 from lib.tokens.windows import Windows
+from tests import forks
+from tests.conftest import ROOT
+from tests.forks import Launch
 
-from .conftest import ROOT, save_tokenizer
+from .conftest import save_tokenizer
 
 
 def prepare(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_000) -> Path:
@@ -120,32 +121,18 @@ def test_a_damaged_store_is_told_with_the_cure(tmp_path: Path, of_stage_02: Path
     assert damage == "unfinished" or f"rm -r {path}" in caught.value.run
 
 
-PREPARE = """
-import sys
-from pathlib import Path
-from lib.core import log, offline
-offline.enable(); log.setup()
-from lib.tokens import build, source
-if sys.argv[4] == "slow":  # so that a test can act while it builds
-    import time
-    source._BATCH_ROWS, build._SAVE_PROGRESS_S = 5, 0
-    write = build._Sink.write
-    build._Sink.write = lambda self, array: (print("writing", flush=True), time.sleep(0.4),
-                                             write(self, array))
-print(build.prepare(source.open_source(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]),
-                    100_000, 1, False))
-"""
+def start(*arguments: object, **environment: str) -> tuple[Launch, IO[str]]:
+    """Start building.py in a process of its own; return it and what it prints."""
+    reader, writer = os.pipe()
+    launch = Launch(forks.server("offline").start(
+        "", arguments, ROOT, {**os.environ, **environment}, writer, 2,
+        call="tests.tokens.building:prepare"))
+    os.close(writer)
+    return launch, os.fdopen(reader)
 
 
-def start(*arguments: object, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", PREPARE, *map(str, arguments)], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{ROOT}",
-             **environment})
-
-
-def wait_for(process: subprocess.Popen, text: str) -> None:
-    for line in process.stdout:
+def wait_for(printed: IO[str], text: str) -> None:
+    for line in printed:
         if text in line:
             return
     raise AssertionError(f"{text!r} was not printed")
@@ -154,11 +141,12 @@ def wait_for(process: subprocess.Popen, text: str) -> None:
 def test_a_second_launch_and_other_ranks_wait_for_the_builder(tmp_path: Path, of_stage_02: Path,
                                                               tokenizer: Path) -> None:
     cache = tmp_path / ".cache"
-    builder = start(of_stage_02, tokenizer, cache, "slow")
-    wait_for(builder, "writing")
-    others = [start(of_stage_02, tokenizer, cache, "fast"),
-              start(of_stage_02, tokenizer, cache, "fast", LOCAL_RANK="1", RANK="1")]
-    outputs = [process.communicate(timeout=120)[0] for process in (builder, *others)]
+    builder = start(of_stage_02, tokenizer, cache, 0.1)
+    wait_for(builder[1], "writing")
+    others = [start(of_stage_02, tokenizer, cache, 0),
+              start(of_stage_02, tokenizer, cache, 0, LOCAL_RANK="1", RANK="1")]
+    outputs = [printed.read() for _, printed in (builder, *others)]
+    assert [launch.wait() for launch, _ in (builder, *others)] == [[0]] * 3
     [path] = (cache / "tokens").iterdir()
     assert [output.splitlines()[-1] for output in outputs] == [str(path)] * 3
     assert f"waiting for {path} to be built by another process" in outputs[1]
@@ -171,10 +159,10 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path, of_stage_02: P
                                                   tokenizer: Path, writes: int,
                                                   caplog: pytest.LogCaptureFixture) -> None:
     cache = tmp_path / ".cache"
-    with start(of_stage_02, tokenizer, cache, "slow") as killed:
-        for _ in range(writes):
-            wait_for(killed, "writing")
-        killed.send_signal(signal.SIGKILL)
+    killed, printed = start(of_stage_02, tokenizer, cache, 0.4)
+    for _ in range(writes):
+        wait_for(printed, "writing")
+    killed.kill()
     [left] = (cache / "tokens").iterdir()
     assert ".partial-" in left.name
     with pytest.raises(ArtifactError):
@@ -192,12 +180,11 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path, of_stage_02: P
 
 def test_a_rank_that_waits_does_not_build(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
                                           ) -> None:
-    process = start(of_stage_02, tokenizer, tmp_path / ".cache", "fast", LOCAL_RANK="1")
-    wait_for(process, "waiting for")
+    launch, printed = start(of_stage_02, tokenizer, tmp_path / ".cache", 0, LOCAL_RANK="1")
+    wait_for(printed, "waiting for")
     time.sleep(0.7)
-    assert process.poll() is None and not (tmp_path / ".cache").exists()
-    process.kill()
-    process.communicate()
+    assert not launch.poll() and not (tmp_path / ".cache").exists()
+    launch.kill()
 
 
 def test_tokens_by_pread_equal_the_mapped_ones(tmp_path: Path, of_stage_02: Path, tokenizer: Path,

@@ -1,0 +1,24 @@
+"""What a process does that prepares the tokens of a dataset, for tests that disturb it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from lib.core import log
+from lib.tokens import build, source
+
+
+def prepare(dataset: str, tokenizer: str, cache: str, pause: str) -> None:
+    """Build the tokens and print their directory. pause: seconds before each write, which is told.
+
+    With a pause, so little is written at a time that a test can act while it builds.
+    """
+    log.setup()
+    if float(pause):
+        source._BATCH_ROWS, build._SAVE_PROGRESS_S = 5, 0
+        write = build._Sink.write
+        build._Sink.write = lambda self, array: (print("writing", flush=True),
+                                                 time.sleep(float(pause)), write(self, array))
+    print(build.prepare(source.open_source(Path(dataset)), Path(tokenizer), Path(cache), 100_000, 1,
+                        False))
