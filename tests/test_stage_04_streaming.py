@@ -115,6 +115,7 @@ def test_two_ranks_learn_and_the_log_tells(streamed: Path):
     assert not children(streamed)
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_bit_for_bit(project: Path):
     launch = start_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, ranks=2)
     until_saved(launch, project / "outputs/cut")
@@ -201,6 +202,7 @@ def test_without_online_the_hub_is_not_asked(repo: Repo, hub: HubServer, project
             code=2, says="no shard in org/text")
 
 
+@pytest.mark.slow
 def test_a_dead_worker_ends_the_run_in_words(project: Path):
     launch = start_stage("04_train_fsdp.py", "-e", "x", "-d", "shards", *COMMON, "--max-steps",
                          5000, cwd=project, output=project / "printed")
