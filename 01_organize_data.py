@@ -109,15 +109,15 @@ def print_plan(opts: options.Options, entries: Sequence[Entry],
         "take": f"{units.counted(len(files), 'file')}, {units.size(sum(sizes.values()))} "
                 f"({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())})",
         "skip": reasons(entries) or "nothing",
-        "splits": f"{len(counts)}, each with {_range(min(counts.values()), max(counts.values()))} "
-                  f"files, {units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
+        "splits": f"{len(counts)}, each with {_range(min(counts.values()), max(counts.values()))}, "
+                  f"{units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
         "mode": opts.mode,
     })
     return counts, sizes
 
 
 def _range(low: int, high: int) -> str:
-    return f"{low:,}" if low == high else f"{low:,} or {high:,}"
+    return f"{'' if low == high else f'{low:,} or '}{units.counted(high, 'file')}"
 
 
 def write_list(path: Path, entries: Sequence[Entry], files: Sequence[tuple[Entry, str]]) -> None:

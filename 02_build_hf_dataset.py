@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.core import commands, log, options, publish, stage, units
+from lib.core import commands, log, manifest, options, publish, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.progress import Progress
 from lib.corpus import doubts, inputs, pool, store, work
@@ -107,7 +107,10 @@ def check_options(opts: options.Options) -> None:
     if opts.merge and opts.only_splits is not None:
         problems.add("--only-splits and --merge exclude each other",
                      expected="--only-splits on each machine, then --merge on one")
-    if save_dir.resolve().is_relative_to(folder.resolve()):
+    if manifest.kind_of(folder).startswith("dataset/"):
+        problems.add(f"--data-folder {folder} is a dataset that this stage has made already",
+                     run=commands.train("-e", "first", "-d", folder))
+    elif save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(f"--save-dir {save_dir} lies in --data-folder {folder}",
                      expected="a place where the dataset is not read as input again")
     elif folder.resolve().is_relative_to(save_dir.resolve()):
@@ -122,7 +125,7 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
     log.table({
         "read": f"{units.counted(len(files), 'file')}, {units.size(total)}, "
                 f"in {units.counted(count, 'unit')} by "
-                f"{min(opts.num_workers, count)} workers",
+                f"{units.counted(min(opts.num_workers, count), 'worker')}",
         "rows": "one per document" if opts.strings == "joined" else "one per string",
         "fields": ", ".join(opts.fields) or "every string value",
         "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"

@@ -84,7 +84,8 @@ def main(argv: list[str]) -> None:
     plan = export.plan(model, getattr(torch, opts.dtype), opts.max_shard_size)
     log.info(f"export of {checkpoint.path}")
     log.table({"model": f"{model.config.model_type}, {units.count(parameters(model))} parameters",
-               "to": f"{out}, {opts.dtype}, {units.size(plan.bytes)} in {len(plan.files)} file(s)"})
+               "to": f"{out}, {opts.dtype}, {units.size(plan.bytes)} in "
+                     f"{units.counted(len(plan.files), 'file')}"})
     if damage is None:
         return
     require_intact(checkpoint, damage.result())

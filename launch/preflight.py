@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from launch.common import findings  # noqa: E402
 from launch.common.findings import Finding  # noqa: E402
-from lib.core import log, options, stage  # noqa: E402
+from lib.core import log, options, stage, units  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> None:
     from launch.preflights.group import Launch
 
     launch = Launch(opts.timeout)
-    log.info(f"{launch.world_size} ranks on {len(launch.ranks_of)} nodes, "
+    log.info(f"{units.counted(launch.world_size, 'rank')} on "
+             f"{units.counted(len(launch.ranks_of), 'node')}, "
              f"{'GPUs' if launch.on_gpu else 'CPUs'}")
     facts = examine(launch, opts)
     speed = preflight_bandwidth.measure(launch, began + opts.seconds)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
+import io
 import re
 from pathlib import Path
 
 import pytest
 
 from lib.core import help_text, options
+from lib.core.errors import UsageError
 from lib.train import arguments
 from tests.test_repository import ROOT, STAGES, load, name_of
 
@@ -79,6 +82,12 @@ def test_the_help_of_training_is_a_page_and_all_of_it_can_be_had() -> None:
     assert len(lines) == len(arguments.FIRST) == 10
     assert all(re.search(r"\((default: .+|needed)\)$", line) for line in lines)
     assert "--help-all" in page and not [flag for flag in flags if flag not in everything]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
+        parser.parse(["--help-all"])  # to the standard output, for a pager or grep
+    assert printed.getvalue() == everything
+    with pytest.raises(UsageError) as refused:
+        parser.parse(["-e", "x", "-d", "y", "--log-every", "3"])
+    assert refused.value.run.endswith(" --help-all")  # the page has ten options only
     assert {*arguments.FIRST} <= {action.dest for action in parser._actions}
 
 

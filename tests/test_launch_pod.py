@@ -167,7 +167,7 @@ def test_an_elastic_job_goes_on_without_a_lost_pod(project: Path) -> None:
         nodes[1].die()
         assert pods[0].wait(PATIENCE) == 0, said()
     assert sorted(losses(project, "run")) == list(range(1, 26))
-    assert "over 2 ranks" in said() and "over 1 ranks" in said()
+    assert "over 2 ranks" in said() and "over 1 rank;" in said()
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

@@ -108,7 +108,7 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
      ("there are 2 nodes", "0 to 1", "--head is needed")),
     (("--nnodes", 2, "--node-rank", 0, "--head", "h", "--nproc-per-node", 0, "--hed", 1, "--",
       "-e", "x", "--seeed", 1), ("--nproc-per-node: expected", "nearest is --seed",
-                                 "04_train_fsdp.py --help")),
+                                 "04_train_fsdp.py --help-all")),
     (("--nnodes", 1, "--node-rank", 0, "--head", "h", "--port", 70_000, "--max-restarts", "z", "--",
       "-e", "x", "-d", "y"), ("a port from 1 to 65535", "--max-restarts: expected")),
     (("--nnodes", 2, "--node-rank", 0, "--head", "h", "-e", "x", "-d", "y"), ("`--` is missing",)),

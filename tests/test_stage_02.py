@@ -251,6 +251,7 @@ def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
     (["--data-folder", "bare"], "no file", 2), (["--data-folder", "binary"], "no document", 2),
     (["--data-folder", "raw_text/a.txt"], "is a file", 2),
     (["--data-folder", "raw_text", "--save-dir", "raw_text/out"], "lies in --data-folder", 2),
+    (["--data-folder", "made", "--save-dir", "made"], "a dataset that this stage has made", 2),
     (["--data-folder", "raw_text", "--save-dir", "binary"], "not made by this stage", 2),
     (["--data-folder", "raw_text", "--fields", "a,,b"], "commas", 2),
     (["--validation-percent", "100"], "percentage", 2), (["--max-error-rate", "5"], "fraction", 2),
@@ -259,6 +260,8 @@ def test_bad_usage_is_told_in_words(stage, raw, tmp_path, arguments, words, code
     (tmp_path / "bare").mkdir()
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary/a").write_bytes(b"\0")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/manifest.json").write_text('{"kind": "dataset/1"}')
     done = stage(SCRIPT, *arguments, expect=code)
     assert words in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "hf_datasets/corpus").exists()

@@ -45,7 +45,7 @@ def test_windows(plain: Path, options: tuple[object, ...]) -> None:
     assert figures(plain, name) == pytest.approx(figures(plain, "windows"), rel=1e-4)
     assert "the logits of all tokens never exist" in done.stdout
     if "--shard-size" in options:
-        assert "over 1 ranks, 2 replicas" in done.stdout
+        assert "over 1 rank, 2 replicas" in done.stdout
 
 
 @pytest.mark.parametrize("options", [("--attention", "varlen"), pytest.param(
@@ -66,7 +66,7 @@ def test_other_knobs_may_turn_when_a_run_goes_on(plain: Path) -> None:
 
 def test_what_cannot_work_is_refused(plain: Path) -> None:
     for options, says in ((("--attention", "flex"), "cannot train on a CPU"),
-                          (("--shard-size", 3), "does not divide the 1 ranks"),
+                          (("--shard-size", 3), "does not divide the 1 rank"),
                           (("--attention", "flash_attention_2"), "FlashAttention2")):
         done = run_stage("04_train_fsdp.py", "-e", "no", *WINDOWS, *options, cwd=plain, expect=2)
         assert says in done.stderr and "Traceback" not in done.stderr

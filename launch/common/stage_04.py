@@ -29,7 +29,9 @@ def parse(words: Sequence[str]) -> Options:
         opts = _parser().parse(words)
         paths.settle(opts)
     except UsageError as error:
-        run = commands.script(SCRIPT, "--help") if error.run == commands.help_of() else error.run
+        run = error.run
+        if run in (commands.help_of(), commands.help_of("--help-all")):
+            run = commands.script(SCRIPT, "--help-all")
         raise UsageError(error.problem, expected=error.expected, found=error.found,
                          hint=error.hint, run=run) from None
     return opts

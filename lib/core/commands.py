@@ -83,9 +83,9 @@ def shell(*words: object) -> str:
     return _joined([str(word) for word in words])
 
 
-def help_of() -> str:
+def help_of(flag: str = "--help") -> str:
     """Return the command that lists the options of the script that runs."""
-    return _joined([*_program(), "--help"])
+    return _joined([*_program(), flag])
 
 
 def as_words(options: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import textwrap
 from collections.abc import Mapping
 
@@ -22,7 +23,7 @@ class HelpAll(argparse.Action):
     """Prints every option; only where --help is a short page."""
 
     def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
-        parser._print_message(parser.format_all())  # type: ignore[attr-defined]
+        parser._print_message(parser.format_all(), sys.stdout)  # type: ignore[attr-defined]
         parser.exit()
 
 

@@ -123,7 +123,8 @@ class Parser(argparse.ArgumentParser):
         try:
             problems.raise_if_any()
         except UsageError as error:
-            error.hint, error.run = hint, commands.help_of()
+            shown = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+            error.hint, error.run = hint, commands.help_of(shown)
             raise
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:

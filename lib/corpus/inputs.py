@@ -60,9 +60,6 @@ def _is_splits(folder: Path) -> bool:
         (folder / FILE_LIST).exists() and any(folder.glob("split_[0-9]*")))
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False
-    if manifest.kind_of(folder).startswith("dataset/"):
-        raise UsageError(f"--data-folder {folder} is a dataset that this stage has made already",
-                         run=commands.train("-e", "first", "-d", folder))
     is_usual = Path("raw_text").is_dir()  # where stage 01 looks unless it is told otherwise
     manifest.read(folder, SPLITS_KIND, "the splits",
                   run=commands.script("01_organize_data.py", "--dst-root", folder) * is_usual,

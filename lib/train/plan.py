@@ -146,7 +146,8 @@ def check_options(options: Options) -> None:
     problems.collect(lambda: require_falling(options, largest))
     for ranks in options.plan_gpus or [launched_size()]:
         if options.shard_size and ranks % options.shard_size:
-            problems.add(f"--shard-size {options.shard_size} does not divide the {ranks} ranks",
+            problems.add(f"--shard-size {options.shard_size} does not divide the "
+                         f"{units.counted(ranks, 'rank')}",
                          expected="replicas of equal size")
     if options.plan_gpus and not options.dry_run:
         problems.add("--plan-gpus plans and does not train", run=commands.again("--dry-run"))

@@ -71,7 +71,8 @@ class Report:
     def launch(self) -> str:
         """Return in words what this launch did, and how fast."""
         seconds, steps = self._pace.seconds_per_step, self._pace.steps
-        speed = f", {self._plan.tokens_per_step / seconds:,.0f} tok/s" if seconds else ""
+        speed = f", {self._plan.tokens_per_step / seconds:,.0f} tok/s after the first" \
+            if seconds else ""
         return f"this launch: {steps:,} step{'s' * (steps != 1)} in " \
                f"{units.duration(time.monotonic() - self._began)}{speed}"
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from lib.core import units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
 from lib.models.shards import own_class
@@ -65,7 +66,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
         after.set_modules_to_backward_prefetch([before])
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
-           f"{mesh.size(-1)} ranks{replicas}; float32 masters and reductions" \
+           f"{units.counted(mesh.size(-1), 'rank')}{replicas}; float32 masters and reductions" \
            f"{' in host memory' if offload else ''}, {precision} compute" \
            f"{'; small enough to stay gathered until backward' if keep_gathered else ''}"
 
