@@ -17,7 +17,7 @@ from lib.train.startup import Setting
 
 _GIB = 1 << 30
 _TOLD = 0.005  # the share of the whole from which on a kind of memory is named
-_PATIENCE_S = 30  # a trace takes a second or two, at low priority somewhat longer
+_PATIENCE_S = 30  # of processor time; a trace takes a few seconds of it
 
 
 class MemoryEstimate:
@@ -79,9 +79,9 @@ class MemoryEstimate:
 
 
 def _trace(question: Connection, opts: Options, setting: Setting, on_gpu: bool, has: int) -> None:
-    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    signal.alarm(_PATIENCE_S)
+    signal.setitimer(signal.ITIMER_PROF, _PATIENCE_S)
     os.nice(10)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # whoever reads the run's output must not wait for this process
