@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,17 @@ def as_it_was():
                 os.environ[name] = _AT_FIRST[name]
 
 
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return an iterator over files that do not exist: a directory per test would be slow."""
+    folder = tmp_path_factory.mktemp("network")
+    return (folder / f"connections_{number}.txt" for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def no_foreign_sockets(as_it_was: None, tmp_path_factory: pytest.TempPathFactory,
-                       monkeypatch: pytest.MonkeyPatch):
+def no_foreign_sockets(as_it_was: None, reports: Iterator[Path], monkeypatch: pytest.MonkeyPatch):
     """Fail a test when one of its Python processes connects beyond this machine."""
-    report = tmp_path_factory.mktemp("network") / "connections.txt"
+    report = next(reports)
     monkeypatch.setenv("NETWORK_GUARD_REPORT", str(report))
     yield
     if report.exists():
