@@ -44,7 +44,7 @@ def test_two_ranks_of_a_node(tmp_path: Path):
     found, content = read(tmp_path / "a report.json")
     assert not told(found, "network") and content["speed"]["world"]["all_reduce"] > 0
     assert len(content["nodes"]["0"]["compute"]) == 2
-    assert "2 ranks on 1 nodes" in done.stdout and "is ready" in done.stdout
+    assert "2 ranks on 1 node" in done.stdout and "is ready" in done.stdout
     assert {f.check for f in found if "not checked" in f.text} >= {"EFA"}
     assert [path.name for path in tmp_path.iterdir()] == ["a report.json"]  # no probe is left
     assert time.monotonic() - began < 180
