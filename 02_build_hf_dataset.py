@@ -256,7 +256,7 @@ def print_next(opts: options.Options) -> None:
     fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
     made = commands.script("03_download_model.py", "--from-scratch", "--model-size", "tiny",
                            "--train-tokenizer", opts.save_dir)
-    log.info(f"next: a model; of the Hub: {fetch}\n      or a small one from scratch: {made}")
+    log.info(f"next: fetch a model: {fetch}\n      or make a small one from scratch: {made}")
     log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
 
 

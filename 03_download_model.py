@@ -60,7 +60,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     add("--trust-remote-code", action="store_true",
         help="for a type of model that transformers does not know, fetch the code that comes with "
              "the model, and let it run here and in stages 04 and 05")
-    add("--dataset-name", metavar="ORG/NAME", 
+    add("--dataset-name", metavar="ORG/NAME",
         help="dataset to fetch raw files of (default: none, a model is prepared)")
     add("--include", action="append", default=[], metavar="GLOB",
         help="files of the dataset, by path; `*` also matches `/`; may be repeated; adds to what "
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> options.Options:
         help="the files go to DIR/ORG--NAME/ (default: raw_text)")
     add = parser.add_argument_group("from scratch").add_argument
     add("--from-scratch", action="store_true", help="make a model without weights, offline")
-    add("--model-size", choices=tuple(scratch.SIZES), 
+    add("--model-size", choices=tuple(scratch.SIZES),
         help="number of parameters, about (default: none, it or --config-json is needed)")
     add("--config-json", type=Path, metavar="FILE",
         help="instead of a size: a config.json of any architecture that transformers knows "
@@ -81,7 +81,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     add("--train-tokenizer", type=Path, metavar="DATASET",
         help="train a byte-level BPE tokenizer on the train split of this dataset directory "
              "(default: none, it or --tokenizer is needed)")
-    add("--tokenizer", type=Path, metavar="DIR", 
+    add("--tokenizer", type=Path, metavar="DIR",
         help="directory with a tokenizer to copy (default: none)")
     parser.add_common("fetch (threads, 2 connections each, 8 at most), hash or train (threads)")
     opts = parser.parse(argv)

@@ -75,7 +75,7 @@ def parser() -> options.Parser:
     nodes.add_argument("--efa-per-node", type=options.count, metavar="N",
                        help="EFA adapters to ask for (default: by instance type)")
     pod = parser.add_argument_group("the pods")
-    pod.add_argument("--image", default="", metavar="URI", 
+    pod.add_argument("--image", default="", metavar="URI",
                      help="image with the code (needed by render, apply and deploy)")
     pod.add_argument("--image-pull-secret", default="", metavar="NAME",
                      help="secret with the registry's credentials (default: none)")
