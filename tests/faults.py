@@ -68,7 +68,7 @@ class Server:
         given = {"clock": clock, "faults": {rank: asdict(fault)
                                             for rank, fault in (faults or {}).items()}}
         with output.open("ab") as file:
-            launch = Launch(forks.server("offline").start(
+            launch = Launch(forks.server("stages").start(
                 str(ROOT / "04_train_fsdp.py"), argv, self.root, environment, file.fileno(),
                 file.fileno(), forks.rank_variables(ranks, free_port()) if ranks > 1 else [{}],
                 before="tests.fault_points:disturb", given=given,

@@ -7,9 +7,9 @@ error, and one that gets a line `{"pids": […]}` and then `{"ended": pid, "code
 code negative for a signal. "call" starts a function `module:name` with `argv` as its arguments
 instead of a script; "before" is a function that each rank calls first, with its number and "given".
 
-Arguments: `offline` has imported lib/ and the Hugging Face packages, which read the environment
-once, at their import; `online` has imported neither, for what talks to a Hub; `launch` has imported
-launch/ alone, without torch.
+Arguments: `stages` has imported lib/ and the Hugging Face packages, whose settings are then read
+again from the environment of each process; `bare` has imported neither, for what runs a model's own
+code on its way here; `launch` has imported launch/ alone, without torch.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def _modules(pattern: str) -> list[str]:
 
 
 _FAMILIES = [f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama")]
-_IMPORTS = {"offline": [*_modules("lib/*/*.py"), *_FAMILIES, "datasets", "matplotlib.pyplot",
+_IMPORTS = {"stages": [*_modules("lib/*/*.py"), *_FAMILIES, "datasets", "matplotlib.pyplot",
                         "torch.utils.tensorboard", "torch.distributed.checkpoint", "yaml"],
-            "online": ["torch._dynamo", "torch.onnx", "torch.testing", "torch.distributed.fsdp",
+            "bare": ["torch._dynamo", "torch.onnx", "torch.testing", "torch.distributed.fsdp",
                        "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
                        "torch.distributed.pipelining", "torch.nn.attention.flex_attention",
                        "PIL.Image", "fsspec", "jinja2", "pandas", "pyarrow.dataset",
@@ -129,10 +129,23 @@ def _save_work() -> None:
     from lib.train import plot
 
     conversion_mapping.get_checkpoint_conversion_mapping("llama")  # a thousand regular expressions
-    # It would complain that it does not come before the imports.
-    offline.enable = lambda: os.environ.update(offline.OFFLINE_ENVIRONMENT)
+
+    def enable() -> None:
+        """Do the same, but do not complain that it does not come before the imports."""
+        os.environ.update(offline.OFFLINE_ENVIRONMENT)
+        _read_settings()
+
+    offline.enable = enable
     # Pictures are half of the work of a tiny run.
     plot.loss = lambda *rows: None
+
+
+def _read_settings() -> None:
+    """Let huggingface_hub see this process's environment, which it reads once, at its import."""
+    from huggingface_hub import constants
+
+    importlib.reload(constants)
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # which stage 03 sets before it imports it
 
 
 def _function(name: str) -> Any:
@@ -144,11 +157,11 @@ def main(kind: str) -> None:
     """Import, serve, and in each process that was started do what was asked for."""
     from lib.core import offline
 
-    if kind == "offline":
+    if kind == "stages":
         offline.enable()
     for name in _IMPORTS[kind]:
         importlib.import_module(name)
-    if kind == "offline":
+    if kind == "stages":
         _save_work()
     gc.collect()
     gc.freeze()
@@ -156,6 +169,8 @@ def main(kind: str) -> None:
     if part is None:
         return
     become(*part)
+    if kind == "stages":
+        _read_settings()
     request = part[0]
     if "call" in request:
         _function(request["call"])(*request["argv"])

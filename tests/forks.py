@@ -108,10 +108,10 @@ class ForkServer:
 
     def serves(self, environment: dict[str, str]) -> bool:
         """Tell whether a process forked is like one started in this environment."""
-        late = {"offline": [_READ_LATE], "online": [_READ_LATE, _HUB], "launch": [_SETTING]}
+        late = {"launch": [_SETTING]}.get(self._kind, [_READ_LATE, _HUB])
         differ = {name for name, _ in {"PYTHONPATH": _GUARD, **environment}.items()
                   ^ self._environment.items()}
-        return all(any(names.fullmatch(name) for names in late[self._kind]) for name in differ)
+        return all(any(names.fullmatch(name) for names in late) for name in differ)
 
     def start(self, script: str, argv: Sequence[object], cwd: Path, environment: dict[str, str],
               out: int, err: int, ranks: Sequence[dict[str, str]] = ({},), **how: Any,
@@ -147,9 +147,7 @@ def kind_for(script: str, arguments: Sequence[object]) -> str:
     """Return the kind of server that has imported what a command needs and may have."""
     if script in ("launch/build_image.py", "launch/kubernetes.py", "launch/monitor.py"):
         return "launch"
-    is_online = "--from-scratch" not in arguments if script.startswith("03") \
-        else "--online" in arguments
-    return "online" if is_online else "offline"
+    return "bare" if script.startswith("03") and "--trust-remote-code" in arguments else "stages"
 
 
 @functools.cache

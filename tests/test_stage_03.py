@@ -22,7 +22,7 @@ def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_
     repo = hub.repos[NAME]
     change_config(repo, auto_map={"AutoModelForCausalLM": "model.Model"})  # ignored: a known type
     repo.cut[SHARDS[0]] = 100_000  # taken up where it broke
-    done = stage(SCRIPT, "--model-name", NAME)
+    done = stage(SCRIPT, "--model-name", NAME, fresh=True)
     target = tmp_path / TARGET
     there = {path.name: path.read_bytes() for path in target.iterdir()}
     made = json.loads(there.pop("manifest.json"))

@@ -124,7 +124,7 @@ def test_a_damaged_store_is_told_with_the_cure(tmp_path: Path, of_stage_02: Path
 def start(*arguments: object, **environment: str) -> tuple[Launch, IO[str]]:
     """Start building.py in a process of its own; return it and what it prints."""
     reader, writer = os.pipe()
-    launch = Launch(forks.server("offline").start(
+    launch = Launch(forks.server("stages").start(
         "", arguments, ROOT, {**os.environ, **environment}, writer, 2,
         call="tests.tokens.building:prepare"))
     os.close(writer)
