@@ -108,13 +108,13 @@ demo: $(VENV)/installed
 	  --prompt '    def __init__(self, loop' --prompt '        if self._'
 
 test: $(VENV)/installed-dev
-	$(PY) -m pytest -q -n 2 --dist worksteal -m 'not slow and not long'
+	$(PY) -m pytest -q -n 3 --dist worksteal -m 'not slow and not long'
 
 test-long: $(VENV)/installed-dev
 	$(PY) -m pytest -m long
 
 test-slow: $(VENV)/installed-dev
-	$(PY) -m pytest -q -n 2 --dist worksteal -m slow
+	$(PY) -m pytest -q -n 3 --dist worksteal -m slow
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

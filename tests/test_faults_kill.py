@@ -98,6 +98,7 @@ def kill_often(server: Server, expected: Undisturbed, parent: Path, kills: int) 
     runs.close()
 
 
+@pytest.mark.slow
 def test_a_few_kills(server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path):
     kill_often(server, undisturbed(steps=LONG), tmp_path, kills=3)
 

@@ -14,7 +14,8 @@ from tests.fault_points import Fault, operations
 from tests.faults import STEPS, Server, Undisturbed, begun_at, run_options, valid_steps
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["new", "going on"])
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow, id="new"),
+                                   pytest.param(False, id="going on")])
 def test_of_four_at_once_one_trains(server: Server, tmp_path: Path, first: bool,
                                     undisturbed: Callable[..., Undisturbed]):
     """The others say who has it, and change nothing."""

@@ -45,6 +45,7 @@ def test_all_nodes_end_with_the_code_of_the_one_that_knows_why(tmp_path: Path) -
     assert not processes(str(tmp_path)) and not (tmp_path / "outputs" / ".launch").exists()
 
 
+@pytest.mark.slow
 def test_a_lost_worker_begins_a_new_round_on_all_nodes(tmp_path: Path) -> None:
     plan = ("fail('StageError', 1, 'error: the connection to another rank broke')", COMPLETE)
     codes, output = ends(launch(tmp_path, 0, *plan, nodes=3, arguments=("--overwrite",)),
@@ -99,6 +100,7 @@ def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
     assert codes == [1] and "node 0 is not there" in output
 
 
+@pytest.mark.slow
 def test_the_same_number_on_two_machines_is_refused(tmp_path: Path) -> None:
     first = launch(tmp_path, 1, COMPLETE)
     board = tmp_path / "outputs/.launch/run/node_00001.json"

@@ -84,6 +84,7 @@ def test_another_launch_that_still_holds_the_run_after_a_restart_is_waited_for(t
     assert (returned, len(attempts)) == (0, 3), output
 
 
+@pytest.mark.slow
 def test_what_does_not_stop_is_killed(tmp_path: Path) -> None:
     mark = f"mark-{tmp_path.name}"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"

@@ -58,8 +58,9 @@ def traced(model: PreTrainedModel, wanted: Case) -> memory_trace.Step:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("config", [
-    LlamaConfig(**SMALL), LlamaConfig(**SMALL, tie_word_embeddings=True),
-    MixtralConfig(**SMALL, num_local_experts=4)], ids=["llama", "tied", "mixtral"])
+    pytest.param(LlamaConfig(**SMALL), marks=pytest.mark.slow, id="llama"),
+    pytest.param(LlamaConfig(**SMALL, tie_word_embeddings=True), marks=pytest.mark.slow, id="tied"),
+    pytest.param(MixtralConfig(**SMALL, num_local_experts=4), id="mixtral")])
 def test_a_few_blocks_stand_for_all(config: PretrainedConfig, recompute: str) -> None:
     model, wanted = on_meta(config), case(recompute=recompute)
     assert Estimates(model).step(wanted) == traced(model, wanted)
