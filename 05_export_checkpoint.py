@@ -100,7 +100,7 @@ def write(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
     began = time.monotonic()
     publish.require_space(out.parent, int(plan.bytes * 1.01), "the exported model")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
-        files = write_model_files(opts, experiment, checkpoint, model, build.dir)
+        files = write_model_files(opts, experiment, checkpoint, model, build)
         with Progress("exporting", plan.bytes, "B", not opts.no_progress) as bar:
             try:
                 weights = export.write(model, checkpoint, plan, build.dir, bar.advance)
@@ -212,7 +212,7 @@ def require_there(checkpoint: commit.Checkpoint) -> None:
 
 
 def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
-                      model: PreTrainedModel, out: Path) -> list[dict[str, Any]]:
+                      model: PreTrainedModel, build: publish.Build) -> list[dict[str, Any]]:
     """Write configs (with the dtype of the export), tokenizer and model card; return their entries.
     """
     from transformers import GenerationConfig
@@ -221,6 +221,7 @@ def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.
     from lib.models.architecture import read_config
     from lib.train import journal
 
+    out = build.dir
     for path in sorted(experiment.model.iterdir()):
         if path.is_file() and path.suffix != ".tmp" and path.name != "config.json":
             shutil.copyfile(path, out / path.name)
@@ -237,7 +238,7 @@ def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.
     facts = card.facts(checkpoint, experiment.metrics, names)
     manifest.write_text(out / card.FILE, card.text(
         experiment.root.name, type(model).__name__, opts.dtype, parameters(model), facts))
-    return [manifest.file_entry(out, path, "sha256") for path in sorted(out.iterdir())]
+    return [manifest.file_entry(out, path, "sha256") for path in build.files()]
 
 
 def parameters(model: PreTrainedModel) -> int:

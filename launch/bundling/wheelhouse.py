@@ -97,7 +97,7 @@ def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target) -> Path:
             (build.dir / name).write_bytes(text)
         _download(build.dir, list(lists), wanted)
         files = [manifest.file_entry(build.dir, path, "sha256")
-                 for path in sorted(build.dir.iterdir())]
+                 for path in build.files()]
         build.publish(stage="launch/airgap.py pack", options=made_of["options"], files=files,
                       summary={"installed_bytes": installed_bytes(build.dir)})
     return place

@@ -1,76 +1,230 @@
 """One process at a time may write a directory: a lock that also works where file locks do not.
 
 A lock of the kernel (flock) is exact on one machine, and on network file systems that pass it on;
-some are mounted without that. So the holder also writes `lock.json` (host, pid, boot id) and keeps
-changing it. Whoever finds such a record asks the kernel about the process, when it would be one of
-this machine, and otherwise waits to see whether the record still changes: clocks are not compared.
+some are mounted without that, and some keep it to one node. So the holder also has a record that
+all machines see (host, pid, boot id). Only one process can make it, as a link to a name that is
+taken fails everywhere, and its holder keeps changing it. Whoever finds such a record asks the
+kernel about the process, when it would be one of this machine, and otherwise waits to see whether
+the record still changes: clocks are not compared.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, manifest, publish
+from lib.core import log
 from lib.core.errors import UsageError
 
 BEAT_S = 10.0
 PATIENCE_S = 35.0  # without a beat before a record of another machine counts as left behind
+SETTLE_S = 1.0  # within which two that take the same record over have seen each other
+_POLL_S = 1.0
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class Held(UsageError):
+    """Another process has the directory. holder: which one, in words, empty when nobody knows."""
+
+    def __init__(self, problem: str, holder: str, hint: str) -> None:
+        super().__init__(problem, found=holder, hint=hint)
+        self.holder = holder
 
 
 class Lease:
     """The right to write a directory, held until `release` or the end of the process.
 
-    lost: called in the thread when another process has taken the directory over, as it may when
-    this one was stopped for longer than PATIENCE_S.
+    lost: called in a thread when another process has taken the directory over, as it may when
+    this one was stopped for longer than PATIENCE_S. doing, hint: what the other one does with the
+    directory, and what to do about it, for the message of Held.
     """
 
-    def __init__(self, path: Path, lost: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, lost: Callable[[str], None],
+                 doing: str = "another launch is training",
+                 hint: str = "wait for it, stop it, or use another --experiment-name") -> None:
         """Take the directory that `path`, the record, lies in.
 
-        Raises UsageError when another process has it.
+        It is this process's alone once this returns, so nothing has to be written first to settle
+        that. Raises Held when another process has it, FileNotFoundError when it is gone.
         """
-        self._path, self._lost = path, lost
-        self._lock = publish.lock(path.parent)
-        if self._lock < 0:
-            raise _taken(path.parent, _read(path))
-        _require_left(path)
+        self._path, self._lost, self._beats = path, lost, 0
+        self._held = lambda holder: Held(f"{doing} {path.parent} now", holder, hint)
         self._record = {"host": platform.node(), "pid": os.getpid(), "born": _born(os.getpid()),
-                        "machine": _machine(), "id": f"{time.time_ns():x}"}
+                        "machine": _machine(), "id": f"{time.time_ns():x}-{os.getpid()}"}
+        self._lock = lock(path.parent)
+        if self._lock < 0:
+            raise self._held(holder(read(path)))
+        try:
+            self._file = self._take()
+        except BaseException:
+            os.close(self._lock)
+            raise
         self._ended = threading.Event()
-        self._write(0)
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
-    def release(self) -> None:
-        """Let others take the directory."""
+    def stop(self) -> None:
+        """Change the record no more, after a last look at whose it is; it stays until `release`."""
         self._ended.set()
         self._thread.join()
-        if _read(self._path).get("id") == self._record["id"]:
-            self._path.unlink(missing_ok=True)
+        self._is_own()
+
+    def release(self, keep: bool = False) -> None:
+        """Let others take the directory. keep: leave the record, which says who had it."""
+        self.stop()
+        if read(self._path).get("id") == self._record["id"]:
+            if keep:
+                self._record["released"] = True
+                self._write()
+            else:
+                self._path.unlink(missing_ok=True)
+        os.close(self._file)
         os.close(self._lock)
 
-    def _beat(self) -> None:
-        beats = 0
-        while not self._ended.wait(BEAT_S):
-            found = _read(self._path)
-            if found.get("id", self._record["id"]) != self._record["id"]:
-                self._lost(f"{self._path.parent} was taken over by {_holder(found)}")
-                return
-            beats += 1
+    def _take(self) -> int:
+        """Return the open record, made by this process; Held when another one's stays there."""
+        is_shared, file = False, None
+        while file is None:
+            if self._path.exists():
+                found = read(self._path)
+                is_shared = self._require_left(found)
+                self._put_aside(found)
+            file = self._make()
+        if is_shared:  # whoever took over the same record at this very moment is seen by then
+            time.sleep(SETTLE_S)
+            if (now := read(self._path)).get("id") != self._record["id"]:
+                os.close(file)
+                raise self._held(holder(now))
+        return file
+
+    def _make(self) -> int | None:
+        """Return the open record if this process could make it, None where there is one."""
+        own = self._path.with_name(f"{self._path.name}.{self._record['id']}")
+        file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        made = False
+        try:
+            self._write(file)
             try:
-                self._write(beats)
+                os.link(own, self._path)
+                made = True
+            except FileExistsError:  # which a file server may also say of a link that it has made
+                with suppress(FileNotFoundError):
+                    made = os.path.samestat(self._path.stat(), os.fstat(file))
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                os.close(file)
+                file = -1
+                with suppress(FileExistsError):
+                    file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                    self._write(file)
+                    made = True
+        finally:
+            own.unlink(missing_ok=True)
+            if not made and file >= 0:
+                os.close(file)
+        return file if made else None
+
+    def _require_left(self, found: dict[str, Any]) -> bool:
+        """Return once a record is known to be left behind; Held when its holder is alive.
+
+        Returns whether another machine may be taking it over, too.
+        """
+        alive = is_alive(found)
+        if found.get("released") or alive is not None:
+            if alive and not found.get("released"):
+                raise self._held(holder(found))
+            return alive is None
+        # What cannot be read is being written this moment, or was cut by a power failure.
+        patience, began, told = PATIENCE_S if found else SETTLE_S, time.monotonic(), False
+        while time.monotonic() - began < patience:
+            time.sleep(min(_POLL_S, patience))
+            if (now := read(self._path)) != found:
+                if now:
+                    raise self._held(holder(now))
+                return True  # released
+            if not told and time.monotonic() - began > BEAT_S:
+                told = True
+                log.info(f"{self._path} is of {holder(found)}, which has given no sign of life for "
+                         f"{BEAT_S:.0f} s: waiting {PATIENCE_S:.0f} s in all")
+        if found:
+            log.info(f"{holder(found)} is gone: {self._path.parent} is taken over")
+        return True
+
+    def _put_aside(self, found: dict[str, Any]) -> None:
+        """Remove the record that was found, and no other that has come in its place."""
+        aside = self._path.with_name(f"{self._path.name}.{self._record['id']}.old")
+        try:
+            self._path.rename(aside)
+        except FileNotFoundError:
+            return
+        if read(aside) != found:  # another process was faster, and this is its record
+            with suppress(OSError):
+                os.link(aside, self._path)
+        aside.unlink()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                if not self._is_own():
+                    return
+                self._beats += 1
+                if not self._path.exists():
+                    self._make_again()
+                self._write()
             except OSError as error:  # a full disk; the lock of the kernel is still held
                 log.warn(f"{self._path} could not be renewed: {error}")
 
-    def _write(self, beats: int) -> None:
-        manifest.write_json(self._path, self._record | {"beats": beats})
+    def _is_own(self) -> bool:
+        """Tell whether no other process has made a record since; says so where one has."""
+        found = read(self._path)
+        if found.get("id", self._record["id"]) == self._record["id"]:
+            return True
+        self._lost(f"{self._path.parent} was taken over by {holder(found)}")
+        return False
+
+    def _make_again(self) -> None:
+        """Make the record anew where somebody has deleted it."""
+        file = self._make()
+        if file is not None:
+            os.dup2(file, self._file, inheritable=False)
+            os.close(file)
+
+    def _write(self, file: int | None = None) -> None:
+        """Write the record through its descriptor: never into one that another process made."""
+        file = self._file if file is None else file
+        os.pwrite(file, json.dumps(self._record | {"beats": self._beats}).encode() + b"\n", 0)
+        os.fsync(file)
+
+
+def lock(directory: Path) -> int:
+    """Return a descriptor that holds the lock on a directory.
+
+    Returns -1 when another process has it, or has just removed or published the directory.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
+        return -1
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.path.samestat(os.fstat(descriptor), directory.stat())
+    except OSError as error:
+        # Without locks on a file system, nobody is known to hold one.
+        is_there = error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.ENOENT)
+    if is_there:
+        return descriptor
+    os.close(descriptor)
+    return -1
 
 
 def is_alive(record: dict[str, Any]) -> bool | None:
@@ -80,38 +234,13 @@ def is_alive(record: dict[str, Any]) -> bool | None:
     return _born(record.get("pid", 0)) == record.get("born")
 
 
-def _require_left(path: Path) -> None:
-    """Return once a record is known to be left behind; UsageError when its holder is alive."""
-    found = _read(path)
-    if not found:
-        return
-    if (alive := is_alive(found)) is not None:
-        if alive:
-            raise _taken(path.parent, found)
-        return
-    log.info(f"{path} is of {_holder(found)}: waiting {PATIENCE_S:.0f} s to see whether it lives")
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        time.sleep(1.0)
-        now = _read(path)
-        if not now:  # released
-            return
-        if now != found:
-            raise _taken(path.parent, now)
-    log.info(f"{_holder(found)} is gone: its lock is taken over")
+def holder(record: dict[str, Any]) -> str:
+    """Return in words which process wrote a record; empty when there is none."""
+    return f"process {record.get('pid', '?')} on {record.get('host', '?')}" if record else ""
 
 
-def _taken(directory: Path, found: dict[str, Any]) -> UsageError:
-    return UsageError(f"another launch is training {directory} now",
-                      found=_holder(found) if found else "",
-                      hint="wait for it, stop it, or use another --experiment-name")
-
-
-def _holder(found: dict[str, Any]) -> str:
-    return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
-
-
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """Return the record of a holder, empty when there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,26 +1,26 @@
 """Atomic publish: an artifact appears under its final name whole, or not at all.
 
-It is built in `<target>.partial-<id>`, gets its manifest last, and is renamed. The partial
-directory is locked while a process builds in it, so leftovers can be told from work in progress.
+It is built in `<target>.partial-<id>`, gets its manifest last, and is renamed. While a process
+builds in the partial directory, it holds that by a lease (lease.py), whose record lies in it: so
+leftovers can be told from work in progress, also of other machines that share the directory.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import os
-import platform
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, units
-from lib.core.errors import ArtifactError, DiskFullError, UsageError
+from lib.core import commands, failure, hashing, lease, log, manifest, units
+from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
 from lib.core.paths import MANIFEST
 
+OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
+_LEFT_AFTER_S = 600  # without a sign of life before another machine's leftovers are deleted
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -104,20 +104,21 @@ class Build:
         self.published = False
         suffix = hashing.fingerprint(identity)[:8]
         self.dir = self.target.with_name(f"{self.target.name}.partial-{suffix}")
-        self._lock = -1
+        self._lease: lease.Lease | None = None
 
     def __enter__(self) -> Build:
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        if _locks_work(self.target.parent):
-            self._remove_leftovers()
-        else:  # nothing tells another's work from leftovers: share no directory, delete none
-            self.dir = self.dir.with_name(f"{self.dir.name}-{platform.node()}-{os.getpid()}")
-            self.resumable = False
         self.dir.mkdir(exist_ok=True)
-        self._lock = lock(self.dir)
-        if self._lock < 0:
+        try:
+            self._lease = lease.Lease(self.dir / OWNER, self._lost)
+        except lease.Held as error:
             raise AlreadyBuilding(f"another process is building {self.target} now",
-                                  found=str(self.dir), hint="wait for it, or stop it")
+                                  found=f"{self.dir}" + f", {error.holder}" * bool(error.holder),
+                                  hint="wait for it, or stop it") from None
+        except FileNotFoundError:
+            raise AlreadyBuilding(f"{self.target} was built or brought back just now",
+                                  run=commands.again()) from None
+        self._remove_leftovers()
         if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
             self.__exit__(None, None, None)
             raise AlreadyBuilding(f"{self.target} was built or brought back just now",
@@ -126,9 +127,15 @@ class Build:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if not self.published and not (self.resumable and any(self.dir.iterdir())):
+        is_left = not self.published and self.resumable and bool(self.files())
+        if not self.published and not is_left:
+            self._lease.stop()
             shutil.rmtree(self.dir, ignore_errors=True)
-        os.close(self._lock)
+        self._lease.release(keep=is_left)
+
+    def files(self) -> list[Path]:
+        """Return what lies in the directory so far, sorted, but for the record of who builds."""
+        return sorted(path for path in self.dir.iterdir() if not path.name.startswith(OWNER))
 
     def publish(self, *, stage: str, options: dict[str, Any],
                 files: Iterable[dict[str, Any]], summary: dict[str, Any]) -> None:
@@ -140,6 +147,7 @@ class Build:
                        options=options, files=files, summary=summary)
         for directory in {self.dir, *((self.dir / entry["path"]).parent for entry in files)}:
             fsync(directory)
+        self._lease.stop()  # its record goes along, so nobody makes one in the directory meanwhile
         if self.target.exists() and any(self.target.iterdir()):
             if not self.overwrite:
                 raise AlreadyBuilding(f"{self.target} appeared while this run was building it",
@@ -148,8 +156,10 @@ class Build:
             _replace(self.dir, self.target)
         else:
             self.dir.replace(self.target)
-        fsync(self.target.parent)
         self.published = True
+        for record in self.target.glob(f"{OWNER}*"):
+            record.unlink(missing_ok=True)
+        fsync(self.target.parent)
 
     def _remove_leftovers(self) -> None:
         """Delete what killed runs left, and bring back an artifact caught in mid-replacement."""
@@ -157,48 +167,43 @@ class Build:
         aside = [path for path in siblings if path.name.startswith(f"{self.target.name}.old-")]
         if aside and not self.target.exists():
             aside.pop().replace(self.target)
-        partial = [path for path in siblings
-                   if path.name.startswith(f"{self.target.name}.partial-")
-                   and not (path == self.dir and self.resumable)]
+        partial = [path for path in siblings if path != self.dir
+                   and path.name.startswith(f"{self.target.name}.partial-")]
         for left in aside + partial:
-            descriptor = lock(left)
-            if descriptor >= 0:
+            descriptor = lease.lock(left)
+            if descriptor < 0:
+                continue
+            if self._is_left(left):
                 shutil.rmtree(left)
-                os.close(descriptor)
                 log.info(f"removed {left.name}, left by a run that did not finish")
+            os.close(descriptor)
+        if not self.resumable and (own := self.files()):
+            for path in own:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            log.info(f"removed {self.dir.name}, left by a run that did not finish")
 
+    def _is_left(self, directory: Path) -> bool:
+        """Tell whether nobody builds in a directory, also on another machine.
 
-def lock(directory: Path) -> int:
-    """Return a descriptor that holds the lock on a directory.
+        Two times of the file server are compared, not one of it with one of this machine.
+        """
+        record = directory / OWNER
+        found = lease.read(record)
+        if not found or found.get("released"):
+            return True
+        if (alive := lease.is_alive(found)) is not None:
+            return not alive
+        silent_s = (self.dir / OWNER).stat().st_mtime - record.stat().st_mtime
+        if silent_s < _LEFT_AFTER_S:
+            log.info(f"{directory} is left alone: {lease.holder(found)} may be building in it")
+        return silent_s >= _LEFT_AFTER_S
 
-    Returns -1 when another process has it, or has just removed or published the directory.
-    """
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:
-        return -1
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = os.path.samestat(os.fstat(descriptor), directory.stat())
-    except OSError as error:
-        # Without locks on a file system, nobody is known to hold one.
-        is_there = error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.ENOENT)
-    if is_there:
-        return descriptor
-    os.close(descriptor)
-    return -1
-
-
-def _locks_work(directory: Path) -> bool:
-    """Tell whether a file system knows locks (some network file systems are mounted without)."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EAGAIN)
-    finally:
-        os.close(descriptor)
-    return True
+    def _lost(self, text: str) -> None:
+        """End the process at once: two must not write the same directory."""
+        text = f"error: {text}; run the same command again to wait for that, or go on after it"
+        failure.record(AlreadyBuilding.__name__, EXIT_USAGE, text)
+        os.write(2, f"{text}\n".encode())
+        os._exit(EXIT_USAGE)
 
 
 def _replace(new: Path, old: Path) -> None:

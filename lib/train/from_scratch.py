@@ -98,7 +98,7 @@ def _make(design: Design, target: Path, content: dict[str, Any], opts: Options) 
         design.write_beside_tokenizer(building.dir, vocabulary)
         prepare.examine(building, weights=False, name=f"--model-size {opts.model_size}")
         files = [manifest.file_entry(building.dir, path, "sha256")
-                 for path in sorted(building.dir.iterdir())]
+                 for path in building.files()]
         building.publish(stage="04_train_fsdp.py", options=options.resolved(opts), files=files,
                          summary={"source": "scratch"})
     rows = ", ".join(f"{name} {text}" for name, text in design.described(vocabulary).items())

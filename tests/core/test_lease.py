@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import lease
+from lib.core import lease, manifest
 from lib.core.errors import UsageError
 from lib.core.lease import Lease
 from tests.conftest import ROOT
@@ -50,18 +51,23 @@ def holder(path: Path) -> Iterator[subprocess.Popen]:
 @pytest.fixture
 def no_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Act like a network file system that keeps no locks, here and in no other process."""
-    monkeypatch.setattr(lease.publish, "lock", lambda directory: os.open(directory, os.O_RDONLY))
+    monkeypatch.setattr(lease, "lock", lambda directory: os.open(directory, os.O_RDONLY))
 
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.1)
     monkeypatch.setattr(lease, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(lease, "SETTLE_S", 0.3)
 
 
 def of_another_machine(path: Path, beats: int = 0) -> None:
-    lease.manifest.write_json(path, {"host": "elsewhere", "pid": 1, "born": "1",
-                                     "machine": "another", "id": "x", "beats": beats})
+    write(path, {"host": "elsewhere", "pid": 1, "born": "1", "machine": "another", "id": "x",
+                 "beats": beats})
+
+
+def write(path: Path, record: dict) -> None:
+    manifest.write_json(path, record)
 
 
 def test_a_second_one_is_refused_and_told_who_holds_it(path: Path, holder: subprocess.Popen,
@@ -92,13 +98,13 @@ def test_a_killed_holder_is_followed_at_once(path: Path, holder: subprocess.Pope
 
 def test_the_same_pid_later_is_another_process(path: Path) -> None:
     Lease(path, never).release()
-    lease.manifest.write_json(path, {"host": "h", "pid": os.getpid(), "born": "1", "id": "x",
-                                     "machine": lease._machine()})
+    write(path, {"host": "h", "pid": os.getpid(), "born": "1", "id": "x",
+                 "machine": lease._machine()})
     Lease(path, never).release()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_torn_record_hinders_nobody(path: Path, content: str) -> None:
+def test_a_torn_record_hinders_nobody(path: Path, content: str, fast: None) -> None:
     path.write_text(content)
     Lease(path, never).release()
 
@@ -116,6 +122,83 @@ def test_a_live_holder_elsewhere_is_respected(path: Path, fast: None) -> None:
     with pytest.raises(UsageError, match="another launch") as caught:
         Lease(path, never)
     assert "process 1 on elsewhere" in caught.value.found
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch, no_kernel_locks: None, fast: None) -> threading.local:
+    """Let each thread be a node of its own (its attribute `name`), whose locks others do not see.
+    """
+    here = threading.local()
+    monkeypatch.setattr(lease, "_machine", lambda: here.name)
+    return here
+
+
+@pytest.mark.parametrize("left", ["nothing", "dead", "released", "torn"])
+def test_of_many_nodes_at_once_one_gets_it(path: Path, nodes: threading.local, left: str) -> None:
+    """Where locks are local to a node; before anyone has written, not at the next beat."""
+    if left == "torn":
+        path.write_text("{")
+    elif left != "nothing":
+        write(path, {"host": "gone", "pid": 1, "machine": "gone", "id": "x", "beats": 7}
+              | ({"released": True} if left == "released" else {}))
+    start, got, refused = threading.Barrier(8), [], []
+
+    def take(number: int) -> None:
+        nodes.name = f"node {number}"
+        start.wait()
+        try:
+            got.append(Lease(path, never))
+        except lease.Held as held:
+            refused.append(held)
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1 and len(refused) == 7
+    assert all(held.holder for held in refused)
+    got[0].release()
+    assert not list(path.parent.iterdir())
+
+
+def test_without_hard_links(path: Path, nodes: threading.local, monkeypatch: pytest.MonkeyPatch,
+                            ) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", refuse)
+    nodes.name = "first"
+    held = Lease(path, never)
+    nodes.name = "second"
+    with pytest.raises(lease.Held, match="another launch"):
+        Lease(path, never)
+    held.release(keep=True)
+    Lease(path, never).release()
+
+
+def test_who_comes_back_late_writes_nothing_into_the_record_of_another(
+        path: Path, fast: None) -> None:
+    """A process that slept through its own end keeps writing, but to what nobody reads."""
+    told: list[str] = []
+    held = Lease(path, told.append)
+    held._ended.set()
+    held._thread.join()
+    of_another_machine(path)
+    before = path.read_bytes()
+    held._write()
+    assert path.read_bytes() == before
+    held.stop()
+    assert "taken over by process 1 on elsewhere" in told[0]
+
+
+def test_a_record_that_was_deleted_comes_back(path: Path, fast: None) -> None:
+    held = Lease(path, never)
+    path.unlink()
+    deadline = time.monotonic() + 10
+    while lease.read(path).get("beats", 0) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert lease.read(path)["beats"] >= 2
+    held.release()
+    assert not list(path.parent.iterdir())
 
 
 def test_who_is_taken_over_hears_of_it(path: Path, fast: None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lib.core import manifest, publish
+from lib.core import lease, manifest, publish
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.publish import AlreadyBuilding, Build
 
@@ -121,7 +123,7 @@ def test_parts_of_other_options_are_not_resumed(tmp_path: Path) -> None:
         (build.dir / "part").write_text("part")
         raise OSError
     with Build(target, KIND, identity(2), False, resumable=True) as build:
-        assert names(build.dir) == [] and names(tmp_path) == [build.dir.name]
+        assert build.files() == [] and names(tmp_path) == [build.dir.name]
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["renameat2", "two renames"])
@@ -182,3 +184,58 @@ def test_a_second_builder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
             Build(target, KIND, identity(), False):
         pass
     assert names(tmp_path) == ["corpus"]
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return what makes this process one of another node, where locks are local to a node."""
+    monkeypatch.setattr(lease.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(lease, "BEAT_S", 0.1)
+    monkeypatch.setattr(lease, "SETTLE_S", 0.1)
+    return lambda name: monkeypatch.setattr(lease, "_machine", lambda: name)
+
+
+def test_two_nodes_do_not_build_one_thing_where_locks_are_local(tmp_path: Path, node, monkeypatch,
+                                                                ) -> None:
+    """Neither what the other builds, nor what it builds with other options, is touched."""
+    target = tmp_path / "corpus"
+    node("a")
+    with Build(target, KIND, identity(), False) as build:
+        (build.dir / "g").write_text("of a")
+        node("b")
+        with pytest.raises(AlreadyBuilding, match="another process is building") as caught, \
+                Build(target, KIND, identity(), False):
+            pass
+        assert f"process {os.getpid()} on" in caught.value.found
+        with pytest.raises(OSError), Build(target, KIND, identity(2), False):
+            raise OSError
+        assert (build.dir / "g").read_text() == "of a"
+        finish(build, "first")
+    assert names(target) == ["f", "g", "manifest.json"] and names(tmp_path) == ["corpus"]
+
+
+@pytest.mark.parametrize("silent_s", [60, 6000])
+def test_leftovers_of_another_node_go_when_it_has_long_been_silent(tmp_path: Path, node,
+                                                                   silent_s: int) -> None:
+    target, left = tmp_path / "corpus", tmp_path / "corpus.partial-12345678"
+    left.mkdir()
+    record = left / publish.OWNER
+    manifest.write_json(record, {"host": "a", "pid": 1, "machine": "a", "id": "x", "beats": 3})
+    at = record.stat().st_mtime - silent_s
+    os.utime(record, (at, at))
+    node("b")
+    make(target)
+    assert left.exists() == (silent_s < 600)
+
+
+def test_who_lost_what_it_builds_ends_at_once(tmp_path: Path, node, monkeypatch) -> None:
+    """It was stopped for so long that another took over, and must not publish."""
+    ended = []
+    monkeypatch.setattr(publish.os, "_exit", ended.append)
+    node("a")
+    with Build(tmp_path / "corpus", KIND, identity(), False, resumable=True) as build:
+        (build.dir / "part").write_text("part")
+        manifest.write_json(build.dir / publish.OWNER, {"host": "b", "pid": 1, "machine": "b",
+                                                        "id": "x"})
+        build._lease.stop()
+        assert set(ended) == {2}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import manifest, publish
+from lib.core import lease, manifest, publish
 from lib.core.errors import DiskFullError
 
 
@@ -70,7 +70,7 @@ def test_many_builders_at_once_make_one_artifact(tmp_path: Path, environment) ->
 def test_a_directory_that_goes_away_while_it_is_locked(tmp_path: Path, monkeypatch, state: str,
                                                        ) -> None:
     """Between the open and the lock another process may remove or publish the directory."""
-    path, flock = tmp_path / "d", publish.fcntl.flock
+    path, flock = tmp_path / "d", lease.fcntl.flock
 
     def vanish(*arguments: int) -> None:
         if state == "published":
@@ -80,9 +80,9 @@ def test_a_directory_that_goes_away_while_it_is_locked(tmp_path: Path, monkeypat
             path.mkdir()
         flock(*arguments)
     path.mkdir()
-    monkeypatch.setattr(publish.fcntl, "flock", vanish)
-    assert publish.lock(path) == -1
-    assert publish.lock(tmp_path / "none") == -1
+    monkeypatch.setattr(lease.fcntl, "flock", vanish)
+    assert lease.lock(path) == -1
+    assert lease.lock(tmp_path / "none") == -1
 
 
 @pytest.fixture
