@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lib.core import commands, log, manifest, options, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus import balance, place
+from lib.corpus import balance, inputs, place
 from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, taken, without_match
 
 STAGE, KIND = "01_organize_data.py", "splits/1"
@@ -51,10 +51,11 @@ def parse(argv: Sequence[str]) -> options.Options:
 
 
 def check_paths(src: Path, dst: Path) -> None:
-    """Raise UsageError when the source is not a directory or lies inside the destination."""
+    """Raise UsageError when the source is no directory of raw files, or in the destination."""
     if not src.is_dir():
         raise UsageError(f"--src-dir {src} {'is a file' if src.exists() else 'does not exist'}",
                          expected="a directory with raw text files")
+    inputs.require_raw(src, "--src-dir")
     if src.resolve().is_relative_to(dst.resolve()):
         raise UsageError(f"--dst-root {dst} is or contains --src-dir {src}",
                          expected="a destination that can be created without touching the source")

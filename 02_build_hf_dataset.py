@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.core import commands, log, manifest, options, publish, stage, units
+from lib.core import commands, log, options, publish, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.progress import Progress
 from lib.corpus import doubts, inputs, pool, store, work
@@ -104,13 +104,11 @@ def _numbers(text: str) -> list[int]:
 def check_options(opts: options.Options) -> None:
     """Raise UsageError when options contradict each other or input and output overlap."""
     folder, save_dir, problems = opts.data_folder, opts.save_dir, Problems()
+    inputs.require_raw(folder, "--data-folder")
     if opts.merge and opts.only_splits is not None:
         problems.add("--only-splits and --merge exclude each other",
                      expected="--only-splits on each machine, then --merge on one")
-    if manifest.kind_of(folder).startswith("dataset/"):
-        problems.add(f"--data-folder {folder} is a dataset that this stage has made already",
-                     run=commands.train("-e", "first", "-d", folder))
-    elif save_dir.resolve().is_relative_to(folder.resolve()):
+    if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(f"--save-dir {save_dir} lies in --data-folder {folder}",
                      expected="a place where the dataset is not read as input again")
     elif folder.resolve().is_relative_to(save_dir.resolve()):

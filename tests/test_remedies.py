@@ -212,8 +212,15 @@ def test_what_stands_for_a_dataset(there: Terminal) -> None:
     there.follow(there.fails(*prepare, "raw_text"))
     there.follow(there.fails(*prepare, "raw_text/document_000.txt"))    # its directory is meant
     there.follow(there.fails(*prepare, "splits"))
-    there.follow(there.fails("02_build_hf_dataset.py", "--data-folder", "hf_datasets/corpus",
-                             "--save-dir", "x"), "-m", "model", "--prepare-only")
+    for made in ("hf_datasets/corpus", "hf_datasets"):        # what is made already is no text
+        error = there.fails("02_build_hf_dataset.py", "--data-folder", made, "--save-dir", "x")
+        assert "hf_datasets/corpus" in error.run
+        there.follow(error, "-m", "model", "--prepare-only")
+        assert there.fails("01_organize_data.py", "--src-dir", made, "--dst-root", "x").run
+    there.follow(there.fails(*prepare, "hf_datasets"))
+    for made in (".cache/tokens", next(Path(".cache/tokens").iterdir())):
+        error = there.fails("02_build_hf_dataset.py", "--data-folder", made, "--save-dir", "x")
+        assert "token store" in error.problem and error.expected
     text = json.dumps({"text": "some words " * 200}) + "\n"
     Path("one.jsonl").write_text(text * 20)
     error = there.fails(*prepare[:-2], "-d", "one.jsonl", "--dry-run")

@@ -223,6 +223,9 @@ def test_fields_that_find_little_are_told_with_those_that_are_there(stage, tmp_p
     assert "--fields text found text in only 2 of 25 documents (8.0 %)" in done.stdout
     assert "body (23), meta.title (23)" in done.stdout
     (tmp_path / "raw" / "b.txt").write_text("plain text is not touched")
+    done = stage(SCRIPT, *given, "--fields", "text,zzz", "--overwrite")
+    assert "--fields: no document has 'zzz'" in done.stdout
+    assert "other fields with text, the most frequent first: body (23), meta.title" in done.stdout
     done = stage(SCRIPT, *given, "--fields", "txt", "--overwrite", expect=2)
     assert "no document of raw has --fields txt" in done.stderr
     assert "text (2)" in done.stderr and "body (23)" in done.stderr
@@ -251,7 +254,7 @@ def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
     (["--data-folder", "bare"], "no file", 2), (["--data-folder", "binary"], "no document", 2),
     (["--data-folder", "raw_text/a.txt"], "is a file", 2),
     (["--data-folder", "raw_text", "--save-dir", "raw_text/out"], "lies in --data-folder", 2),
-    (["--data-folder", "made", "--save-dir", "made"], "a dataset that this stage has made", 2),
+    (["--data-folder", "made", "--save-dir", "made"], "is a dataset, and not raw text", 2),
     (["--data-folder", "raw_text", "--save-dir", "binary"], "not made by this stage", 2),
     (["--data-folder", "raw_text", "--fields", "a,,b"], "commas", 2),
     (["--validation-percent", "100"], "percentage", 2), (["--max-error-rate", "5"], "fraction", 2),

@@ -49,8 +49,8 @@ class Shape:
 class Tally:
     """What became of some input.
 
-    other_fields: how many of the documents without text under --fields have it under other keys, of
-    the first thousand of each unit.
+    other_fields: how many documents have text under keys that --fields does not name, of the first
+    thousand of each unit.
     """
 
     documents: int = 0
@@ -110,6 +110,7 @@ class Documents:
         self._hashes = bool(self._validation_below) or shape.dedup != "none"
         self._path = self._source = ""
         self._replaced_before = self._heard_before = self._short_before = 0
+        self._fields_counted = 0  # documents whose other keys were looked at
 
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: as errors.jsonl names it; source: as the column does."""
@@ -159,6 +160,7 @@ class Documents:
         offset (bytes), line (from 1): where it starts. number: its place in the file, from 1,
         where neither is known.
         """
+        self._count_fields([value])
         found = self._strings(value)
         if self._joins:
             text = found[0] if len(found) == 1 else "\n".join(found)
@@ -172,8 +174,6 @@ class Documents:
             wanted = " under --fields" if self._fields else ""
             self.problem("no string", f"{where}no string with text in it{wanted}", SKIPPED, offset,
                          line)
-            if self._fields and self.tally.problems["no string"] <= _FIELDS_COUNTED:
-                self.tally.other_fields.update(strings.keys_of(value))
             return
         self.tally.documents += 1
         for row in rows:
@@ -192,6 +192,7 @@ class Documents:
             rows = list(map(str.encode, texts))
         except UnicodeEncodeError:
             return False
+        self._count_fields(values)
         self.tally.documents += len(values)
         if self._hashes or self._shape.min_chars:
             for text in texts:
@@ -202,6 +203,13 @@ class Documents:
 
     def _strings(self, value: Any) -> list[str]:
         return strings.strings_of(self._fields.select(value) if self._fields else value)
+
+    def _count_fields(self, values: Sequence[Any]) -> None:
+        """Note which keys beside --fields hold text, in some of the documents."""
+        if self._fields:
+            for value in values[:_FIELDS_COUNTED - self._fields_counted]:
+                self._fields_counted += 1
+                self.tally.other_fields.update(self._fields.others(value))
 
     def problem(self, kind: str, message: str, action: str, offset: int | None = None,
                 line: int | None = None) -> None:

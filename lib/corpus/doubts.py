@@ -13,8 +13,9 @@ _MOST_VALIDATION = 50  # percent
 def of(dataset: Dataset, shape: Shape) -> list[str]:
     """Return what is odd about a dataset of this shape, a sentence each."""
     tally, rows, found = dataset.tally, sum(dataset.rows.values()), []
-    found += [f"--fields: no document has {field!r}"
-              for field in sorted({*shape.fields} - tally.fields_seen)]
+    if missing := sorted({*shape.fields} - tally.fields_seen):
+        found.append(f"--fields: no document has {' or '.join(map(repr, missing))}"
+                     + (other_fields(tally) or "\nthere is no other field with text"))
     if shape.fields and (without := tally.problems["no string"]) > tally.documents:
         total = tally.documents + without
         found.append(f"--fields {','.join(shape.fields)} found text in only {tally.documents:,} of "
@@ -36,4 +37,4 @@ def other_fields(tally: Tally) -> str:
     """Return a line with the fields that --fields might have meant, "" when there are none."""
     often = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
     seen = ", ".join(f"{name} ({count:,})" for name, count in often[:_NAMED])
-    return f"\nfields with text that were seen most often in the others: {seen}" if seen else ""
+    return f"\nother fields with text, the most frequent first: {seen}" if seen else ""

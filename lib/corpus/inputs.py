@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import commands, log, manifest, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus.scan import Entry, Rules, count_files, inputs_of, reasons, scan, shown, taken
+from lib.corpus.scan import (
+    Entry,
+    Rules,
+    count_files,
+    inputs_of,
+    made_as,
+    reasons,
+    scan,
+    shown,
+    taken,
+)
 
 SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
+_LEFT_BY_A_STAGE = re.compile(r"\.partial-|\.errors\.jsonl$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,30 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[Entry]]:
         raise UsageError(f"no file in {folder}", expected="files that hold text",
                          found=reasons(skipped) or "an empty directory")
     return files, skipped
+
+
+def require_raw(folder: Path, option: str) -> None:
+    """Raise UsageError when a directory, or all that lie in it, are what stages have made.
+
+    option: that names it.
+    """
+    if kind := made_as(folder):
+        raise UsageError(f"{option} {folder} is a {kind}, and not raw text", **_use([folder], kind))
+    inside = [path for path in sorted(folder.iterdir() if folder.is_dir() else [])
+              if not path.name.startswith(".") and not _LEFT_BY_A_STAGE.search(path.name)]
+    kinds = [made_as(path) for path in inside]
+    if kinds and all(kinds):
+        raise UsageError(f"{option} {folder} holds {' and '.join(sorted({f'{k}s' for k in kinds}))}"
+                         ", and no raw text", found=", ".join(path.name for path in inside),
+                         **_use(inside, kinds[0]))
+
+
+def _use(made: Sequence[Path], kind: str) -> dict[str, str]:
+    """Return what to do with artifacts instead of reading them as text: parts of an error."""
+    if kind != "dataset":
+        return {"expected": "splits of stage 01, or a directory of raw files"}
+    return {"hint": "train on it:" if len(made) == 1 else "train on one of them, as the first:",
+            "run": commands.train("-e", "first", "-d", made[0])}
 
 
 def _is_splits(folder: Path) -> bool:

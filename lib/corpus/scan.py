@@ -14,13 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import manifest
+from lib.core.paths import Experiment
 from lib.core.progress import Progress
 
 HIDDEN, EMPTY, SPECIAL, UNREADABLE = "hidden", "empty", "special", "unreadable"
 DANGLES, LOOPS = "link dangles", "link loops"
 OUTSIDE, INSIDE = "link leads outside", "link inside the source"
-PATTERN, OWN_OUTPUT = "pattern", "output of this stage"
+PATTERN, OWN_OUTPUT, MADE = "pattern", "output of this stage", "made by a stage"
 _OUTPUT_SUFFIXES = ("", ".partial-", ".old-")
+# Kinds of artifacts that are no raw files, in words.
+_MADE = {"dataset": "dataset", "dataset-parts": "dataset part", "tokens": "token store",
+         "packs": "token store", "model": "model", "scratch": "model", "export": "model",
+         "checkpoint": "checkpoint", "bundle": "bundle"}
 
 
 @dataclass(slots=True)
@@ -126,9 +131,20 @@ class Scan:
             return OWN_OUTPUT
         if manifest.kind_of(Path(item.path)).startswith("splits/"):
             return OWN_OUTPUT  # of an earlier run: the same files once more
+        if made_as(Path(item.path)):
+            return MADE  # from text that is read elsewhere, or no text at all
         if self._exclude and _matches(self._exclude, path):
             return PATTERN
         return LOOPS if _identity(info) in above else ""
+
+
+def made_as(directory: Path) -> str:
+    """Return what a stage has made in a directory: `dataset`, `run` …; empty for raw files."""
+    run = Experiment(directory.parent, directory.name)
+    if run.config.is_file() and run.state.is_file():
+        return "run"
+    name, version, _ = manifest.kind_of(directory).partition("/")
+    return _MADE.get(name, "") if version else ""
 
 
 def _identity(info: os.stat_result) -> tuple[int, int]:

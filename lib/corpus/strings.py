@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+_MOST_KEYS, _DEEPEST_KEY = 500, 8
+
 
 class Fields:
     """The dotted keys that `--fields` keeps; lists on the way are passed through.
@@ -33,18 +35,26 @@ class Fields:
                 stack.extend((f"{prefix}{key}", item[key]) for key in reversed(item))
         return found
 
+    def others(self, value: Any) -> set[str]:
+        """Return the dotted keys of a document that hold text and are not kept."""
+        return {key for key in keys_of(value)
+                if not any(key == name or key.startswith(f"{name}.") for name in self._names)}
+
 
 def keys_of(value: Any) -> set[str]:
-    """Return the dotted keys of a document under which text lies, as `--fields` takes them."""
+    """Return the dotted keys of a document under which text lies, as `--fields` takes them.
+
+    Not more than a few hundred, and none of those that lie deep: nobody would read or type them.
+    """
     found: set[str] = set()
-    stack = [("", value)]
-    while stack:
-        path, item = stack.pop()
-        if isinstance(item, dict):
+    stack = [("", value, 0)]
+    while stack and len(found) < _MOST_KEYS:
+        path, item, depth = stack.pop()
+        if isinstance(item, dict) and depth < _DEEPEST_KEY:
             prefix = f"{path}." if path else ""
-            stack.extend((f"{prefix}{key}", element) for key, element in item.items())
+            stack.extend((f"{prefix}{key}", element, depth + 1) for key, element in item.items())
         elif isinstance(item, list):
-            stack.extend((path, element) for element in item)
+            stack.extend((path, element, depth) for element in item)
         elif isinstance(item, str) and path and not item.isspace() and item:
             found.add(path)
     return found

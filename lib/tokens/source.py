@@ -64,7 +64,7 @@ def open_source(path: Path) -> Source:
 def _require_dataset(path: Path) -> dict[str, Any] | None:
     """Return the manifest of a dataset, None of one made elsewhere; raises for anything else."""
     if path.is_file():
-        raise _raw(path, f"{path} is a file, and no dataset")
+        raise _raw(path, f"{path} is a file, and not a dataset")
     content, kind = manifest.read_if_any(path), manifest.kind_of(path)
     if kind.startswith("splits/"):
         raise _raw(path, f"{path} holds splits of stage 01, and is not a dataset yet")
@@ -190,6 +190,12 @@ def _splits(path: Path) -> dict[str, Path]:
     if "config.json" in there:
         raise UsageError(f"{path} is not a dataset directory", found=found,
                          expected="what stage 02 or `Dataset.save_to_disk` writes")
+    inside = [p for p in sorted(path.iterdir()) if manifest.kind_of(p).startswith("dataset/")]
+    if inside:
+        raise UsageError(f"{path} is not a dataset, but holds {'several' if inside[1:] else 'one'}",
+                         found=", ".join(p.name for p in inside),
+                         hint="-d takes one of them, as the first:" if inside[1:] else "take it:",
+                         run=commands.replaced(_OPTION, path, inside[0]))
     raise _raw(path, f"{path} is not a dataset directory", found)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from lib.corpus import kinds, place
-from lib.corpus.scan import Rules, inputs_of, scan, shown, taken
+from lib.corpus.scan import MADE, Rules, inputs_of, scan, shown, taken
 
 
 def verdicts(root: Path, *args, **rules) -> dict[str, str]:
@@ -108,3 +109,18 @@ def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
     assert (tmp_path / "b").read_text() == "x"
     assert (tmp_path / "b").stat().st_mtime_ns == 7
     assert place.mode_that_works(source, tmp_path, "hardlink", 1) == "copy"
+
+
+def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
+    made = {"corpus": "dataset/1", "store": "tokens/1", "model": "model/1", "fetched": "raw/1",
+            "foreign": "dataset"}
+    for name, kind in made.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(json.dumps({"kind": kind}))
+        (tmp_path / name / "text.txt").write_text("text")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "state.json", "checkpoints/x.txt"):
+        (tmp_path / "run" / name).write_text("text")
+    entries = scan(tmp_path, Rules())
+    assert {e.path.partition("/")[0] for e in taken(entries)} == {"fetched", "foreign"}
+    assert [e.path for e in entries if e.skipped == MADE] == ["corpus/", "model/", "run/", "store/"]
