@@ -12,12 +12,15 @@ import numpy as np
 from lib.core import hashing
 from lib.core.errors import ArtifactError
 from lib.tokens import engines
+from lib.tokens import source as sources
+from lib.tokens.source import Source
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
                    "spiece.model", "vocab.txt")
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 32 << 20
+_SAMPLED_TEXTS, _SAMPLED_BYTES = 100, 4000  # for an estimate: the most of each
 # Between a line and the next word: where byte-level tokenizers start a new piece anyway.
 _BOUNDARY = re.compile(rb"(?<=\S\n)(?=[A-Za-z])")
 
@@ -122,6 +125,21 @@ class Encoder:
         cut = [piece for text in whole for piece in _cut(text, 1)]
         return bool(whole) and np.array_equal(self._engine.encode(whole)[0],
                                               self._engine.encode(cut)[0])
+
+
+def estimated_tokens(source: Source, tokenizer_dir: Path) -> int:
+    """Return about how many tokens the training split has, from the beginnings of some texts.
+
+    Raises ArtifactError when the tokenizer or the text cannot be read.
+    """
+    train = source.splits["train"]
+    texts = sources.sample(train, _SAMPLED_TEXTS, _SAMPLED_BYTES)
+    encoder = Encoder(tokenizer_dir, os.cpu_count() or 1)
+    ids, lengths = encoder.encode(texts)
+    around = (encoder.bos is not None) + (encoder.eos is not None)
+    per_byte = (len(ids) - around * len(lengths)) / max(1, sum(map(len, texts)))
+    documents, size = sources.extent(train)
+    return round(size * per_byte) + around * documents
 
 
 def _cut(text: bytes, at_least: int) -> list[bytes]:

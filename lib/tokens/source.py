@@ -118,9 +118,13 @@ def _raw(path: Path, problem: str, found: str = "") -> UsageError:
                       "--streaming JSON Lines or Parquet", hint=hint, run=run)
 
 
-def text_bytes(source: Source) -> int:
-    """Return about how many bytes of text the training split has: those of its shards."""
-    return sum(path.stat().st_size for path in source.splits["train"].glob("*.arrow"))
+def extent(directory: Path) -> tuple[int, int]:
+    """Return how many texts a split has, and how many bytes of UTF-8 in all."""
+    with _readable(directory) as rows:
+        if rows is None:
+            return 0, 0
+        offset_bytes = 8 if "large" in str(rows.data.schema.field("text").type) else 4
+        return len(rows), max(0, rows.data.nbytes - offset_bytes * len(rows))
 
 
 def check_content(source: Source) -> None:

@@ -232,7 +232,7 @@ def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data, work:
     if log.rank() == 0 and (unusual := outlook.advice(run_plan, work, hardware)):
         log.warn(unusual)
     if log.rank() == 0:
-        startup.tell_doubts(run_plan, data)
+        startup.tell_doubts(run_plan, work, bool(data.held_out))
 
 
 def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:

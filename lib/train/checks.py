@@ -11,7 +11,10 @@ from lib.train.arguments import CKPT_FREQ, EVAL_BATCHES, EVAL_FREQ, LOG_FREQ
 
 _SHORTEST = 8  # tokens
 # AdamW moves every weight by up to the learning rate in each step, and weights are far below 1.
-_LARGEST_LR, _LARGE_LR = 1.0, 0.1
+_LARGEST_LR = 0.1
+# Parameters below which, and the largest learning rates that are published for such a model:
+# from scratch, and of one that has weights. docs/planning.md names the sources.
+_PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 _LONG_WARMUP = 0.5  # of the steps
 
 
@@ -23,9 +26,10 @@ def require_sane(opts: Options, has_begun: bool) -> None:
         problems.add(f"--seq-length {opts.seq_length} is too short to learn from: a token is "
                      "predicted from those before it in its sample",
                      expected=f"{_SHORTEST} tokens or more; 1024 is usual")
-    if opts.lr is not None and opts.lr > _LARGEST_LR:
+    if opts.lr is not None and opts.lr > _LARGEST_LR and not has_begun:
         problems.add(f"--lr {opts.lr:g} is too large: AdamW moves every weight by up to that much "
-                     "in each step", expected="1e-5 to 3e-3 as a rule")
+                     "in each step", expected="1e-5 to 3e-3 as a rule, at most "
+                                              f"{_LARGEST_LR:g} for a very small model")
     if opts.max_steps:
         problems.collect(lambda: require_room(opts, opts.max_steps, has_begun))
     problems.raise_if_any()
@@ -52,6 +56,15 @@ def require_room(opts: Options, steps: int, has_begun: bool) -> None:
     problems.raise_if_any()
 
 
+def rate_doubt(lr: float, parameters: int, scratch: bool) -> str:
+    """Return what is odd about a learning rate for a model of that size, "" when nothing is."""
+    usual = next(of_scratch if scratch else of_weights
+                 for below, of_scratch, of_weights in _PUBLISHED_LR if parameters < below)
+    kind = "from scratch" if scratch else "that has weights"
+    return f"--lr {lr:g} is above the {usual:g} that runs of models {kind} and of this size are " \
+           "published with at most: the loss may rise (docs/planning.md)" if lr > usual else ""
+
+
 def doubts(opts: Options, steps: int, has_validation: bool) -> list[str]:
     """Return what is odd about the options for a run of so many steps, a sentence each."""
     found, length = [], units.counted(steps, "step")
@@ -59,8 +72,6 @@ def doubts(opts: Options, steps: int, has_validation: bool) -> list[str]:
     if warmup > _LONG_WARMUP * steps:
         found.append(f"--warmup-steps {warmup:,} takes {min(100, 100 * warmup // steps)} % of the "
                      f"run of {length}; 1 to 10 % is usual")
-    if opts.lr >= _LARGE_LR:
-        found.append(f"--lr {opts.lr:g} is far above the usual 1e-5 to 3e-3: the loss will rise")
     if opts.lr_scheduler == "constant" and not math.isclose(opts.min_lr, opts.lr / 10):
         found.append(f"--min-lr {opts.min_lr:g} does nothing with --lr-scheduler constant")
     if steps < opts.ckpt_freq != CKPT_FREQ:

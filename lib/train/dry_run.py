@@ -9,7 +9,7 @@ import torch
 from lib.core import log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
-from lib.tokens import packing, source, store
+from lib.tokens import encode, packing, store
 from lib.train import checks, flops, goodput, memory_plan, outlook, startup, streaming
 from lib.train import plan as plans
 from lib.train.outlook import Hardware
@@ -65,8 +65,7 @@ def _tell(opts: Options, plan: Plan, data: Data | None, work: outlook.Work, hard
     log.table(numbers | outlook.rows(plan, work, hardware))
     if unusual := outlook.advice(plan, work, hardware):
         log.warn(unusual)
-    if data:
-        startup.tell_doubts(plan, data)
+    startup.tell_doubts(plan, work, bool(data.held_out) if data else work.validates)
 
 
 def _data(opts: Options, inputs: Inputs, setting: Setting) -> tuple[Data | None, int | None]:
@@ -77,11 +76,11 @@ def _data(opts: Options, inputs: Inputs, setting: Setting) -> tuple[Data | None,
                                store.identity(corpus.source, inputs.model_dir))
                for corpus in inputs.corpora]
     if missing := [str(target) for target in targets if not target.exists()]:
-        tokens = sum(source.text_bytes(corpus.source) for corpus in inputs.corpora) \
-            // outlook.BYTES_PER_TOKEN
+        tokens = sum(encode.estimated_tokens(corpus.source, inputs.model_dir)
+                     for corpus in inputs.corpora)
         log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
-                 f"or --prepare-only; {units.count(tokens)} are estimated, at "
-                 f"{outlook.BYTES_PER_TOKEN} bytes of text each, and all that follows from them")
+                 f"or --prepare-only; {units.count(tokens)} are estimated from a sample of the "
+                 "text, and all that follows from them")
         return None, tokens // setting.seq_length
     stores = [store.open_store(target, opts.token_reads) for target in targets]
     if opts.packing == "documents" and not all(

@@ -13,7 +13,6 @@ from lib.tokens.order import Division
 from lib.train.plan import Plan
 
 MEASURED = 20  # steps of a launch after which it tells how long they take
-BYTES_PER_TOKEN = 4  # of text, before it is tokenised
 _MFU = {"GPU": 0.4, "rank": 0.3}  # a usual share of the peak; rank: on a CPU
 _FULL_PASS = {"GPU": 4096, "rank": 512}  # tokens of a device in a pass; with fewer it waits more
 _TIMED_FROM = 20e6  # parameters; what takes the time of smaller models is not arithmetic

@@ -225,9 +225,11 @@ def _without_padding(numbers: int, train: Samples | Stream) -> dict[str, str]:
                                "them with a label"} if labels < tokens else {}
 
 
-def tell_doubts(plan: Plan, data: Data) -> None:
-    """Warn of options that are odd for a run of this length."""
-    for text in checks.doubts(plan.options, plan.total_steps, bool(data.held_out)):
+def tell_doubts(plan: Plan, work: Work, has_validation: bool) -> None:
+    """Warn of options that are odd for a run of this length and a model of this size."""
+    rate = checks.rate_doubt(plan.options.lr, work.parameters, work.scratch)
+    for text in [*[rate] * bool(rate),
+                 *checks.doubts(plan.options, plan.total_steps, has_validation)]:
         log.warn(text)
 
 

@@ -27,7 +27,7 @@ def given(*argv: Any) -> Options:
 
 @pytest.mark.parametrize(("argv", "told"), [
     (("-s", 1), "--seq-length 1 is too short"), (("-s", 7), "8 tokens or more"),
-    (("--lr", 2), "--lr 2 is too large"),
+    (("--lr", 0.9), "--lr 0.9 is too large"),
     (("--max-steps", 100, "--warmup-steps", 101), "--warmup-steps 101 leaves nothing of a run of "
                                                   "100 steps"),
     (("--max-steps", 100, "--warmup-steps", 100), "at most 50 for that length"),
@@ -50,7 +50,7 @@ def test_all_of_it_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("argv", [
-    ("-s", 8, "--lr", 1), ("--max-steps", 100, "--warmup-steps", 99),
+    ("-s", 8, "--lr", 0.1), ("--max-steps", 100, "--warmup-steps", 99),
     ("--max-steps", 9, "--warmup-steps", 9, "--lr-scheduler", "constant"),  # a test of rates
     ("--max-steps", 10, "--profile", "1:10"), ("--max-steps", 3, "--warmup-steps", 0),
     ("--warmup-steps", 500), ("--beta1", 0), ("--lr", 0),
@@ -68,7 +68,6 @@ def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
 
 @pytest.mark.parametrize(("argv", "steps", "told"), [
     (("--warmup-steps", 80), 100, "--warmup-steps 80 takes 80 % of the run of 100 steps"),
-    (("--lr", 0.5), 100, "--lr 0.5 is far above the usual"),
     (("--lr-scheduler", "constant", "--min-lr", 0), 9, "--min-lr 0 does nothing"),
     (("--ckpt-freq", 200), 100, "--ckpt-freq 200 is more than the run of 100 steps"),
     (("--ckpt-keep-every", 30, "--ckpt-freq", 20), 100, "kept are the multiples of 60"),
@@ -78,6 +77,20 @@ def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
 def test_what_is_odd_is_told_in_a_line(argv: tuple, steps: int, told: str) -> None:
     found = checks.doubts(given(*argv), steps, has_validation=True)
     assert len(found) == 1 and told in found[0]
+
+
+@pytest.mark.parametrize(("lr", "parameters", "scratch", "usual"), [
+    (1e-2, 1e6, True, ""), (0.05, 1e6, True, "above the 0.03"), (3e-3, 135e6, True, ""),
+    (4e-3, 135e6, True, "above the 0.003"), (3e-4, 7e9, False, ""),
+    (1e-3, 7e9, False, "above the 0.0003"), (1e-3, 135e6, False, ""), (1e-3, 7e9, True, "")])
+def test_a_learning_rate_is_compared_with_published_ones(lr: float, parameters: float,
+                                                         scratch: bool, usual: str) -> None:
+    found = checks.rate_doubt(lr, int(parameters), scratch)
+    assert usual in found and bool(usual) == bool(found)
+
+
+def test_a_run_that_has_begun_with_a_large_rate_goes_on() -> None:
+    checks.require_sane(given("--lr", 0.9), has_begun=True)
 
 
 def test_evaluation_without_a_validation_split() -> None:
