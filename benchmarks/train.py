@@ -220,7 +220,7 @@ def _ours(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float
     peak, estimated = (
         float(found[1].replace(",", "")) * (1024 if found[2] == "G" else 1)
         if (found := re.search(rf"([\d.,]+) ([GM])iB {kind}", told)) else float("nan")
-        for kind in ("without", "were estimated"))  # the estimate comes late in a short run
+        for kind in ("without", "were estimated"))  # for small models there is none
     return figures | {
         "tokens_per_s": figures["perf/tokens_per_sec"], "mfu": figures["perf/mfu"],
         "data": figures["time/data"] / figures["time/total"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+_DAYS_ALONE = 10  # from so many days on, hours do not matter
 _NEXT_UNIT = 999.5  # what would be rounded to 1000 is 1 of the next unit
 
 
@@ -19,9 +20,9 @@ def size(count: float) -> str:
 
 def memory(count: float) -> str:
     """Return bytes of memory in binary units: `61.2 GiB`, `23.4 MiB` below a tenth of a GiB."""
-    gib = count / (1 << 30)
-    return f"{gib:,.{2 if abs(gib) < 9.995 else 1}f} GiB" if abs(gib) >= 0.1 \
-        else f"{gib * 1024:.1f} MiB"
+    if abs(gib := count / (1 << 30)) >= 0.1:
+        return f"{gib:,.{2 if abs(gib) < 9.995 else 1}f} GiB"
+    return f"{gib * 1024:.1f} MiB" if abs(gib) >= 0.1 / 1024 else f"{count / 1024:.1f} KiB"
 
 
 def parse_size(text: str) -> int:
@@ -44,7 +45,9 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`."""
+    """Return a duration: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`, `237 days`."""
+    if seconds < 0.05:
+        return "under 0.1 s"
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, secs = divmod(round(seconds), 60)
@@ -53,7 +56,9 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours < 48:
         return f"{hours} h {minutes:02d} min"
-    return f"{hours // 24} d {hours % 24:02d} h"
+    if hours < 24 * _DAYS_ALONE:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{round(hours / 24):,} days"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -17,6 +17,7 @@ from lib.train.startup import Setting
 
 _GIB = 1 << 30
 _TOLD = 0.005  # the share of the whole from which on a kind of memory is named
+_ESTIMATED_FROM = 20e6  # parameters
 _PATIENCE_S = 30  # of processor time; a trace takes a few seconds of it
 
 
@@ -24,7 +25,8 @@ class MemoryEstimate:
     """A trace in a process of its own: nothing of it stays, and the run does not wait for it.
 
     Must be made before the process group and before the model is sharded: it forks, which spares
-    importing everything again. The child uses no GPU.
+    importing everything again. The child uses no GPU. For a model so small that libraries take more
+    memory than it does, nothing is estimated.
     """
 
     def __init__(self, opts: Options, setting: Setting) -> None:
@@ -33,6 +35,11 @@ class MemoryEstimate:
         has = memory.total(torch.device("cuda" if self._on_gpu else "cpu"))
         context = multiprocessing.get_context("fork")
         self._answer, question = context.Pipe(duplex=False)
+        self._is_wanted = sum(p.numel() for p in setting.model.parameters()) >= _ESTIMATED_FROM
+        if not self._is_wanted:
+            self._answer.close()
+            question.close()
+            return
         self._child = context.Process(target=_trace, daemon=True, args=(
             question, opts, setting, self._on_gpu, has))
         with warnings.catch_warnings():  # of threads, which the child does not use
@@ -43,9 +50,9 @@ class MemoryEstimate:
                 question.send(str(error))
         question.close()
 
-    def tell(self) -> None:
-        """Print the estimate as soon as it is known, once."""
-        if self._answer.closed or not self._answer.poll():
+    def tell(self, wait_s: float = 0.0) -> None:
+        """Print the estimate as soon as it is known, once. wait_s: for it, at most."""
+        if self._answer.closed or not self._answer.poll(wait_s):
             return
         try:
             answer = self._answer.recv()
@@ -62,19 +69,21 @@ class MemoryEstimate:
 
     def compared(self, peak: float, before: float) -> str:
         """Return the peak of the run, GiB, beside the estimate. before: in use without the model.
+
+        A run may end before its estimate is there, which is waited for then.
         """
-        self.tell()
+        self.tell(_PATIENCE_S)
         what = "the most that the allocator gave out" if self._on_gpu else "the most that was " \
             "resident"
-        estimated = "not estimated" if self.gib is None else \
-            f"{units.memory(self.gib * _GIB)} were estimated"
         own = units.memory((peak - before) * _GIB)
+        estimated = "" if not self._is_wanted else "; it was not estimated" if self.gib is None \
+            else f"; {units.memory(self.gib * _GIB)} were estimated"
         return f"peak {units.memory(peak * _GIB)} ({what}); {own} without what was in use before " \
-               f"the model; {estimated}"
+               f"the model{estimated}"
 
     def close(self) -> None:
         """Do not wait for the answer any longer."""
-        if self._child.pid is not None:
+        if self._is_wanted and self._child.pid is not None:
             self._child.kill()
 
 

@@ -94,9 +94,9 @@ class Estimates:
 def tell(opts: Options, setting: Setting) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
     usable = opts.plan_gpu_memory * USABLE
-    log.info(f"memory per GPU in GiB, traced row by row: {setting.seq_length} tokens per sample, "
-             f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g}, the rest "
-             "is for CUDA, NCCL, fragments")
+    log.info(f"memory per GPU, traced row by row: {setting.seq_length} tokens per sample, "
+             f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g} GiB, the "
+             "rest is for CUDA, NCCL, fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
     if opts.compile:
         log.info("  traced without --compile, which needs somewhat less")
@@ -111,21 +111,24 @@ def tell(opts: Options, setting: Setting) -> None:
 
 def _table(asked: Case, estimates: Estimates, usable: float) -> None:
     """Print the memory on so many GPUs, by batch and kind of checkpointing."""
-    held, ranks = estimates.step(asked).largest, asked.ranks
+    step, ranks = estimates.step(asked), asked.ranks
+    held, unit = step.largest, Unit.of(step.total)
     replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
-    log.info(f"  {units.counted(ranks, 'GPU')}{replicas}: {_gib(held['parameters'])} parameters, "
-             f"{_gib(held['gradients'])} gradients, {_gib(held['optimizer'])} optimizer states"
-             f"{', in host memory' if asked.offload else ''}")
+    states = ", ".join(f"{units.memory(held[kind])} {name}" for kind, name in (
+        ("parameters", "parameters"), ("gradients", "gradients"),
+        ("optimizer", "optimizer states")))
+    log.info(f"  {units.counted(ranks, 'GPU')}{replicas}: {states}"
+             f"{', in host memory' if asked.offload else ''}; in {unit.name}:")
     log.info("     batch  checkpointing  activations    loss  gathered    peak")
     for times, recompute in product(_BATCHES, _RECOMPUTE):
         case = replace(asked, batch=asked.batch * times, recompute=recompute)
-        _row(case, estimates, usable, case == asked)
-    if _peak(estimates.step(asked)) > usable:
+        _row(case, estimates, usable, unit, case == asked)
+    if _peak(step) > usable:
         log.info("    → looking for the nearest setting that fits")
         log.info(f"    → {_nearest(estimates, asked, usable)}")
 
 
-def _row(case: Case, estimates: Estimates, usable: float, asked: bool) -> None:
+def _row(case: Case, estimates: Estimates, usable: float, unit: Unit, asked: bool) -> None:
     begins = f"  {'→' if asked else ' '} {case.batch:>6}  {case.recompute:<13}"
     try:
         step = estimates.step(case)
@@ -133,8 +136,8 @@ def _row(case: Case, estimates: Estimates, usable: float, asked: bool) -> None:
         log.info(f"{begins}  cannot be traced: {str(error).strip().splitlines()[0]}")
         return
     held = step.largest
-    log.info(f"{begins}  {_gib(held['activations']):>11}  {_gib(held['loss']):>6}  "
-             f"{_gib(held['gathered']):>8}  {_gib(step.total):>6}  "
+    log.info(f"{begins}  {unit.show(held['activations']):>11}  {unit.show(held['loss']):>6}  "
+             f"{unit.show(held['gathered']):>8}  {unit.show(step.total):>6}  "
              f"{'fits' if _peak(step) <= usable else 'too much'}")
 
 
@@ -143,8 +146,23 @@ def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
     for turn in turned(asked):
         with suppress(RuntimeError):  # as in a row
             if (peak := _peak(estimates.step(turn.case))) <= usable:
-                return f"fits with {' '.join(turn.words())}{turn.on('GPUs')}: {peak:.3g}"
+                return f"fits with {' '.join(turn.words())}{turn.on('GPUs')}: {peak:.3g} GiB"
     return "nothing makes it fit: take a smaller model or larger GPUs"
+
+
+class Unit(NamedTuple):
+    """What all sizes of a table are told in."""
+
+    name: str
+    bytes: int
+
+    @classmethod
+    def of(cls, size: float) -> Unit:
+        """Return the unit for sizes up to about this one."""
+        return cls("GiB", _GIB) if size >= _GIB / 10 else cls("MiB", _GIB >> 10)
+
+    def show(self, size: float) -> str:
+        return f"{size / self.bytes:.2f}"
 
 
 class Turn(NamedTuple):
@@ -195,7 +213,3 @@ def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
 
 def _peak(step: Step) -> float:
     return step.total / _GIB
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.2f}"

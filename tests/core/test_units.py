@@ -17,7 +17,7 @@ def test_size(count: float, text: str) -> None:
 
 @pytest.mark.parametrize(("count", "text"), [
     (61.21 * 2**30, "61.2 GiB"), (2**30, "1.00 GiB"), (9.999 * 2**30, "10.0 GiB"),
-    (4, "0.0 MiB"), (24.5e6, "23.4 MiB"), (2000 * 2**30, "2,000.0 GiB")])
+    (2048, "2.0 KiB"), (24.5e6, "23.4 MiB"), (2000 * 2**30, "2,000.0 GiB")])
 def test_memory(count: float, text: str) -> None:
     assert units.memory(count) == text
 
@@ -52,7 +52,8 @@ def test_count(number: float, text: str) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [
     (0.84, "0.8 s"), (42.4, "42 s"), (185, "3 min 05 s"), (7620, "2 h 07 min"),
     (47 * 3600, "47 h 00 min"), (76 * 3600, "3 d 04 h"), (59.97, "1 min 00 s"),
-    (999_999, "11 d 13 h"),
+    (239 * 3600, "9 d 23 h"), (999_999, "12 days"), (1e9, "11,574 days"), (0.04, "under 0.1 s"),
+    (0, "under 0.1 s"),
 ])
 def test_duration(seconds: float, text: str) -> None:
     assert units.duration(seconds) == text
