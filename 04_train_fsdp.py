@@ -61,7 +61,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
         return
     setting = startup.check(opts, experiment, inputs)
 
-    from lib.train import dry_run, memory_fit
+    from lib.train import distributed, dry_run, memory_fit
 
     if opts.dry_run:
         dry_run.print_plan(opts, inputs, setting)
@@ -69,6 +69,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
         return
     if not opts.prepare_only:
         memory_fit.require(opts, inputs, setting)
+        meeting = distributed.meet()
     data = startup.prepare_data(opts, inputs, setting)
     if opts.prepare_only:
         log.info("next: " + commands.again(drop=["--prepare-only"]))
@@ -80,7 +81,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
 
     run = None
     try:
-        run = begin(opts, experiment, inputs, setting, data)
+        run = begin(opts, experiment, inputs, setting, data, meeting)
         while not train(run):
             resume.roll_back(run)
     except BaseException as error:

@@ -126,21 +126,19 @@ def test_saves_that_overlap_wait_for_each_other(server: Server, tmp_path: Path,
         assert synced == sorted(synced) and len(set(synced)) == STEPS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_torchrun_starts_killed_ranks_again(server: Server, tmp_path: Path,
                                             undisturbed: Callable[..., Undisturbed]):
-    """kill -9 of a rank, three times: torchrun starts all again, and they go on."""
+    """kill -9 of a rank, twice: plain torchrun starts all again, and they go on."""
     outputs = tmp_path / "outputs"
     command = stage_command("04_train_fsdp.py", *run_options(outputs, steps=LONG), ranks=2)
-    command.insert(command.index(str(ROOT / "04_train_fsdp.py")), "--max-restarts=3")
-    # Without it the ranks that are started again read addresses of those before, and hang (2.13).
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "",
-                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command.insert(command.index(str(ROOT / "04_train_fsdp.py")), "--max-restarts=2")
     process = subprocess.Popen(command, cwd=server.root, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, env=environment, preexec_fn=pinned())
+                               stderr=subprocess.DEVNULL, preexec_fn=pinned(),
+                               env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     deadline = time.monotonic() + 240
     try:
-        for number in range(3):
+        for number in range(2):
             while len([e for e in events(outputs) if e["event"] in ("start", "resume")]) <= number \
                     or max(valid_steps(outputs), default=0) < 2:
                 assert process.poll() is None and time.monotonic() < deadline

@@ -42,6 +42,7 @@ from lib.train import (
 )
 from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
+from lib.train.meeting import Meeting
 from lib.train.memory_estimate import MemoryEstimate
 from lib.train.optimizer import StepGuard
 from lib.train.outlook import Hardware, Work
@@ -64,14 +65,15 @@ _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", 
 
 
 def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Setting,
-          data: Data) -> Run:
+          data: Data, meeting: Meeting | None = None) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
-    All ranks must call this. Raises UsageError when the experiment's directory holds another run or
+    meeting: what the ranks have agreed on before they prepared; see distributed.meet. All ranks
+    must call this. Raises UsageError when the experiment's directory holds another run or
     the ranks were not started alike, ArtifactError when it has checkpoints and none is valid.
     """
     estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
-    world = distributed.start(opts.shard_size)
+    world = distributed.start(opts.shard_size, meeting)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  data.samples, world.rank)
     checks.require_room(opts, run_plan.total_steps, has_begun=bool(inputs.begun))

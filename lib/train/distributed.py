@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lib.core import commands, log
 from lib.core.errors import UsageError
-
-_START_TIMEOUT = timedelta(minutes=30)
+from lib.train.meeting import START_TIMEOUT, Meeting
 
 
 @dataclass(frozen=True)
@@ -33,23 +31,33 @@ class World:
     saving: dist.ProcessGroup
 
 
-def start(shard_size: int | None = None) -> World:
+def meet() -> Meeting | None:
+    """Tell the other ranks, before the long preparation, that this one has started.
+
+    None for a process that was started by itself, without torchrun.
+    """
+    return Meeting() if "RANK" in os.environ else None
+
+
+def start(shard_size: int | None = None, meeting: Meeting | None = None) -> World:
     """Join the process group; all ranks must call this.
 
-    shard_size: ranks per replica, which must divide their number; None: all share one.
+    shard_size: ranks per replica, which must divide their number; None: all share one. meeting:
+    made by `meet` earlier; None to make it now.
     """
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=_START_TIMEOUT)
+    if meeting := meeting or meet():
+        dist.init_process_group(backend, store=meeting.join(), rank=meeting.rank,
+                                world_size=meeting.size, timeout=START_TIMEOUT)
     else:  # without torchrun: a group of one that needs no port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     size, names = (dist.get_world_size(),), ("shard",)
     if shard_size and shard_size < size[0]:
         size, names = (size[0] // shard_size, shard_size), ("replicate", "shard")
     mesh = init_device_mesh(device.type, size, mesh_dim_names=names)
-    control, saving = (dist.new_group(backend="gloo", timeout=_START_TIMEOUT) for _ in range(2))
+    control, saving = (dist.new_group(backend="gloo", timeout=START_TIMEOUT) for _ in range(2))
     return World(dist.get_rank(), dist.get_world_size(), device, mesh, control, saving)
 
 

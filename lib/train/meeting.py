@@ -1,0 +1,126 @@
+"""How the ranks of a launch find each other: all of one life, however long each has to prepare.
+
+torchrun keeps one store for all lives of a launch (torch 2.13), in which what a killed life wrote
+still stands: its process groups, meshes and addresses. So each life agrees on a part of its own,
+named by rank 0. A rank knows the name for one of its own life's by the answer that rank 0 gives to
+a word that this process alone can have sent; the names and words of earlier lives get none.
+
+While a rank prepares (tokenising takes hours), a thread of it counts in the store, so that the
+others can tell one that is at work from one that is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lib.core import log, units
+from lib.core.errors import StageError
+
+START_TIMEOUT = timedelta(minutes=30)  # until the processes of all ranks have started
+SILENCE_S = 300.0  # without a sign of life before a rank counts as gone
+BEAT_S = 10.0
+_LOOK_EVERY_S = 0.1
+_TELL_AFTER_S, _TELL_EVERY_S = 20.0, 300.0
+
+
+class Meeting:
+    """This rank's part of it, in the store that RANK, WORLD_SIZE and MASTER_ADDR lead to."""
+
+    def __init__(self) -> None:
+        """Tell the others that this process has started, and go on telling that it is alive."""
+        launcher_is_gone()  # notes which process the launcher is
+        shared, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
+        self._shared = dist.PrefixStore("meeting", shared)
+        self._word = uuid.uuid4().hex
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._here = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="meeting", daemon=True)
+        self._beats.start()
+
+    def join(self) -> dist.Store:
+        """Return the store of this life, once all ranks have called this.
+
+        Raises StageError when one of them shows no sign of life, or the launcher has gone.
+        """
+        self._tell_at = time.monotonic() + _TELL_AFTER_S
+        life = self._open() if self.rank == 0 else self._enter()
+        self._here.set()
+        self._beats.join()
+        return dist.PrefixStore(life, self._shared)
+
+    def _open(self) -> str:
+        """Name a life, and welcome all ranks at once when the last of them has come (rank 0)."""
+        life = self._word
+        self._shared.set("life", life)
+        words: dict[int, str] = {0: ""}
+        while missing := [rank for rank in range(self.size) if rank not in words]:
+            words |= {rank: self._shared.get(f"{life}/{rank}").decode() for rank in missing
+                      if self._shared.check([f"{life}/{rank}"])}
+            self._pause([rank for rank in missing if rank not in words])
+        for word in words.values():
+            self._shared.set(f"{life}/welcome/{word}", "")
+        return life
+
+    def _enter(self) -> str:
+        """Come to the life that rank 0 names, until it is one in which this process is welcome."""
+        life = ""
+        while not (life and self._shared.check([f"{life}/welcome/{self._word}"])):
+            if self._shared.check(["life"]):
+                life = self._shared.get("life").decode()
+                self._shared.set(f"{life}/{self.rank}", self._word)
+            self._pause([0])
+        return life
+
+    def _pause(self, missing: list[int]) -> None:
+        """Wait a moment, unless it is for ranks that will not come."""
+        if not missing:
+            return
+        if launcher_is_gone():
+            raise StageError("the launcher that started this rank has gone")
+        now = time.monotonic()
+        for rank in missing:
+            beat = self._shared.get(f"alive/{rank}") if self._shared.check([f"alive/{rank}"]) \
+                else b""
+            if rank not in self._heard or beat != self._heard[rank][0]:
+                self._heard[rank] = beat, now
+            silent = now - self._heard[rank][1]
+            if silent > (SILENCE_S if beat else START_TIMEOUT.total_seconds()):
+                raise StageError(f"rank {rank} has shown no sign of life for "
+                                 f"{units.duration(silent)}",
+                                 hint="look at its node; the same command goes on")
+        if self.rank == 0 and now > self._tell_at:
+            self._tell_at = now + _TELL_EVERY_S
+            log.info(f"waiting for {units.counted(len(missing), 'rank')} that still "
+                     f"{'prepares' if len(missing) == 1 else 'prepare'}: {_shown(missing)}")
+        time.sleep(_LOOK_EVERY_S)
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self._shared.set(f"alive/{self.rank}", uuid.uuid4().hex)
+            except dist.DistError:  # the store has ended, and with it the launch
+                return
+            if self._here.wait(BEAT_S):
+                return
+
+
+def _shown(ranks: list[int]) -> str:
+    """Return the first of some ranks in words."""
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def launcher_is_gone() -> bool:
+    """Tell whether torchrun has ended since this was first asked; False when it started nobody."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != _launcher()
+
+
+@functools.cache
+def _launcher() -> int:
+    return os.getppid()
