@@ -73,7 +73,7 @@ def require_whole(dst: Path) -> None:
     """Raise ArtifactError when splits have lost files since they were made."""
     splits = manifest.read(dst, KIND, "the splits")["summary"]["splits"]
     if found := place.missing(dst, {name: split["files"] for name, split in splits.items()}):
-        raise ArtifactError(f"the finished {dst} is damaged", found="\n".join(found),
+        raise ArtifactError(f"the splits {dst} are damaged", found="\n".join(found),
                             run=commands.again("--overwrite"))
 
 

@@ -21,10 +21,11 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.common.run_files import Row, RunFiles, mean_loss
+from launch.common.run_files import Row, RunFiles
 from lib.core import options, paths, stage, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
+from lib.train.console import mean_loss
 
 _BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "_.-~=*#@"
 _CURVE_ROWS = 8
@@ -154,8 +155,8 @@ def _figures(run: RunFiles) -> list[tuple[str, str]]:
 def _speed(row: Row, since: str) -> str:
     def of(key: str) -> float:
         return row.get(key, math.nan)
-    launch = f"{of('perf/run_tokens_per_sec'):,.0f} tok/s over this launch with evaluation and " \
-             "saves; " if "perf/run_tokens_per_sec" in row else ""
+    launch = f"{of('perf/run_tokens_per_sec'):,.0f} tok/s over this launch after its first step, " \
+             "with evaluation and saves; " if "perf/run_tokens_per_sec" in row else ""
     return f"{of('perf/tokens_per_sec'):,.0f} tok/s {since}, {launch}per device " \
            f"{of('perf/tokens_per_sec_per_device'):,.0f} tok/s, {of('perf/tflops'):.3g} TFLOP/s, " \
            f"MFU {100 * of('perf/mfu'):.1f} %"

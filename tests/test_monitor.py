@@ -81,7 +81,7 @@ def test_figures_of_a_run(run: Path):
     assert re.search(r"exp +running, 16 ranks\n", said)
     assert "25.0 %, step 100 of 400, 50 min 00 s left" in said
     assert "7.0500 on average since step 90, 7.0000 in step 100;" in said
-    assert "5,000 tok/s since step 90, 4,321 tok/s over this launch with evaluation" in said
+    assert "5,000 tok/s since step 90, 4,321 tok/s over this launch after its first step, " in said
     assert "per device 2,500 tok/s, 100 TFLOP/s, MFU 31.0 %" in said
     assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %)" in said
     assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in said

@@ -55,11 +55,6 @@ class Lines:
         return self.rows
 
 
-def mean_loss(row: Row) -> float:
-    """Return the mean loss since the row before; of rows older than that key, the step's."""
-    return row.get("train/loss_mean", row["train/loss"])
-
-
 class RunFiles:
     """The files of `outputs/<exp>/` as they are now."""
 

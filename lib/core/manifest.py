@@ -76,10 +76,11 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
     Raises ArtifactError when the directory is missing, unfinished, unreadable or of another kind.
     """
     if not directory.is_dir():
-        raise ArtifactError(f"{what} {directory} does not exist", found=unfinished(directory),
-                            run=run, hint=hint)
+        verb = "do" if _is(what) == "are" else "does"
+        raise ArtifactError(f"{what} {directory} {verb} not exist",
+                            found=unfinished(directory), run=run, hint=hint)
     if not (directory / MANIFEST).exists():
-        raise ArtifactError(f"{what} {directory} is not finished (no {MANIFEST})",
+        raise ArtifactError(f"{what} {directory} {_is(what)} not finished (no {MANIFEST})",
                             found=unfinished(directory), run=run, hint=hint)
     content = read_if_any(directory)
     if content is None:
@@ -87,7 +88,8 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
                             expected="the manifest that a finished stage writes", hint=hint,
                             run=commands.moved_away(directory, run))
     if content["kind"] != kind:
-        raise ArtifactError(f"{directory} is not {what}", expected=f"kind {kind}",
+        raise ArtifactError(f"{directory} holds no {what.removeprefix('the ')}",
+                            expected=f"kind {kind}",
                             found=f"kind {content['kind']}", run=run, hint=hint)
     return content
 
@@ -165,8 +167,13 @@ def check(directory: Path, content: dict[str, Any], what: str, run: str = "", hi
     """Raise ArtifactError naming every damaged file of an artifact; run, hint: what mends it."""
     if found := damages(directory, content, deep):
         shown = "\n".join(found[:10]) + (f"\n… and {len(found) - 10} more" if found[10:] else "")
-        raise ArtifactError(f"{what} {directory} is damaged", found=shown, run=run,
+        raise ArtifactError(f"{what} {directory} {_is(what)} damaged", found=shown, run=run,
                             hint=hint)
+
+
+def _is(what: str) -> str:
+    """Return the verb for an artifact in words: the splits and the packs are several."""
+    return "are" if what.endswith("s") else "is"
 
 
 def unfinished(directory: Path) -> str:

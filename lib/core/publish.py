@@ -21,6 +21,7 @@ from lib.core.paths import MANIFEST
 
 OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
 _LEFT_AFTER_S = 600  # without a sign of life before another machine's leftovers are deleted
+_IN_WORDS = {"raw": "raw files", "dataset-parts": "dataset parts"}  # of kinds; others are words
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -34,32 +35,34 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
     was not made by this stage (that is never replaced); ArtifactError when it is damaged, as far as
     sizes tell.
     """
-    target = target.resolve()
+    given, target = target, target.resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     found = manifest.kind_of(target) if target.is_dir() else ""
     if not found and manifest.is_torn(target):
-        raise ArtifactError(f"{target / MANIFEST} is damaged",
+        raise ArtifactError(f"{given / MANIFEST} is damaged",
                             run=commands.moved_away(target, commands.again()))
     if found.partition("/")[0] != kind.partition("/")[0]:
-        raise UsageError(f"{target} exists and was not made by this stage",
+        raise UsageError(f"{given} exists and was not made by this stage",
                          expected="a name that is free, or an artifact of this stage",
                          found=f"an artifact of kind {found}" if found else
                          f"a directory without {MANIFEST} of ours" if target.is_dir() else "a file",
                          hint="choose another name, or move it away")
     there = manifest.read_if_any(target)
     if there is None:
-        raise ArtifactError(f"{target / MANIFEST} is damaged",
+        raise ArtifactError(f"{given / MANIFEST} is damaged",
                             run=commands.moved_away(target, commands.again()))
     if overwrite:
         return False
     changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
     if changes:
-        raise UsageError(f"{target} exists, made from other inputs or options",
+        raise UsageError(f"{given} exists, made from other inputs or options",
                          found="\n".join(changes),
                          hint="choose another name, or replace it:",
                          run=commands.again("--overwrite"))
-    manifest.check(target, there, "the finished", run=run or commands.again("--overwrite"))
+    name = kind.partition("/")[0]
+    manifest.check(given, there, f"the {_IN_WORDS.get(name, name)}",
+                   run=run or commands.again("--overwrite"))
     return True
 
 

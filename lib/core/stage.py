@@ -35,7 +35,8 @@ def run(main: Callable[[list[str]], None], *, network: bool = False, only_shows:
     except SystemExit:  # --help
         raise
     except KeyboardInterrupt:
-        print("\ninterrupted; run the same command again to go on", file=sys.stderr)
+        if log.rank() == 0:  # Ctrl-C comes to all of them
+            print("\ninterrupted; run the same command again to go on", file=sys.stderr)
         code = 128 + signal.SIGINT
     except BaseException as error:  # all: what DCP raises is not an Exception
         known = _known(error)

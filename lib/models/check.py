@@ -84,7 +84,8 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
     loaded = tokenizer.load(model_dir)
     tokens = len(loaded)
     if tokens > rows:
-        problems.append(f"the tokenizer has {tokens} tokens, the model only {rows} rows for them")
+        problems.append(f"the tokenizer has {tokens:,} tokens, the model only {rows:,} rows for "
+                        "them")
     if problems:
         shown = problems[:_SHOWN] + ([f"… and {len(problems) - _SHOWN} more"]
                                      if problems[_SHOWN:] else [])

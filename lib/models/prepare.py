@@ -57,9 +57,9 @@ def print_facts(target: Path, facts: Facts) -> None:
     log.table({
         "model": target,
         "parameters": f"{facts.parameters:,} ({units.count(facts.parameters)}), {facts.dtype}",
-        "vocabulary": f"{facts.vocabulary} rows, {facts.tokens} tokens in the tokenizer"
-                      + (f" ({unused} rows to spare)" if unused else ""),
-        "context": f"{facts.context} tokens" if facts.context else "not limited by the config",
+        "vocabulary": f"{facts.vocabulary:,} rows, {facts.tokens:,} tokens in the tokenizer"
+                      + (f" ({units.counted(unused, 'row')} to spare)" if unused else ""),
+        "context": f"{facts.context:,} tokens" if facts.context else "not limited by the config",
         "to train": facts.memory.text(),
     })
     for line in facts.memory.notes():

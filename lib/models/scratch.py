@@ -68,7 +68,8 @@ def padded(vocabulary: int) -> int:
 
 def padding(rows: int, vocabulary: int) -> str:
     """Return in words how many rows an embedding has, and why."""
-    return f"{rows} rows for {vocabulary} tokens, a multiple of {VOCABULARY_MULTIPLE}"
+    return f"{rows:,} rows for {units.counted(vocabulary, 'token')}, a multiple of " \
+           f"{VOCABULARY_MULTIPLE}"
 
 
 def described(size: str, vocabulary: int) -> dict[str, str]:
@@ -79,7 +80,7 @@ def described(size: str, vocabulary: int) -> dict[str, str]:
         "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads sharing "
                   f"{shape.kv_heads} key-value heads, inner width {shape.intermediate}",
         "vocabulary": padding(rows, vocabulary),
-        "context": f"{shape.context} tokens",
+        "context": f"{shape.context:,} tokens",
     }
 
 

@@ -35,7 +35,7 @@ def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: i
     identity = store.identity(source, tokenizer_dir)
     target = store.directory(cache_dir, source, identity)
     if verify and (there := manifest.read_if_any(target)):
-        manifest.check(target, there, "token store", deep=True,
+        manifest.check(target, there, "the token store", deep=True,
                        run=commands.remade(target))
         log.info(f"{target}: every byte is as it was written")
     once(target, store.KIND, identity, lambda: _build(

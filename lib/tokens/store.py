@@ -111,8 +111,8 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
 
     reads: `mmap`, or `pread` for file systems on which that is better.
     """
-    content = manifest.read(path, KIND, "token store")
-    manifest.check(path, content, "token store", run=commands.remade(path))
+    content = manifest.read(path, KIND, "the token store")
+    manifest.check(path, content, "the token store", run=commands.remade(path))
     summary = content["summary"]
     if summary.get("label_mask") is not None:
         raise ArtifactError(f"{path} has a label mask, which this version cannot read",

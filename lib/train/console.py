@@ -32,6 +32,11 @@ class Lines:
                           *_remarks(row)])
 
 
+def mean_loss(row: dict[str, Any]) -> float:
+    """Return the mean loss since the row before; of rows older than that key, the step's."""
+    return row.get("train/loss_mean", row["train/loss"])
+
+
 def record(row: dict[str, Any], rank: int) -> str:
     """Return a row as `[rank=R] {'global_step': …}`, rounded, times in ms per step."""
     found: dict[str, Any] = {"global_step": row["step"],

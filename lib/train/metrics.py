@@ -11,6 +11,7 @@ from lib.core import commands, log, manifest
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import journal
+from lib.train.console import mean_loss
 
 
 class Metrics:
@@ -75,11 +76,6 @@ def read(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append({key: math.nan if value is None else value for key, value in row.items()})
     return rows
-
-
-def mean_loss(row: dict[str, Any]) -> float:
-    """Return the mean loss since the row before; of rows older than that key, the step's."""
-    return row.get("train/loss_mean", row["train/loss"])
 
 
 def training(rows: list[dict[str, Any]]) -> str:

@@ -58,10 +58,11 @@ class Plan:
         d, samples_needed = self.division, self.total_steps * self.division.global_batch
         tokens = f"{self.total_steps * self.tokens_per_step:,} tokens"
         down = "" if self.schedule.kind == "constant" else f", then to {self.schedule.minimum:g}"
+        warmup = f"{units.counted(self.schedule.warmup, 'step')} up to {self.schedule.peak:g}" \
+            if self.schedule.warmup else f"{self.schedule.peak:g} without warm-up"
         rows = {"tokens/step": product(d, self.seq_length), "epoch": "of unknown length",
                 "steps": f"{self.total_steps:,} ({tokens})",
-                "learning rate": f"{self.schedule.kind}, {self.schedule.warmup} steps up to "
-                                 f"{self.schedule.peak:g}{down}"}
+                "learning rate": f"{self.schedule.kind}, {warmup}{down}"}
         if self.samples is None:
             return rows
         asked, epochs = _epochs(self.options), samples_needed / self.samples

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import log, units
-from lib.train import metrics
+from lib.train import console
 
 
 def loss(rows: list[dict[str, Any]], path: Path, caption: str) -> None:
@@ -35,7 +35,7 @@ def loss(rows: list[dict[str, Any]], path: Path, caption: str) -> None:
     left.plot(*_columns(train, "train/loss"), color="tab:blue", linewidth=0.6, alpha=0.35,
               label="training, single steps")
     tokens, _ = _columns(train, "train/loss")
-    left.plot(tokens, [metrics.mean_loss(row) for row in train], color="tab:blue", linewidth=1.2,
+    left.plot(tokens, [console.mean_loss(row) for row in train], color="tab:blue", linewidth=1.2,
               label="training, mean since the point before")
     if held_out:
         left.plot(*_columns(held_out, "eval/loss"), color="tab:orange", marker="o", markersize=4,

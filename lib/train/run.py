@@ -208,9 +208,9 @@ class Run:
         if copies is None:
             self.finish_save(wait=True, last=last)
         else:
-            log.info(f"step {self.step:,}: saving in the background from a copy of "
-                     f"{units.size(copies.bytes)} in host memory; the steps waited "
-                     f"{units.duration(time.monotonic() - began)}")
+            self.saves.waited = time.monotonic() - began
+            log.to_file(f"step {self.step:,}: saving in the background from a copy of "
+                        f"{units.size(copies.bytes)} in host memory")
         done = self.step == self.plan.total_steps
         self.write_state("complete" if done else "preempted" if stopping else "running")
         if stopping:

@@ -25,7 +25,8 @@ _MOST_FAILURES = 3  # saves in a row for which there was no room
 class Saves:
     """Writes one checkpoint at a time, on a process group that nothing else uses.
 
-    tier: frequent ones beside the shared, None without --ckpt-local-dir or --ckpt-hyperpod. copies:
+    waited: seconds that the steps were held up by the save in the background. tier: frequent ones
+    beside the shared, None without --ckpt-local-dir or --ckpt-hyperpod. copies:
     None when a save is written before the next step (--ckpt-async off).
     """
 
@@ -37,11 +38,12 @@ class Saves:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._pending: Future[Checkpoint] | None = None
         self._step, self._began, self._failures = 0, 0.0, 0
+        self.waited: float | None = None
 
     def begin(self, snapshot: Snapshot, local: bool = False) -> None:
         """Start to write, locally to the other tier; the save before must have been finished."""
         assert self._pending is None, "one save at a time"
-        self._local = local
+        self._local, self.waited = local, None
         self._step, self._began = snapshot.step, time.monotonic()
         self._pending = self._thread.submit(self.tier.write if local else self._write, snapshot)
 
@@ -71,10 +73,15 @@ class Saves:
         self._failures = 0
         self._journal.event("save", self._step, path=checkpoint.path.name)
         if log.rank() == 0:
-            log.info(f"step {self._step:,}: saved {checkpoint.path} "
-                     f"({units.duration(time.monotonic() - self._began)})")
+            self._tell(checkpoint)
             self._prune()
         return True
+
+    def _tell(self, checkpoint: Checkpoint) -> None:
+        waited = "" if self.waited is None else \
+            f", in the background; the steps waited {units.duration(self.waited)}"
+        log.info(f"step {self._step:,}: saved {checkpoint.path} in "
+                 f"{units.duration(time.monotonic() - self._began)}{waited}")
 
     def _finish_local(self, pending: Future[Checkpoint]) -> None:
         try:
@@ -85,8 +92,7 @@ class Saves:
             return
         self._journal.event("save", self._step, path=str(checkpoint.path))
         if log.rank() == 0:
-            log.info(f"step {self._step:,}: saved {checkpoint.path} "
-                     f"({units.duration(time.monotonic() - self._began)})")
+            self._tell(checkpoint)
 
     def _write(self, snapshot: Snapshot) -> Checkpoint:
         """Commit a snapshot, making room first where that helps; in the thread."""

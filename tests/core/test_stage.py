@@ -40,6 +40,10 @@ def test_what_a_person_can_cure_has_a_code_and_no_traceback(python, raised, code
     assert told in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 
 
+def test_an_interruption_is_told_by_one_rank(python) -> None:
+    assert python(RAISE.format("KeyboardInterrupt"), expect=130, env={"RANK": "1"}).stderr == ""
+
+
 @pytest.mark.parametrize("raised", ["ValueError('bug')", "OSError(errno.EBADF, 'bug')"])
 def test_a_bug_keeps_its_traceback(python, raised: str) -> None:
     done = python(RAISE.format(raised), expect=1)

@@ -35,7 +35,7 @@ def test_lines_stand_below_each_other() -> None:
 
 @pytest.mark.parametrize(("changes", "says"), [
     ({"train__loss_mean": float("nan")}, "loss nan"), ({"train__learning_rate": 0.0}, "lr 0 "),
-    ({"perf__mfu": 0.004}, "0.4 % MFU"), ({"memory__peak_gib": 1e-9}, "0.0 MiB"),
+    ({"perf__mfu": 0.004}, "0.4 % MFU"), ({"memory__peak_gib": 1e-9}, "0.0 KiB"),
     ({"perf__slowest_ratio": 1.7}, "slowest rank 3"),
     ({"perf__loader_share": 0.12}, "12 % waiting for data")])
 def test_unusual_figures(changes: dict[str, float], says: str) -> None:

@@ -112,7 +112,7 @@ def test_derived_numbers_come_with_their_reason() -> None:
     assert rows["epoch"] == "103 samples = 8.6 steps of 12"
     assert rows["steps"] == "17 (1.98 epochs, 1,632 tokens)"
     assert rows["left out"] == "2 samples at the end, too few for a step"
-    assert rows["learning rate"] == "cosine, 0 steps up to 0.001, then to 0.0001"
+    assert rows["learning rate"] == "cosine, 0.001 without warm-up, then to 0.0001"
 
 
 def test_samples_left_out_are_told_when_there_are_some() -> None:
@@ -124,7 +124,7 @@ def test_samples_left_out_are_told_when_there_are_some() -> None:
 
 def test_a_constant_rate_does_not_go_down() -> None:
     assert make(lr_scheduler="constant").describe()["learning rate"] == \
-        "constant, 1 steps up to 0.001"
+        "constant, 1 step up to 0.001"
 
 
 def test_the_schedule_is_that_of_the_options() -> None:
