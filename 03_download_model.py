@@ -206,7 +206,8 @@ def fetch_dataset(opts: options.Options) -> None:
         # Publish: what is whole moves to its place, then the manifest says so.
         before = raw_files.earlier(target)
         build.publish(stage=STAGE, options=options.resolved(opts),
-                      files=raw_files.put_in_place(build.dir, entries), summary=dataset.summary())
+                      files=raw_files.put_in_place(build.dir, target, entries),
+                      summary=dataset.summary())
         raw_files.remove_outdated(target, before)
 
     log.info(f"done in {units.duration(time.monotonic() - began)}: {dataset.received()} in "

@@ -141,7 +141,8 @@ def test_a_killed_pack_goes_on_with_the_files_it_had(checkout: Path, artifacts: 
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=tmp_path,
                                stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("bundle.partial-*/volume_001/.cache/models/big/extra_03.bin")):
+    models = "bundle.partial-*/content/volume_001/.cache/models"
+    while not list(tmp_path.glob(f"{models}/big/extra_03.bin")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)

@@ -225,7 +225,7 @@ def test_a_killed_run_leaves_no_splits_and_the_next_one_cleans_up(stage, raw, tm
         (raw / f"more{number}.txt").write_text("x")
     process = subprocess.Popen([sys.executable, str(ROOT / SCRIPT), "--mode", "copy"], cwd=tmp_path,
                                stdout=subprocess.DEVNULL)
-    while process.poll() is None and not list(tmp_path.glob("splits.partial-*/split_00")):
+    while process.poll() is None and not list(tmp_path.glob("splits.partial-*/content/split_00")):
         pass
     process.kill()
     process.wait()

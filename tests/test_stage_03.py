@@ -97,7 +97,7 @@ def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
                            stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not any(int.from_bytes(counts.read_bytes()[:8], "little")  # what came of the first piece
-                  for counts in tmp_path.glob(f"{TARGET}.partial-*/*-of-*.part.at")):
+                  for counts in tmp_path.glob(f"{TARGET}.partial-*/*/*-of-*.part.at")):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)

@@ -21,7 +21,7 @@ from lib.tokens import source as datasets
 _ROOT = Path(__file__).resolve().parents[2]
 _REQUIREMENTS = "requirements.txt", "requirements-dev.txt"
 _CODE = ("lib", "launch", "tests", "benchmarks")
-_UNFINISHED = (".partial-", ".old-")
+_UNFINISHED = ".partial-"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _tokens(name: str, cache_dir: Path) -> list[Artifact]:
                            and place.name.partition(".packs-")[0].rpartition("-")[0] == wanted]
     if exact and manifest.kind_of(exact[0]) == store.KIND:
         chosen += sorted(exact[0].parent.glob(f"{exact[0].name}.packs-*"))
-    chosen = [place for place in chosen if not any(mark in place.name for mark in _UNFINISHED)]
+    chosen = [place for place in chosen if _UNFINISHED not in place.name]
     if not chosen:
         there = ", ".join(sorted(path.name for path in root.glob("*"))) or "nothing"
         raise ArtifactError(f"no token store called {name}", found=f"under {root}: {there}",

@@ -125,8 +125,7 @@ class Writer:
         for folder, _, names in os.walk(self._place, topdown=False):
             for name in names:
                 path = Path(folder, name)
-                if path.relative_to(self._place).as_posix() not in {*known, _JOURNAL} \
-                        and not name.startswith(publish.OWNER):
+                if path.relative_to(self._place).as_posix() not in {*known, _JOURNAL}:
                     path.unlink()
 
     def _copy(self, payload: Payload, advance: Callable[[int], None]) -> list[Entry]:

@@ -1,21 +1,28 @@
 """Atomic publish: an artifact appears under its final name whole, or not at all.
 
-It is built in `<target>.partial-<id>`, gets its manifest last, and is renamed. While a process
-builds in the partial directory, it holds that by a lease (lease.py), whose record lies in it: so
-leftovers can be told from work in progress, also of other machines that share the directory.
+    corpus.partial-1a2b3c4d/
+        .unfinished-…           the mark that makes the directory ours (unfinished.py)
+        .owner.json             who builds in it (lease.py): so leftovers can be told from work in
+                                progress, also of other machines that share the directory
+        content/                gets its manifest last, and is then renamed to `corpus`
+        replaced/               what was `corpus` until then (--overwrite), about to be deleted
+
+No other directory beside the target is touched, whatever it is called.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lib.core import commands, failure, hashing, lease, log, manifest, units
+from lib.core import commands, failure, hashing, lease, log, manifest, unfinished, units
 from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
 from lib.core.paths import MANIFEST
 
@@ -96,7 +103,8 @@ class Build:
 
     Left without `publish` (an error, Ctrl-C) the partial directory is removed, unless `resumable`:
     then the next run with the same identity finds in `dir` what this one finished.
-    Raises AlreadyBuilding when another process is at the same thing.
+    Raises AlreadyBuilding when another process is at the same thing, UsageError when a directory
+    that is not ours has the name of the partial one.
     """
 
     def __init__(self, target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
@@ -106,84 +114,115 @@ class Build:
         self.resumable = resumable
         self.published = False
         suffix = hashing.fingerprint(identity)[:8]
-        self.dir = self.target.with_name(f"{self.target.name}.partial-{suffix}")
+        self.partial = self.target.with_name(f"{self.target.name}.partial-{suffix}")
+        self.dir = self.partial / "content"
+        self._replaced = self.partial / "replaced"
         self._lease: lease.Lease | None = None
 
     def __enter__(self) -> Build:
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.dir.mkdir(exist_ok=True)
+        self.partial.mkdir(exist_ok=True)
         try:
-            self._lease = lease.Lease(self.dir / OWNER, self._lost)
+            unfinished.claim(self.partial)
+            self._lease = lease.Lease(self.partial / OWNER, self._lost)
         except lease.Held as error:
             raise AlreadyBuilding(f"another process is building {self.target} now",
-                                  found=f"{self.dir}" + f", {error.holder}" * bool(error.holder),
+                                  found=f"{self.partial}" + f", {error.holder}" * bool(error.holder),
                                   hint="wait for it, or stop it") from None
         except FileNotFoundError:
-            raise AlreadyBuilding(f"{self.target} was built or brought back just now",
-                                  run=commands.again()) from None
-        self._remove_leftovers()
-        if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
+            raise self._was_built() from None
+        try:
+            self._remove_leftovers()
+            if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
+                raise self._was_built()
+            self.dir.mkdir(exist_ok=True)
+        except BaseException:
             self.__exit__(None, None, None)
-            raise AlreadyBuilding(f"{self.target} was built or brought back just now",
-                                  run=commands.again())
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
-        is_left = not self.published and self.resumable and bool(self.files())
-        if not self.published and not is_left:
+        is_left = not self.published and self.resumable and self.dir.is_dir() and bool(self.files())
+        if not is_left:
             self._lease.stop()
-            shutil.rmtree(self.dir, ignore_errors=True)
+            with suppress(OSError):  # the next run deletes it
+                unfinished.remove(self.partial)
         self._lease.release(keep=is_left)
 
     def files(self) -> list[Path]:
-        """Return what lies in the directory so far, sorted, but for the record of who builds."""
-        return sorted(path for path in self.dir.iterdir() if not path.name.startswith(OWNER))
+        """Return what lies in the directory so far, sorted."""
+        return sorted(self.dir.iterdir())
 
     def publish(self, *, stage: str, options: dict[str, Any],
                 files: Iterable[dict[str, Any]], summary: dict[str, Any]) -> None:
         """Write the manifest, make everything durable, give the directory its final name."""
         files = list(files)
         for entry in files:
-            fsync(self.dir / entry["path"])
+            fsync(self._place(entry["path"]))
         manifest.write(self.dir, kind=self.kind, stage=stage, identity=self.identity,
                        options=options, files=files, summary=summary)
-        for directory in {self.dir, *((self.dir / entry["path"]).parent for entry in files)}:
+        for directory in {self.dir, *(self._place(entry["path"]).parent for entry in files)}:
             fsync(directory)
-        self._lease.stop()  # its record goes along, so nobody makes one in the directory meanwhile
+        self._lease.stop()  # after a last look at whose it is
         if self.target.exists() and any(self.target.iterdir()):
             if not self.overwrite:
                 raise AlreadyBuilding(f"{self.target} appeared while this run was building it",
                                       hint="choose another name, or replace it:",
                                       run=commands.again("--overwrite"))
-            _replace(self.dir, self.target)
+            self._replace()
         else:
             self.dir.replace(self.target)
         self.published = True
-        for record in self.target.glob(f"{OWNER}*"):
-            record.unlink(missing_ok=True)
         fsync(self.target.parent)
+
+    def _place(self, path: str) -> Path:
+        """Return where a file lies now; `../` leads to what lies beside the target already."""
+        beside = path.removeprefix("../")
+        return self.dir / path if beside == path else self.target.parent / beside
+
+    def _replace(self) -> None:
+        """Put the finished directory in the place of the target, which is deleted with the partial.
+
+        Linux swaps the two names in one step; where a file system cannot, a kill between the two
+        renames leaves the old one in `replaced`, from where the next run brings it back.
+        """
+        renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if not renameat2 or renameat2(_AT_FDCWD, os.fsencode(self.dir), _AT_FDCWD,
+                                      os.fsencode(self.target), _RENAME_EXCHANGE):
+            self.target.replace(self._replaced)
+            self.dir.replace(self.target)
+
+    def _was_built(self) -> AlreadyBuilding:
+        return AlreadyBuilding(f"{self.target} was built or brought back just now",
+                               run=commands.again())
 
     def _remove_leftovers(self) -> None:
         """Delete what killed runs left, and bring back an artifact caught in mid-replacement."""
-        siblings = [path for path in self.target.parent.iterdir() if path.is_dir()]
-        aside = [path for path in siblings if path.name.startswith(f"{self.target.name}.old-")]
-        if aside and not self.target.exists():
-            aside.pop().replace(self.target)
-        partial = [path for path in siblings if path != self.dir
-                   and path.name.startswith(f"{self.target.name}.partial-")]
-        for left in aside + partial:
+        self._bring_back(self.partial)
+        name = re.compile(re.escape(self.target.name) + r"\.partial-[0-9a-f]{8}")
+        for left in sorted(self.target.parent.iterdir()):
+            if not name.fullmatch(left.name) or left == self.partial \
+                    or not (unfinished.is_ours(left) or unfinished.is_bare(left)):
+                continue
             descriptor = lease.lock(left)
             if descriptor < 0:
                 continue
             if self._is_left(left):
-                shutil.rmtree(left)
+                self._bring_back(left)
+                unfinished.remove(left)
                 log.info(f"removed {left.name}, left by a run that did not finish")
             os.close(descriptor)
-        if not self.resumable and (own := self.files()):
-            for path in own:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            log.info(f"removed {self.dir.name}, left by a run that did not finish")
+        if not self.resumable and self.dir.exists():
+            unfinished.delete(self.dir)
+            log.info(f"removed {self.partial.name}, left by a run that did not finish")
+
+    def _bring_back(self, partial: Path) -> None:
+        """Return to its place what a run had taken away and not yet replaced."""
+        aside = partial / self._replaced.name
+        if aside.is_dir() and not self.target.exists():
+            aside.replace(self.target)
+        unfinished.delete(aside)
 
     def _is_left(self, directory: Path) -> bool:
         """Tell whether nobody builds in a directory, also on another machine.
@@ -196,7 +235,7 @@ class Build:
             return True
         if (alive := lease.is_alive(found)) is not None:
             return not alive
-        silent_s = (self.dir / OWNER).stat().st_mtime - record.stat().st_mtime
+        silent_s = (self.partial / OWNER).stat().st_mtime - record.stat().st_mtime
         if silent_s < _LEFT_AFTER_S:
             log.info(f"{directory} is left alone: {lease.holder(found)} may be building in it")
         return silent_s >= _LEFT_AFTER_S
@@ -207,23 +246,6 @@ class Build:
         failure.record(AlreadyBuilding.__name__, EXIT_USAGE, text)
         os.write(2, f"{text}\n".encode())
         os._exit(EXIT_USAGE)
-
-
-def _replace(new: Path, old: Path) -> None:
-    """Put `new` in the place of `old` and delete the latter.
-
-    Linux swaps the two names in one step; where a file system cannot, a kill between the two
-    renames leaves `<old>.old-…`, which the next run brings back.
-    """
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 and renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old),
-                               _RENAME_EXCHANGE) == 0:
-        shutil.rmtree(new)
-        return
-    aside = old.with_name(f"{old.name}.old-{os.getpid()}")
-    old.replace(aside)
-    new.replace(old)
-    shutil.rmtree(aside)
 
 
 def fsync(path: Path) -> None:

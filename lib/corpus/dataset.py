@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
-from lib.core.publish import OWNER
 from lib.corpus import shards, work
 from lib.corpus.dedup import DIGEST_BYTES, Seen
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE, Shape, Tally, problem_line
@@ -233,8 +232,7 @@ def _recall(directory: Path) -> dict[str, Any]:
     files = noted.get("files", {})
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in files and name != _PROGRESS \
-                and not name.startswith(OWNER):
+        if path.is_file() and name not in files and name != _PROGRESS:
             path.unlink()
     for name, size in files.items():
         with (directory / name).open("rb+") as file:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import manifest
+from lib.core import manifest, unfinished
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 
@@ -21,7 +21,6 @@ HIDDEN, EMPTY, SPECIAL, UNREADABLE = "hidden", "empty", "special", "unreadable"
 DANGLES, LOOPS = "link dangles", "link loops"
 OUTSIDE, INSIDE = "link leads outside", "link inside the source"
 PATTERN, OWN_OUTPUT, MADE = "pattern", "output of this stage", "made by a stage"
-_OUTPUT_SUFFIXES = ("", ".partial-", ".old-")
 # Kinds of artifacts that are no raw files, in words.
 _MADE = {"dataset": "dataset", "dataset-parts": "dataset part", "tokens": "token store",
          "packs": "token store", "model": "model", "scratch": "model", "export": "model",
@@ -125,9 +124,7 @@ class Scan:
                           above: tuple) -> str:
         if item.name.startswith("."):
             return HIDDEN
-        if self._output and any(
-                item.path == self._output + suffix if not suffix
-                else item.path.startswith(self._output + suffix) for suffix in _OUTPUT_SUFFIXES):
+        if item.path == self._output or unfinished.is_ours(Path(item.path)):
             return OWN_OUTPUT
         if manifest.kind_of(Path(item.path)).startswith("splits/"):
             return OWN_OUTPUT  # of an earlier run: the same files once more

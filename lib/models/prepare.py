@@ -35,7 +35,7 @@ def examine(build: publish.Build, *, weights: bool, name: str) -> Facts:
             return check.examine(build.dir, weights=weights)
     except StageError:
         if build.resumable:
-            log.info(f"kept in {build.dir}, so that the same command need not fetch it again; "
+            log.info(f"kept in {build.partial}, so that the same command need not fetch it again; "
                      "or delete that")
         raise
 

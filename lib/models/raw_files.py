@@ -85,13 +85,14 @@ def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
                          hint="move them away, or choose another --dst-root")
 
 
-def put_in_place(arrived: Path, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def put_in_place(arrived: Path, target: Path, entries: list[dict[str, Any]],
+                 ) -> list[dict[str, Any]]:
     """Move whole files from where they arrived to their places; return the manifest's entries.
 
-    arrived: a directory beside the target. The entries' paths lead from the target to the files.
-    When one cannot be moved, those that were come back.
+    The entries' paths lead from the target to the files. When one cannot be moved, those that were
+    come back.
     """
-    moves = [(arrived / entry["path"], arrived.parent / entry["path"]) for entry in entries]
+    moves = [(arrived / entry["path"], target.parent / entry["path"]) for entry in entries]
     moved = []
     try:
         for there, place in moves:

@@ -91,7 +91,7 @@ def _only(cache_dir: Path) -> Path:
 
 def _directory(path: Path) -> Path:
     """Return a directory given by its path: ours, an export, or one made elsewhere."""
-    if _PARTIAL in path.resolve().name:
+    if any(_PARTIAL in part for part in path.resolve().parts[-2:]):
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
         _require_no_pickles(path)

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from lib.core import commands, log, manifest, publish, units
+from lib.core import commands, log, manifest, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 from lib.models import hf_cache, pieces
@@ -186,8 +186,7 @@ def bytes_to_come(files: Sequence[RemoteFile], directory: Path,
 
     wanted = {name for file in files for name in pieces.names(file)}
     for path in directory.rglob("*"):
-        if path.is_file() and path.relative_to(directory).as_posix() not in wanted \
-                and not path.name.startswith(publish.OWNER):
+        if path.is_file() and path.relative_to(directory).as_posix() not in wanted:
             path.unlink()
     return sum(max(0, file.size - pieces.bytes_there(file, directory)) for file in files
                if not can_be_linked(file))

@@ -16,7 +16,7 @@ from lib.core.paths import MANIFEST
 from lib.core.progress import Progress
 from lib.models import identity, raw_files, resolve
 
-_UNFINISHED = (".partial-", ".old-")
+_UNFINISHED = ".partial-"
 _KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export",
           "wheelhouse")
 
@@ -59,7 +59,7 @@ def artifacts(cache_dir: Path, raw_root: Path | None) -> list[Artifact]:
     raw = sorted(raw_root.glob(f"*/{raw_files.HIDDEN}/{MANIFEST}")) if raw_root else []
     for path in sorted(cache_dir.rglob(MANIFEST)) + raw:
         directory = path.parent
-        if any(mark in part for part in directory.parts for mark in _UNFINISHED):
+        if any(_UNFINISHED in part for part in directory.parts):
             continue
         content = manifest.read_if_any(directory)
         is_in_place = directory.name == raw_files.HIDDEN or directory.parent in (

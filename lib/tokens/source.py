@@ -77,7 +77,8 @@ def _require_dataset(path: Path) -> dict[str, Any] | None:
     elif (path / MANIFEST).exists():
         raise ArtifactError(f"{path / MANIFEST} is damaged", hint=f"move {path} away, and build it "
                             "again by stage 02")
-    elif ".partial-" in path.resolve().name or (path / _MARK_OF_OURS).exists():
+    elif any(".partial-" in part for part in path.resolve().parts[-2:]) \
+            or (path / _MARK_OF_OURS).exists():
         raise ArtifactError(f"dataset {path} is not finished (no {MANIFEST})",
                             found="what an interrupted stage 02, or a copy of a part, leaves",
                             hint="use it under its final name, when stage 02 has finished it")

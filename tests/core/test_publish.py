@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import lease, manifest, publish
+from lib.core import lease, manifest, publish, unfinished
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.publish import AlreadyBuilding, Build
+from tests.fault_points import Fault
 
 KIND = "thing/1"
 
@@ -123,7 +124,7 @@ def test_parts_of_other_options_are_not_resumed(tmp_path: Path) -> None:
         (build.dir / "part").write_text("part")
         raise OSError
     with Build(target, KIND, identity(2), False, resumable=True) as build:
-        assert build.files() == [] and names(tmp_path) == [build.dir.name]
+        assert build.files() == [] and names(tmp_path) == [build.partial.name]
 
 
 @pytest.mark.parametrize("swap", [True, False], ids=["renameat2", "two renames"])
@@ -152,19 +153,67 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "big_disk/corpus/f").read_text() == "new"
 
 
-@pytest.mark.parametrize("moment", ["before", "between"])
-def test_a_kill_around_the_two_renames_loses_nothing(tmp_path: Path, moment: str) -> None:
-    """Without renameat2 the old artifact lies under another name for an instant."""
-    target = tmp_path / "corpus"
-    make(target, "old")
-    complete = tmp_path / "corpus.partial-12345678"
-    shutil.copytree(target, complete)
-    (complete / "f").write_text("new")
-    if moment == "between":
-        target.rename(tmp_path / "corpus.old-1")
-    with Build(target, KIND, identity(2), overwrite=True):
-        assert (target / "f").read_text() == "old"
-    assert names(tmp_path) == ["corpus"]
+def users_own(directory: Path) -> list[str]:
+    """Make directories that a user may have beside an artifact; return their names."""
+    made = ["corpus.old-2025", "corpus.partial-12345678", "corpus.partial-keepme"]
+    for name in made:
+        make(directory / name, "mine")
+    (directory / "corpus.partial-87654321").symlink_to(directory / "corpus.old-2025")
+    return [*made, "corpus.partial-87654321"]
+
+
+def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path) -> None:
+    mine = users_own(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for x in range(3):
+        make(tmp_path / "corpus", "new", x, overwrite=True)
+    corpus, copied = tmp_path / "corpus", tmp_path / "corpus.partial-abcdef12"
+    with pytest.raises(OSError), Build(corpus, KIND, {}, True, resumable=True) as build:
+        (build.dir / "part").write_text("part")
+        shutil.copytree(build.partial, copied)
+        raise OSError
+    make(tmp_path / "corpus", "newer", overwrite=True)
+    assert names(tmp_path) == sorted(["corpus", copied.name, *mine])
+    assert all((tmp_path / name / "f").read_text() == "mine" for name in mine)
+    shutil.rmtree(copied)
+    build.partial.mkdir()
+    (build.partial / "mine").write_text("mine")
+    with pytest.raises(UsageError, match="is in the way, and this program did not make it"), \
+            Build(tmp_path / "corpus", KIND, {}, True):
+        pass
+    assert names(build.partial) == ["mine"]
+
+
+@pytest.mark.parametrize("swap", [True, False], ids=["renameat2", "two renames"])
+def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, monkeypatch, swap: bool) -> None:
+    """Whatever was killed where: the old or the new one is there, or comes back with the next."""
+    if not swap:
+        monkeypatch.setattr(publish.ctypes, "CDLL", lambda *_, **__: object())
+    at, killed, target, mine = 0, True, tmp_path / "corpus", users_own(tmp_path)
+    while killed:
+        at += 1
+        make(target, "old", overwrite=True)
+        killed = not finished_with(Fault(str(tmp_path), at), target)
+        if target.exists():
+            assert (target / "f").read_text() in ("old", "new") and names(target)[0] == "f"
+        assert target.exists() or not swap
+        with Build(target, KIND, identity(3), overwrite=True, resumable=True) as build:
+            assert names(build.dir) == [] and (target / "f").read_text() in ("old", "new")
+            finish(build, "newer")
+        assert names(tmp_path) == sorted(["corpus", *mine])
+        assert (target / "f").read_text() == "newer"
+        assert all((tmp_path / name / "f").read_text() == "mine" for name in mine)
+    assert at > 15
+
+
+def finished_with(fault: Fault, target: Path) -> bool:
+    """Replace an artifact in a process of its own; tell whether it survived the fault."""
+    pid = os.fork()
+    if not pid:
+        fault.install()
+        make(target, "new", 2, overwrite=True)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_second_builder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
@@ -219,6 +268,7 @@ def test_leftovers_of_another_node_go_when_it_has_long_been_silent(tmp_path: Pat
                                                                    silent_s: int) -> None:
     target, left = tmp_path / "corpus", tmp_path / "corpus.partial-12345678"
     left.mkdir()
+    unfinished.claim(left)
     record = left / publish.OWNER
     manifest.write_json(record, {"host": "a", "pid": 1, "machine": "a", "id": "x", "beats": 3})
     at = record.stat().st_mtime - silent_s
@@ -235,7 +285,7 @@ def test_who_lost_what_it_builds_ends_at_once(tmp_path: Path, node, monkeypatch)
     node("a")
     with Build(tmp_path / "corpus", KIND, identity(), False, resumable=True) as build:
         (build.dir / "part").write_text("part")
-        manifest.write_json(build.dir / publish.OWNER, {"host": "b", "pid": 1, "machine": "b",
+        manifest.write_json(build.partial / publish.OWNER, {"host": "b", "pid": 1, "machine": "b",
                                                         "id": "x"})
         build._lease.stop()
         assert set(ended) == {2}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.core import unfinished
 from lib.corpus import kinds, place
 from lib.corpus.scan import MADE, Rules, inputs_of, scan, shown, taken
 
@@ -50,11 +51,14 @@ def test_patterns_match_the_path_or_the_basename(tmp_path):
 
 
 def test_the_output_of_the_stage_is_not_scanned(tmp_path):
-    for path in ("a.txt", "splits/split_00/a.txt", "splits.partial-1/x.txt", "splits2/b.txt"):
+    for path in ("a.txt", "splits/split_00/a.txt", "splits.partial-1/content/x.txt",
+                 "splits.partial-mine/b.txt", "splits2/b.txt"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x")
+    unfinished.mark_of(tmp_path / "splits.partial-1").touch()
     found = verdicts(tmp_path, tmp_path / "splits")
-    assert [path for path, why in found.items() if not why] == ["a.txt", "splits2/b.txt"]
+    assert [path for path, why in found.items() if not why] == \
+        ["a.txt", "splits.partial-mine/b.txt", "splits2/b.txt"]
 
 
 def test_an_unreadable_directory_is_noted(tmp_path, monkeypatch):
