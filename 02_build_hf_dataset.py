@@ -278,7 +278,7 @@ def main(argv: list[str]) -> None:
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite):
         log.info(f"already done: {opts.save_dir} holds these files")
         if opts.merge:
-            store.remove(opts.save_dir)
+            store.remove(opts.save_dir, inputs.by_split(files))
         print_next(opts)
         return
 
@@ -308,7 +308,7 @@ def main(argv: list[str]) -> None:
                       summary={"files": len(files), "bytes": total} | dataset.summary())
 
     if opts.merge:
-        store.remove(opts.save_dir)
+        store.remove(opts.save_dir, inputs.by_split(files))
     print_summary(opts, dataset, len(files), total, read, time.monotonic() - began)
 
 

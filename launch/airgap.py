@@ -252,29 +252,45 @@ def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
     """Write all files beside the target and rename; what was written is hashed once more."""
     partial = target.absolute().with_name(f"{target.name}.partial-{manifest_digest(bundle)[:8]}")
     partial.mkdir(parents=True, exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY)
+    content_dir = partial / "content"
+    lock = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BundleError(_USAGE, f"another process is unpacking {target} now") from None
     try:
-        for left in partial.iterdir():  # of a run that was killed
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        mark = _claim(partial)
+    except BundleError:
+        os.close(lock)
+        raise
+    try:
+        shutil.rmtree(content_dir, ignore_errors=True)  # of a run that was killed
         files = by_file(content["files"])
         show = _progress("unpacking", sum(e["bytes"] for e in content["files"]))
-        for folder in {(partial / name).parent for name in files}:
+        for folder in {(content_dir / name).parent for name in files}:
             folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_WORKERS) as pool:
-            list(pool.map(lambda item: _write_file(bundle, partial / item[0], item[1], show),
+            list(pool.map(lambda item: _write_file(bundle, content_dir / item[0], item[1], show),
                           files.items()))
-        shutil.copyfile(bundle / MANIFEST, partial / UNPACKED)
+        shutil.copyfile(bundle / MANIFEST, content_dir / UNPACKED)
         os.sync()
-        partial.rename(target.absolute())
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        content_dir.rename(target.absolute())
     finally:
+        shutil.rmtree(content_dir, ignore_errors=True)
+        mark.unlink()  # last, so that what a kill leaves is known to be ours
+        partial.rmdir()
         os.close(lock)
+
+
+def _claim(partial: Path) -> Path:
+    """Mark a directory as ours, and return the mark; BundleError (2) when it is not and has files.
+    """
+    mark = partial / f".unfinished-{hashlib.sha256(os.fsencode(partial.name)).hexdigest()[:12]}"
+    if not mark.is_file() and any(partial.iterdir()):
+        raise BundleError(_USAGE, f"{partial} is in the way, and this program did not make it",
+                          expected="a name that is free: move it away")
+    mark.touch()
+    return mark
 
 
 def _write_file(bundle: Path, path: Path, parts: list[Entry], show: Callable[[int], None]) -> None:

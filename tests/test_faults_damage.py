@@ -218,6 +218,6 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(server: Server, outputs: Pat
     assert valid_steps(outputs) == [12, 10, 8]
     assert {p.name for p in checkpoints.iterdir()} == {
         "step_00000012", "step_00000010", "step_00000008", "step_latest", "step_00000097",
-        "quarantine"}
+        "quarantine", "step_00000011.tmp-1", ".trash-step_00000004-1"}
     assert {p.name.partition("-")[0] for p in commit.quarantined(checkpoints)} == {
         "step_00000098", "step_00000099"}

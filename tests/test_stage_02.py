@@ -139,7 +139,8 @@ def test_killed_in_the_middle_then_the_same_bytes(stage, tmp_path):
                                 "--save-dir", "out", "--num-workers", "2"], cwd=tmp_path,
                                stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("out.partial-*/content/*/parts/*")) and time.monotonic() < deadline:
+    parts = "out.partial-*/content/*/parts/*"
+    while not list(tmp_path.glob(parts)) and time.monotonic() < deadline:
         time.sleep(0.01)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGKILL)

@@ -7,7 +7,6 @@ them all. A file that no longer changes is that of a node that is gone: no clock
 from __future__ import annotations
 
 import json
-import shutil
 import time
 import uuid
 from contextlib import suppress
@@ -93,8 +92,10 @@ class Board:
     def remove(self) -> None:
         """Delete the board."""
         if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
             with suppress(OSError):  # others may have theirs beside it
+                for path in self.directory.glob("node_*"):
+                    path.unlink()
+                self.directory.rmdir()
                 self.directory.parent.rmdir()
 
     def _path(self, node: int) -> Path:

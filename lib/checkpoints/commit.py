@@ -8,20 +8,25 @@
         COMMIT.json                     digest of the manifest, step, world size, fingerprints, and
                                         a digest of all this
     step_00001000/                  … then renamed. Valid only if name and COMMIT agree.
+
+What is being written holds a mark (lib/core/unfinished.py), and in what is being deleted COMMIT has
+become one, so that nothing is ever deleted for its name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest, paths, publish, units
+from lib.core import hashing, log, manifest, paths, publish, unfinished, units
 from lib.core.errors import ArtifactError, DiskFullError
 
 COMMIT = "COMMIT.json"
@@ -34,6 +39,7 @@ KIND = "checkpoint/1"
 _FEWEST = 2  # checkpoints that no retention goes below
 _READERS = 4  # files that a rank hashes at a time
 _MARGIN = 1.15  # times the last checkpoint's size
+_OURS = re.compile(r"step_\d+\.tmp-[0-9a-f]+|\.trash-step_\d+")
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,8 @@ def scan(checkpoints: Path) -> list[Checkpoint]:
     if not checkpoints.is_dir():
         return []
     named = [(paths.step_of(p.name), p) for p in checkpoints.iterdir() if p.is_dir()]
-    found = [Checkpoint(path, step) for step, path in named if step is not None]
+    found = [Checkpoint(path, step) for step, path in named
+             if step is not None and not _is_discarded(path)]
     return sorted(found, key=lambda c: c.step, reverse=True)
 
 
@@ -108,6 +115,7 @@ def attempt_directory(checkpoints: Path, step: int) -> Path:
     """Make a fresh directory for one attempt to save a step."""
     path = checkpoints / f"{paths.step_name(step)}.tmp-{time.time_ns():x}"
     path.mkdir(parents=True)
+    unfinished.claim(path)
     publish.fsync(checkpoints.parent)
     return path
 
@@ -143,6 +151,7 @@ def give_name(attempt: Path, step: int) -> Checkpoint:
     if final.exists():  # of an earlier, damaged save of the same step: never mixed, never deleted
         quarantine(Checkpoint(final, step), "replaced by a new save of the same step")
     attempt.rename(final)
+    (final / unfinished.mark_of(attempt).name).unlink(missing_ok=True)
     publish.fsync(final.parent)
     return Checkpoint(final, step)
 
@@ -172,12 +181,19 @@ def quarantined(checkpoints: Path) -> list[Path]:
 
 def clean(checkpoints: Path) -> bool:
     """Remove what killed saves and interrupted deletions left; tell whether there was any."""
-    found = [path for path in checkpoints.iterdir()
-             if ".tmp-" in path.name or path.name.startswith(".trash-")] \
-        if checkpoints.is_dir() else []
+    there = list(checkpoints.iterdir()) if checkpoints.is_dir() else []
+    discard(half := [path for path in there if _is_discarded(path)])
+    found = [path for path in there if _OURS.fullmatch(path.name)
+             and (unfinished.is_ours(path) or unfinished.is_bare(path))]
     for path in found:
-        shutil.rmtree(path, ignore_errors=True)
-    return bool(found)
+        remove(path)
+    return bool(found or half)
+
+
+def remove(attempt: Path) -> None:
+    """Delete what is being written or deleted, as far as the disk lets."""
+    with suppress(OSError):
+        unfinished.remove(attempt)
 
 
 def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
@@ -188,7 +204,7 @@ def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
     newest one before them, to which the run may roll back. keep: 0 keeps all. Damaged ones neither
     count nor are deleted.
     """
-    intact = [c for c in scan(checkpoints) if not c.problems()]
+    intact = [c for c in scan(checkpoints) if not c.path.is_symlink() and not c.problems()]
     if not keep:
         return []
     newest = max(keep, _FEWEST)
@@ -209,11 +225,29 @@ def discard(paths: Iterable[Path]) -> None:
     """Delete checkpoints of one directory."""
     trash = []
     for path in paths:
-        trash.append(path.rename(path.with_name(f".trash-{path.name}-{time.time_ns():x}")))
+        aside = _trash_of(path)
+        if (path / COMMIT).exists():  # a rename: it needs no room where there is none
+            (path / COMMIT).rename(path / unfinished.mark_of(aside).name)
+        else:
+            (path / unfinished.mark_of(aside).name).touch()
+        publish.fsync(path)
+        if unfinished.is_ours(aside):  # an earlier one of this step, which could not be deleted
+            remove(aside)
+        trash.append(path.rename(aside))
     if trash:
         publish.fsync(trash[0].parent)  # from here on they do not count, however the deletion ends
     for path in trash:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
+
+
+def _trash_of(path: Path) -> Path:
+    return path.with_name(f".trash-{path.name}")
+
+
+def _is_discarded(path: Path) -> bool:
+    """Tell whether a kill came after COMMIT had become the mark of what is being deleted."""
+    return (path / unfinished.mark_of(_trash_of(path)).name).exists() \
+        and not (path / COMMIT).exists()
 
 
 def make_room(checkpoints: Path) -> bool:

@@ -12,9 +12,9 @@ same nodes, as wrote it. Everybody else takes the newest shared one.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, facts
 from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
 from lib.checkpoints.tier import Tier, tensors_of
-from lib.core import manifest, paths, publish
+from lib.core import manifest, paths, publish, unfinished
 from lib.core.errors import UsageError
 
 _KEEP = 2
@@ -67,7 +67,7 @@ class LocalTier(Tier):
             files = [entry for rank in self._node for entry in written[rank]]
             together(lambda: self._seal(attempt, snapshot, files, save), self._saving)
         except BaseException:
-            shutil.rmtree(attempt, ignore_errors=True)
+            commit.remove(attempt)
             raise
         if self._leads:
             final = attempt.with_name(paths.step_name(snapshot.step))
@@ -118,7 +118,10 @@ class LocalTier(Tier):
     def remove(self) -> None:
         """Delete them all: the run is complete."""
         if self._leads:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            commit.clean(self._directory)
+            commit.discard(c.path for c in commit.scan(self._directory))
+            with suppress(OSError):  # what was set aside stays
+                self._directory.rmdir()
 
     def supersede(self, step: int, why: str) -> None:
         """Set aside what is newer than the step that the run goes on from."""
@@ -149,6 +152,8 @@ class LocalTier(Tier):
 
     def _write_shards(self, attempt: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
         directory = attempt / _shards(self._rank)
+        attempt.mkdir(parents=True, exist_ok=True)
+        unfinished.mark_of(attempt).touch()
         directory.mkdir(parents=True)
         writer = HashingWriter(directory)
         with plain_errors():

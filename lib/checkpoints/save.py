@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +79,7 @@ def write(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Ch
                                          dist.get_world_size(group)), group)
     except BaseException:
         if dist.get_rank(group) == 0:
-            shutil.rmtree(attempt, ignore_errors=True)
+            commit.remove(attempt)
         raise
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,10 +30,11 @@ def root(save_dir: Path) -> Path:
     return save_dir.with_name(f"{save_dir.name}.parts")
 
 
-def remove(save_dir: Path) -> None:
+def remove(save_dir: Path, splits: Iterable[str]) -> None:
     """Delete the parts of a dataset that is merged, and nothing else that lies there."""
-    ours = [path for path in sorted(root(save_dir).glob("split_*"))
-            if (manifest.read_if_any(path) or {}).get("kind") == KIND]
+    there = [root(save_dir) / name for name in splits if name]
+    ours = [path for path in there if not path.is_symlink()
+            and (manifest.read_if_any(path) or {}).get("kind") == KIND]
     for path in ours:
         shutil.rmtree(path)
     if ours:

@@ -71,7 +71,14 @@ def is_other_data(changes: list[str]) -> bool:
 
 def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, Any],
                       identity: dict[str, Any]) -> None:
-    """Raise UsageError when a directory holds something that this run cannot go on from."""
+    """Raise UsageError when a directory holds something that this run cannot go on from.
+
+    One that is no experiment is neither written to nor moved aside, whatever was typed.
+    """
+    is_ours = has_begun(experiment) or "identity" in journal.read_config(experiment)
+    if not is_ours and not experiment.is_empty():
+        raise UsageError(f"{experiment.root} exists and is not an experiment (no config.yaml of "
+                         "one)", hint="use another --experiment-name, or move it away")
     if opts.overwrite:
         return
     if earlier:
@@ -84,9 +91,6 @@ def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, 
         raise ArtifactError(f"{experiment.root} holds checkpoints, none of them whole, and no "
                             "readable config.yaml",
                             hint="use another --experiment-name, or --overwrite to move it aside")
-    elif not experiment.config.exists() and not experiment.is_empty():
-        raise UsageError(f"{experiment.root} exists and is not an experiment (no config.yaml)",
-                         hint="use another --experiment-name, or --overwrite to move it aside")
 
 
 def named_checkpoint(opts: Options, experiment: Experiment) -> Checkpoint | None:

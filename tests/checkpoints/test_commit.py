@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 from lib.checkpoints import commit
 from lib.core import manifest
 from lib.core.errors import DiskFullError
+from tests.fault_points import Fault
 
 
 def make(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
@@ -104,6 +107,40 @@ def test_leftovers_are_no_checkpoints_and_are_cleaned(tmp_path: Path):
     assert commit.scan(tmp_path) == []
     commit.clean(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["quarantine"]
+
+
+def test_what_a_user_has_named_like_leftovers_stays(tmp_path: Path):
+    mine = ["step_00000001.tmp-2025", "step_00000001.tmp-mine", ".trash-step_00000001", "old"]
+    for name in mine:
+        shutil.copytree(make(tmp_path / "other", 1).path, tmp_path / name)
+        shutil.rmtree(tmp_path / "other")
+    for step in range(2, 6):
+        make(tmp_path, step)
+    (tmp_path / "step_00000001").symlink_to(tmp_path / "old")
+    commit.clean(tmp_path)
+    assert commit.prune(tmp_path, keep=2) == [3, 2]
+    assert {p.name for p in tmp_path.iterdir()} == {
+        *mine, "step_00000001", "step_00000004", "step_00000005"}
+    assert all((tmp_path / name / commit.COMMIT).is_file() for name in mine)
+
+
+def test_a_kill_at_any_operation_of_a_deletion(tmp_path: Path):
+    """The checkpoint is whole, or it does not count and the next launch deletes it."""
+    at, killed = 0, True
+    while killed:
+        at += 1
+        for step in {1, 2} - {c.step for c in commit.scan(tmp_path)}:
+            make(tmp_path, step)
+        if not (pid := os.fork()):
+            Fault(str(tmp_path), at).install()
+            commit.discard([tmp_path / "step_00000001"])
+            os._exit(0)
+        killed = bool(os.waitpid(pid, 0)[1])
+        assert [c.step for c in commit.scan(tmp_path) if not c.problems()] == [2, 1][:1 + (at < 2)]
+        assert not [c for c in commit.scan(tmp_path) if c.problems()]
+        commit.clean(tmp_path)
+        assert {p.name for p in tmp_path.iterdir()} <= {"step_00000001", "step_00000002"}
+    assert at > 5
 
 
 def test_a_damaged_step_saved_again_is_set_aside(tmp_path: Path):

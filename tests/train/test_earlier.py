@@ -1,0 +1,28 @@
+"""What a directory must be for a run to be begun in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lib.core.errors import UsageError
+from lib.core.paths import Experiment
+from lib.train import earlier
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["notes.txt", "config.yaml", "config.yaml of another program"])
+def test_a_directory_of_the_user_is_neither_used_nor_moved(tmp_path: Path, name: str,
+                                                           overwrite: bool) -> None:
+    opts = SimpleNamespace(overwrite=overwrite, resume="auto", resume_with_changes=False)
+    (tmp_path / "exp").mkdir()
+    earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
+    file = tmp_path / "exp" / name.partition(" ")[0]
+    file.write_text("" if name == "config.yaml" else "model: resnet\n")
+    with pytest.raises(UsageError, match="is not an experiment"):
+        earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
+    file.unlink()
+    (tmp_path / "exp/config.yaml").write_text("identity: {}\n")
+    earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
