@@ -126,9 +126,9 @@ class Build:
             unfinished.claim(self.partial)
             self._lease = lease.Lease(self.partial / OWNER, self._lost)
         except lease.Held as error:
-            raise AlreadyBuilding(f"another process is building {self.target} now",
-                                  found=f"{self.partial}" + f", {error.holder}" * bool(error.holder),
-                                  hint="wait for it, or stop it") from None
+            raise AlreadyBuilding(
+                f"another process is building {self.target} now", hint="wait for it, or stop it",
+                found=f"{self.partial}" + f", {error.holder}" * bool(error.holder)) from None
         except FileNotFoundError:
             raise self._was_built() from None
         try:
