@@ -54,8 +54,10 @@ def main(argv: list[str]) -> None:
 
 def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> None:
     """Do what the options say. made: the directory of the model of --model-size."""
-    from lib.train import startup
+    from lib.train import launches, startup
 
+    if launches.has_begun(experiment):
+        launches.act_once(opts)
     inputs = startup.find_inputs(opts, experiment, made)
     if startup.is_complete(opts, experiment, inputs):
         return

@@ -28,7 +28,7 @@ from launch.supervision.board import HEAD, Board
 from launch.supervision.follower import Follower
 from launch.supervision.head import Head
 from launch.supervision.node import Node
-from lib.core import commands, options, stage, units
+from lib.core import commands, launcher, lease, options, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -81,9 +81,6 @@ def stage_options(words: list[str]) -> Options:
     problems = Problems()
     if not opts.experiment_name or not opts.dataset_name:
         problems.add("-e and -d are needed behind `--`: a name for the run, and a dataset")
-    if opts.overwrite and "--overwrite" not in words:
-        problems.add(f"{opts.config} holds `overwrite`, and each restart would begin anew",
-                     hint="say --overwrite behind `--`, which the first attempt alone gets")
     problems.raise_if_any()
     return opts
 
@@ -122,12 +119,13 @@ def main(argv: list[str]) -> None:
         problems.collect(lambda: stage_04.check_ranks(asked, opts.nnodes * opts.nproc_per_node))
     problems.raise_if_any()
     environment = {} if opts.nnodes == 1 else network.environment(opts.head, opts.interface)
-    plan = Plan(command, script, environment, opts.save_seconds)
+    plan = Plan(command, environment, opts.save_seconds)
     experiment = Experiment(asked.save_dir.absolute(), asked.experiment_name)
     show(opts, plan)
     if opts.dry_run:
         print("dry run: nothing was started")
         return
+    os.environ.setdefault(launcher.MARK, lease.identity(os.getpid()))
     directory = experiment.root.parent / ".launch" / experiment.root.name
     board = Board(directory if opts.nnodes > 1 else None, opts.node_rank)
     node: Node = Follower(plan, board, opts.wait_seconds) if opts.node_rank != HEAD else Head(

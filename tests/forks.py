@@ -27,7 +27,7 @@ _AT_FIRST = {**os.environ, **CPU}
 # server was started with, only a new interpreter gives what a user would see.
 _READ_LATE = re.compile("NETWORK_GUARD_REPORT|PYTEST_.*|(|LOCAL_|GROUP_)(RANK|WORLD_SIZE)|MASTER_.*"
                         "|TORCHELASTIC_.*|TORCHINDUCTOR_.*|SLURM_.*|TMPDIR|COLUMNS"
-                        "|RAYON_NUM_THREADS|TOKENIZERS_PARALLELISM")
+                        "|RAYON_NUM_THREADS|TOKENIZERS_PARALLELISM|LAUNCH_MARK")
 _SETTING = re.compile("(?!PYTHON|LC_|LD_|LANG|MALLOC_).*")
 _HUB = re.compile("HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|SSL_.*|(?i:no_proxy|https?_proxy)")
 # What torchrun gives the others before it kills them is half a minute.

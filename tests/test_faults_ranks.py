@@ -131,7 +131,8 @@ def test_torchrun_starts_killed_ranks_again(server: Server, tmp_path: Path,
                                             undisturbed: Callable[..., Undisturbed]):
     """kill -9 of a rank, twice: plain torchrun starts all again, and they go on."""
     outputs = tmp_path / "outputs"
-    command = stage_command("04_train_fsdp.py", *run_options(outputs, steps=LONG), ranks=2)
+    options = run_options(outputs, "--overwrite", steps=LONG)  # which the restarts do not repeat
+    command = stage_command("04_train_fsdp.py", *options, ranks=2)
     command.insert(command.index(str(ROOT / "04_train_fsdp.py")), "--max-restarts=2")
     process = subprocess.Popen(command, cwd=server.root, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL, preexec_fn=pinned(),
@@ -147,6 +148,7 @@ def test_torchrun_starts_killed_ranks_again(server: Server, tmp_path: Path,
         assert process.wait(timeout=120) == 0
     finally:
         kill_all(process, server.root)
+    assert [path.name for path in outputs.iterdir() if path.is_dir()] == ["run"]  # none aside
     undisturbed(ranks=2, steps=LONG).require_same(outputs)
 
 

@@ -166,6 +166,15 @@ def test_what_a_pod_needs_is_there() -> None:
     assert "affinity" not in spec
 
 
+def test_only_a_job_that_begins_anew_is_marked() -> None:
+    """The pods that come back tell by the mark that they have begun the run already."""
+    def mark(*train: str) -> list[str]:
+        env = pod_of(manifests(*ASKED, *TRAIN, *train))["spec"]["containers"][0]["env"]
+        return [variable["value"] for variable in env if variable["name"] == "LAUNCH_MARK"]
+
+    assert mark() == [] and len({*mark("--overwrite"), *mark("--overwrite")}) == 2
+
+
 def test_the_token_is_never_a_value() -> None:
     done = launch("render", *ASKED, "--token-secret", "hub", *TRAIN, env={"HF_TOKEN": "hf_secret"})
     assert "hf_secret" not in done.stdout

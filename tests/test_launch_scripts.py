@@ -123,14 +123,6 @@ def test_bad_usage_is_told_at_once_in_words(tmp_path: Path, arguments: tuple, sa
     assert "launcher:" not in text and not list(tmp_path.iterdir())
 
 
-def test_overwrite_in_a_config_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("overwrite: true\nexperiment_name: x\n"
-                                       "dataset_name: y\n")
-    text = run("bash", LAUNCH / "single_node.sh", "--", "--config", "run.yaml", cwd=tmp_path,
-               expect=2)
-    assert "run.yaml holds `overwrite`" in text
-
-
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
     text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", "-d", "y",
                "--token",

@@ -73,9 +73,10 @@ def test_a_state_that_an_earlier_launch_wrote_decides_nothing(tmp_path: Path) ->
     assert (returned, len(attempts)) == (0, 2), output
 
 
-def test_a_restart_does_not_overwrite_what_the_first_attempt_began(tmp_path: Path) -> None:
-    _, output, attempts = run(tmp_path, KILLED, COMPLETE, arguments=("--overwrite",))
-    assert [("--overwrite" in attempt) for attempt in attempts] == [True, False], output
+def test_restarts_bear_the_mark_of_their_launch(tmp_path: Path) -> None:
+    _, _, (first, again) = run(tmp_path, KILLED, COMPLETE)
+    _, _, (another,) = run(tmp_path, COMPLETE)
+    assert first == again != another
 
 
 def test_another_launch_that_still_holds_the_run_after_a_restart_is_waited_for(tmp_path: Path):

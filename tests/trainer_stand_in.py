@@ -19,7 +19,7 @@ node, root = int(os.environ["STAND_IN_NODE"]), Path("outputs/run")
 (root / "checkpoints").mkdir(parents=True, exist_ok=True)
 attempts = Path(f"attempts_{node}.txt")
 with attempts.open("a") as file:
-    file.write(" ".join(sys.argv[1:]) + "\\n")
+    file.write(os.environ["LAUNCH_MARK"] + " " + " ".join(sys.argv[1:]) + "\\n")
 plan = json.loads(Path(f"plan_{node}.json").read_text())
 number = len(attempts.read_text().splitlines())
 if node == 0:
@@ -65,7 +65,7 @@ def start(folder: Path, *plan: str, node: int = 0, options: tuple = (), argument
 
 
 def attempts(folder: Path, node: int = 0) -> list[str]:
-    """Return the options that the trainer of a node got in each attempt."""
+    """Return the mark and the options that the trainer of a node got in each attempt."""
     return (folder / f"attempts_{node}.txt").read_text().splitlines()
 
 

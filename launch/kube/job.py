@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +90,7 @@ class Job:
         return render.documents(KINDS[self.kind].template, self._settings())
 
     def _settings(self) -> dict[str, Any]:
-        kind = KINDS[self.kind]
+        kind, asked = KINDS[self.kind], stage_04.parse(self.train)
         port_name, port = kind.port
         is_hyperpod = self.kind == "hyperpod" or self.instance_type.startswith(HYPERPOD_PREFIX)
         return {
@@ -106,7 +107,10 @@ class Job:
             "MAX_RESTARTS": self.max_restarts, "POD_RESTARTS": self.max_restarts * self.nodes,
             "POD_RESTART": "Never" if self.kind == "trainjob" else "",
             "SLOW_BELOW": self.slow_below,
-            "STEP_PATTERN": _STEP_PATTERNS[stage_04.parse(self.train).log_style],
+            "STEP_PATTERN": _STEP_PATTERNS[asked.log_style],
+            # Pods that come back tell by it that they have overwritten the run already.
+            "LAUNCH_MARK": f"{self.name} {time.time_ns():x}"
+                           if asked.overwrite or asked.resume == "never" else "",
             "INTERFACES": self.interfaces,
             "TOKEN_SECRET": self.token_secret, "PULL_SECRET": self.pull_secret,
             "MORE_ENV": [{"name": key, "value": value} for key, value in self.env.items()],

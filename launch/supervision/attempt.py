@@ -21,25 +21,18 @@ _MEMORY_WINDOW_S = 60.0
 class Plan:
     """What to run on this node. environment: to set beside what is there.
 
-    save_seconds: how long a save may take. script: index of stage 04 in the command.
+    save_seconds: how long a save may take.
     """
 
     command: list[str]
-    script: int
     environment: dict[str, str]
     save_seconds: float
-
-    def words(self, again: bool) -> list[str]:
-        """Return the command; again: without --overwrite, which would set this very run aside."""
-        options = self.command[self.script + 1:]
-        return [*self.command[:self.script + 1],
-                *(word for word in options if not (again and word == "--overwrite"))]
 
 
 class Attempt:
     """Call `tick` until it returns True, then ask for the outcome."""
 
-    def __init__(self, plan: Plan, node: int, again: bool) -> None:
+    def __init__(self, plan: Plan, node: int) -> None:
         self._plan, self._node = plan, node
         self._logs = tempfile.TemporaryDirectory(prefix="launch-")
         self._kills, self._killed_at = kills_for_memory(), float("-inf")
@@ -47,7 +40,7 @@ class Attempt:
         # torchrun has each rank write an error file below the directory; this one is its own.
         torchrun = {"PET_LOG_DIR": self._logs.name,
                     "TORCHELASTIC_ERROR_FILE": str(Path(self._logs.name) / outcome.ERROR_FILE)}
-        self._command = Command(plan.words(again), {**plan.environment, **torchrun})
+        self._command = Command(plan.command, {**plan.environment, **torchrun})
 
     def tick(self) -> bool:
         """Look at the processes, kill them when their time is over; True once all have ended."""

@@ -50,7 +50,7 @@ class Follower(Node):
     def _train(self, head: dict[str, Any]) -> None:
         """Take part in a round, and report how it ended here until the head goes on."""
         me, self.round = self._trained = head["me"], head["round"]
-        self.attempt = attempt = Attempt(self.plan, self.board.node, again=head["has_begun"])
+        self.attempt = attempt = Attempt(self.plan, self.board.node)
         while not attempt.tick():
             self.turn(range(1), "running")
             head = self.notes[HEAD]

@@ -90,7 +90,7 @@ class Head(Node):
         has_begun, state = self._mark() != self._found, self._state_text()
         self._facts = {"members": members, "found": self._found}
         self.post("run", **self._facts, has_begun=has_begun)
-        self.attempt = attempt = Attempt(self.plan, HEAD, again=has_begun)
+        self.attempt = attempt = Attempt(self.plan, HEAD)
         while not attempt.tick():
             self.turn(self._others, "run", **self._facts, has_begun=has_begun)
             self._hear_stop()

@@ -22,7 +22,8 @@ from lib.checkpoints.storage import HashingWriter, plain_errors
 from lib.core import manifest, publish
 
 # What a COMMIT repeats of the train state, so that a table of checkpoints needs no other file.
-_FACTS = ("tokens", "loss", "eval_loss", "bad_steps", "samples_per_epoch", "resumed_from")
+_FACTS = ("tokens", "loss", "eval_loss", "bad_steps", "samples_per_epoch", "resumed_from",
+          "resumed_path")
 
 
 @dataclass(frozen=True)

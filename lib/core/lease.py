@@ -234,6 +234,11 @@ def is_alive(record: dict[str, Any]) -> bool | None:
     return _born(record.get("pid", 0)) == record.get("born")
 
 
+def identity(pid: int) -> str:
+    """Return what no other process has, on this machine or another, now or later."""
+    return f"{_machine()} {pid} {_born(pid)}"
+
+
 def holder(record: dict[str, Any]) -> str:
     """Return in words which process wrote a record; empty when there is none."""
     return f"process {record.get('pid', '?')} on {record.get('host', '?')}" if record else ""

@@ -32,6 +32,7 @@ from lib.train import (
     feed,
     flops,
     isolation,
+    launches,
     loss,
     memory,
     optimizer,
@@ -42,6 +43,7 @@ from lib.train import (
 )
 from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
+from lib.train.launches import Launch
 from lib.train.meeting import Meeting
 from lib.train.memory_estimate import MemoryEstimate
 from lib.train.optimizer import StepGuard
@@ -74,12 +76,13 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     """
     estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
     world = distributed.start(opts.shard_size, meeting)
+    launch = launches.join(opts, experiment, world)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  data.samples, world.rank)
     checks.require_room(opts, run_plan.total_steps, has_begun=bool(inputs.begun))
     journal = Journal(experiment, world.rank)
     _require_agreement(opts, run_plan, world)
-    lease = _claim(opts, experiment, run_plan, inputs, journal, world)
+    lease = _claim(opts, experiment, run_plan, inputs, journal, launch, world)
     tier = _tier(opts, read_config(experiment)["run"], world)
     log.add_file(experiment.rank_log(world.rank))
     model, work = setting.model, startup.work_of(opts, inputs, setting)
@@ -157,7 +160,7 @@ def _require_agreement(opts: Options, run_plan: Plan, world: World) -> None:
 
 
 def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
-           world: World) -> Lease | None:
+           launch: Launch, world: World) -> Lease | None:
     """Make the directory ours, and see that every rank means the same one by it.
 
     All ranks must call this. Returns what rank 0 holds it by. Raises UsageError when another launch
@@ -171,16 +174,19 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
             leases.pop().release()
             _set_aside(experiment)
             leases.append(_lease(experiment))
-        launch = f"{time.time_ns():x}"
-        journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, launch,
-                       read_config(experiment).get("run", launch))
+        if not launch.has_begun and experiment.stop_file.exists():
+            log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
+            experiment.stop_file.unlink(missing_ok=True)
+        start = f"{time.time_ns():x}"
+        journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, start,
+                       read_config(experiment).get("run", start), launch.marks)
         _copy_model_files(inputs.model_dir, experiment.model)
         commit.clean(experiment.checkpoints)
-        return launch
+        return start
 
-    launch = on_rank_0(write, world.control)
+    start = on_rank_0(write, world.control)
     deadline = time.monotonic() + _SHARED_WITHIN_S  # network file systems may show it late
-    while not (seen := read_config(experiment).get("launch") == launch) \
+    while not (seen := read_config(experiment).get("launch") == start) \
             and time.monotonic() < deadline:
         time.sleep(0.5)
     if not all(gather(seen, world.control)):

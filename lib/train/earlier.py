@@ -102,6 +102,10 @@ def named_checkpoint(opts: Options, experiment: Experiment) -> Checkpoint | None
         return None
     path = Path(opts.resume)
     step = paths.step_of(path.resolve().name)
+    if not opts.overwrite and _has_gone_on_from(experiment, path) and \
+            (step is None or Checkpoint(path.resolve(), step).problems()):
+        log.info(f"{path} is no longer there as it was; this run has gone on from it since")
+        return None
     if step is None or not path.is_dir():
         raise ArtifactError(f"--resume: {path} is not a checkpoint",
                             expected="auto, never, or a directory …/checkpoints/step_…")
@@ -113,6 +117,12 @@ def named_checkpoint(opts: Options, experiment: Experiment) -> Checkpoint | None
     if problems := checkpoint.problems():
         raise ArtifactError(f"--resume: {path} is damaged", found="\n".join(problems))
     return checkpoint
+
+
+def _has_gone_on_from(experiment: Experiment, path: Path) -> bool:
+    checkpoint = newest(experiment)
+    return checkpoint is not None and \
+        checkpoint.commit().get("resumed_path") == str(path.resolve())
 
 
 def descends(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:

@@ -27,16 +27,18 @@ class Journal:
         self.experiment, self._active = experiment, rank == 0
 
     def config(self, resolved: dict[str, Any], identity: dict[str, Any], model_dir: Path,
-               launch: str, run: str) -> None:
+               launch: str, run: str, launched_by: list[str]) -> None:
         """Write config.yaml: resolved options, versions, argv and the commit of the code.
 
-        launch, run: marks of this launch, and of the run that all its launches go on with.
+        launch, run: marks of this start, and of the run that all its starts go on with.
+        launched_by: those of what started it; see launches.py.
         """
         if not self._active:
             return
-        content = {"launch": launch, "run": run, "options": resolved, "model_dir": str(model_dir),
-                   "identity": identity, "versions": manifest.versions(),
-                   "argv": commands.redacted_argv(sys.argv), "git_commit": git_commit()}
+        content = {"launch": launch, "run": run, "launched_by": launched_by, "options": resolved,
+                   "model_dir": str(model_dir), "identity": identity,
+                   "versions": manifest.versions(), "argv": commands.redacted_argv(sys.argv),
+                   "git_commit": git_commit()}
         manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))
 
     def state(self, **facts: Any) -> None:

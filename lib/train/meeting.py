@@ -11,8 +11,6 @@ others can tell one that is at work from one that is gone.
 
 from __future__ import annotations
 
-import functools
-import os
 import threading
 import time
 import uuid
@@ -20,7 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lib.core import log, units
+from lib.core import launcher, log, units
 from lib.core.errors import StageError
 
 START_TIMEOUT = timedelta(minutes=30)  # until the processes of all ranks have started
@@ -35,7 +33,7 @@ class Meeting:
 
     def __init__(self) -> None:
         """Tell the others that this process has started, and go on telling that it is alive."""
-        launcher_is_gone()  # notes which process the launcher is
+        launcher.process()  # notes which one it is
         shared, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
         self._shared = dist.PrefixStore("meeting", shared)
         self._word = uuid.uuid4().hex
@@ -82,7 +80,7 @@ class Meeting:
         """Wait a moment, unless it is for ranks that will not come."""
         if not missing:
             return
-        if launcher_is_gone():
+        if launcher.is_gone():
             raise StageError("the launcher that started this rank has gone")
         now = time.monotonic()
         for rank in missing:
@@ -114,13 +112,3 @@ class Meeting:
 def _shown(ranks: list[int]) -> str:
     """Return the first of some ranks in words."""
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-
-
-def launcher_is_gone() -> bool:
-    """Tell whether torchrun has ended since this was first asked; False when it started nobody."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != _launcher()
-
-
-@functools.cache
-def _launcher() -> int:
-    return os.getppid()

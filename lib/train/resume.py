@@ -28,12 +28,14 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
     if named is not None and not on_rank_0(
             lambda: earlier.descends(earlier.newest(experiment), named), control):
         load.require_intact(named, control)
-        checkpoint, run.resumed_from = named, named.commit()["manifest"]
+        checkpoint, facts = named, {"resumed_from": named.commit()["manifest"],
+                                    "resumed_path": str(named.path)}
     else:
         checkpoint = _newest(run)
         if checkpoint is None:
             return False
-        run.resumed_from = checkpoint.commit().get("resumed_from")
+        facts = checkpoint.commit()
+    run.resumed_from, run.resumed_path = facts.get("resumed_from"), facts.get("resumed_path")
     changes = earlier.require_same(checkpoint.commit()["identity"], run.plan.identity(),
                                    checkpoint.path, run.options.resume_with_changes)
     began = time.monotonic()

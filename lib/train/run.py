@@ -47,9 +47,9 @@ class Run:
     """step: optimizer steps done. tokens: seen in them, without padding. rollbacks: see resume.py.
 
     flops: per token, forward and backward. peak: FLOP/s per rank.
-    resumed_from: digest of the checkpoint that a person named with --resume, here or in an earlier
-    launch that this one goes on from. estimate, lease: rank 0 has them. memory_before: GiB in
-    use before the model had memory. memory_peak: the most since then.
+    resumed_from, resumed_path: digest and place of the checkpoint that a person named with
+    --resume, here or in an earlier launch that this one goes on from. estimate, lease: rank 0 has
+    them. memory_before: GiB in use before the model had memory. memory_peak: the most since then.
     """
 
     options: Options
@@ -75,6 +75,7 @@ class Run:
     tokens: int = 0
     rollbacks: int = 0
     resumed_from: str | None = None
+    resumed_path: str | None = None
     model_files: dict[str, str] = field(default_factory=dict)
     report: Report = field(init=False)
     skipped: Skipped = field(default=Skipped(0, 0, 0))
@@ -225,6 +226,7 @@ class Run:
                 **self.feed.state(self.step, self.world.control),
                 "seed": self.options.seed, "total_steps": self.plan.total_steps,
                 "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
+                "resumed_path": self.resumed_path,
                 "world_size": self.world.size,
                 "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
                 "bad_steps": self.step_guard.in_a_row, "rollbacks": self.rollbacks,

@@ -11,12 +11,13 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from lib.core import launcher
 from lib.train.distributed import World
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_OUT_OF_TIME, _STOP_FILE = 1001, 1002
+_OUT_OF_TIME, _STOP_FILE, _ALONE = 1001, 1002, 1003
 _REASONS = {number.value: number.name for number in _SIGNALS} | {
-    _OUT_OF_TIME: "--max-minutes", _STOP_FILE: "the stop file"}
+    _OUT_OF_TIME: "--max-minutes", _STOP_FILE: "the stop file", _ALONE: "the end of its launcher"}
 _LOOK_EVERY_S = 2.0  # for the stop file, which may lie on a slow file system
 
 
@@ -24,7 +25,8 @@ class StopRequest:
     """Turns a reason to stop on any rank into one decision of all ranks.
 
     Reasons: SIGTERM, SIGINT and SIGUSR1; `minutes` since the start are over (None: never); the file
-    `stop` appears, which is deleted once the run stops.
+    `stop` appears, which is deleted once the run stops; the torchrun that started a rank is gone,
+    and nobody else would ever end it.
     """
 
     def __init__(self, world: World, stop_file: Path, minutes: float | None) -> None:
@@ -45,6 +47,8 @@ class StopRequest:
         now = time.monotonic()
         if now > self._deadline:
             self.reason = self.reason or _OUT_OF_TIME
+        elif launcher.is_gone():
+            self.reason = self.reason or _ALONE
         elif self._world.rank == 0 and now - self._looked > _LOOK_EVERY_S:
             self._looked = now
             if self._file.exists():

@@ -1,0 +1,62 @@
+"""A launch: what a person started once, however often a launcher starts it again.
+
+torchrun and the launchers repeat the words that were typed. Some must act once: --overwrite would
+set aside what the launch itself has trained, --resume never would refuse it. So config.yaml keeps
+the marks of the launch that wrote it, and a process that bears one of them knows that it is not the
+first of its launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lib.core import launcher, log
+from lib.core.options import Options
+from lib.core.paths import Experiment
+from lib.train import journal
+
+if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
+    from lib.train.distributed import World
+
+
+@dataclass(frozen=True)
+class Launch:
+    """marks: of all ranks, and of those that were replaced. has_begun: this start is a repeat."""
+
+    marks: list[str]
+    has_begun: bool
+
+
+def join(opts: Options, experiment: Experiment, world: World) -> Launch:
+    """Agree with all ranks on the launch that they belong to, and on what its options still mean.
+
+    All ranks must call this: one on a machine that was replaced cannot tell by itself.
+    """
+    from lib.checkpoints.collective import gather
+
+    own = launcher.marks() + launcher.job_marks()
+    found = gather((has_begun(experiment), own, _known(experiment)), world.control)
+    again = any(begun for begun, _, _ in found)
+    if again:
+        act_once(opts)
+    marks = {mark for _, own, known in found for mark in own + (known if again else [])}
+    return Launch(sorted(marks), again)
+
+
+def has_begun(experiment: Experiment) -> bool:
+    """Tell whether an earlier process of this launch has begun the run in a directory."""
+    own = launcher.marks() + (launcher.job_marks() if launcher.is_requeued() else [])
+    return not set(own).isdisjoint(_known(experiment))
+
+
+def act_once(opts: Options) -> None:
+    """Take back what a launch that has begun its run must not do again."""
+    words = ["--overwrite"] * opts.overwrite + ["--resume never"] * (opts.resume == "never")
+    if words:
+        log.info(f"{' and '.join(words)} acted when this launch began: it goes on now")
+        opts.overwrite, opts.resume = False, "auto" if opts.resume == "never" else opts.resume
+
+
+def _known(experiment: Experiment) -> list[str]:
+    return journal.read_config(experiment).get("launched_by") or []

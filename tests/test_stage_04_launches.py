@@ -1,0 +1,87 @@
+"""What acts once in a launch, however often a launcher starts it again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StageRunner, kill_all
+from tests.test_stage_04_stop import start
+from tests.training import SEQ_LENGTH, steps_saved
+
+TRAIN = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", 2,
+         "--ckpt-freq", 1, "--eval-freq", 0)
+SCRIPT = "04_train_fsdp.py"
+
+
+def runs(project: Path) -> list[str]:
+    return sorted(path.name.split("-")[0] for path in (project / "outputs").iterdir())
+
+
+@pytest.mark.parametrize("first, again, another", [
+    ({"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "b"}),
+    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
+     {"SLURM_JOB_ID": "7"})], ids=["a launcher", "Slurm"])
+def test_a_launch_overwrites_refuses_and_stops_once(project: Path, stage: StageRunner,
+                                                    first: dict, again: dict, another: dict):
+    def run(environment: dict, *options: object, expect: int = 0) -> str:
+        done = stage(SCRIPT, "-e", "run", *TRAIN, *options, cwd=project, env=environment,
+                     expect=expect)
+        return done.stdout + done.stderr
+
+    stop = project / "outputs" / "run" / "stop"
+    run({}, "--max-steps", 1)
+    run(first, "--overwrite", "--max-steps", 2)
+    assert runs(project) == ["run", "run.replaced"]
+    said = run(again, "--overwrite", "--max-steps", 3)
+    assert "--overwrite acted when this launch began" in said and "resumed from" in said
+    assert runs(project) == ["run", "run.replaced"] and max(steps_saved(project, "run")) == 3
+    stop.touch()  # while its launcher waits before it starts the run again
+    assert "stopped by the stop file after step 4" in run(again, "--max-steps", 9, expect=75)
+    stop.touch()
+    said = run(another, "--max-steps", 6)
+    assert f"{stop.relative_to(project)} was meant for an earlier launch" in said
+    assert not stop.exists() and "is never" in run({}, "--resume", "never", expect=2)
+    run({}, "--overwrite", "--max-steps", 1)
+    assert runs(project) == ["run", "run.replaced", "run.replaced"]
+    assert steps_saved(project, "run") == [1]
+
+
+def test_a_launch_of_resume_never_goes_on_when_it_is_started_again(project: Path,
+                                                                   stage: StageRunner):
+    for steps in (1, 2):
+        stage(SCRIPT, "-e", "run", *TRAIN, "--resume", "never", "--max-steps", steps, cwd=project,
+              env={"LAUNCH_MARK": "a"})
+    assert steps_saved(project, "run") == [1, 2]
+
+
+def test_a_named_checkpoint_may_be_gone_once_the_run_has_gone_on_from_it(project: Path,
+                                                                         stage: StageRunner):
+    def run(name: str, steps: int, *options: object, expect: int = 0) -> str:
+        done = stage(SCRIPT, "-e", name, *TRAIN, *options, "--max-steps", steps, cwd=project,
+                     expect=expect)
+        return done.stdout + done.stderr
+
+    run("base", 2)
+    named = project / "outputs" / "base" / "checkpoints" / "step_00000002"
+    assert "resumed from" in run("run", 3, "--resume", named)
+    shutil.rmtree(named)
+    assert "step 3 of 4" in run("run", 4, "--resume", named)
+    assert "is not a checkpoint" in run("run", 5, "--resume", named.with_name("step_00000001x"),
+                                        expect=3)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_torchrun_is_gone_saves_and_ends(project: Path):
+    process = start(project, ranks=1)
+    process.send_signal(signal.SIGUSR1)  # which torchrun does not expect
+    said = process.communicate(timeout=60)[0]  # until the rank has closed it as well
+    kill_all(process, project)
+    assert process.returncode == -signal.SIGUSR1
+    assert "stopped by the end of its launcher" in said
+    state = json.loads((project / "outputs" / "run" / "state.json").read_text())
+    assert state["status"] == "preempted" and steps_saved(project, "run") == [state["step"]]
