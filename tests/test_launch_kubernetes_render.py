@@ -169,7 +169,7 @@ def test_what_a_pod_needs_is_there() -> None:
 def test_only_a_job_that_begins_anew_is_marked() -> None:
     """The pods that come back tell by the mark that they have begun the run already."""
     def mark(*train: str) -> list[str]:
-        env = pod_of(manifests(*ASKED, *TRAIN, *train))["spec"]["containers"][0]["env"]
+        env = pod_of(manifests("render", *ASKED, *TRAIN, *train))["spec"]["containers"][0]["env"]
         return [variable["value"] for variable in env if variable["name"] == "LAUNCH_MARK"]
 
     assert mark() == [] and len({*mark("--overwrite"), *mark("--overwrite")}) == 2

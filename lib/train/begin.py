@@ -70,9 +70,9 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
           data: Data, meeting: Meeting | None = None) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
-    meeting: what the ranks have agreed on before they prepared; see distributed.meet. All ranks
-    must call this. Raises UsageError when the experiment's directory holds another run or
-    the ranks were not started alike, ArtifactError when it has checkpoints and none is valid.
+    meeting: see distributed.meet. All ranks must call this. Raises UsageError when the directory
+    holds another run or the ranks were not started alike, ArtifactError when it has checkpoints and
+    none is valid.
     """
     estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
     world = distributed.start(opts.shard_size, meeting)
@@ -110,8 +110,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
               work.flops, peak, estimate, before, lease)
     run.saves = Saves(opts, experiment, journal, world.saving, tier)
     if world.rank == 0:
-        run.model_files = {path.name: hashing.file_digest(path, "sha256")
-                           for path in sorted(experiment.model.iterdir()) if path.is_file()}
+        run.model_files = _digests(experiment.model)
     if not resume.resume(run, inputs.named):
         _first_weights(opts, inputs, model)
         torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
@@ -241,6 +240,11 @@ def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data, work:
         log.warn(unusual)
     if log.rank() == 0:
         startup.tell_doubts(run_plan, work, bool(data.held_out))
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    return {path.name: hashing.file_digest(path, "sha256")
+            for path in sorted(directory.iterdir()) if path.is_file()}
 
 
 def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:
