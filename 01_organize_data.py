@@ -21,7 +21,7 @@ from pathlib import Path
 from lib.core import commands, log, manifest, options, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import balance, inputs, place
-from lib.corpus.scan import Entry, Rules, inputs_of, reasons, scan, taken, without_match
+from lib.corpus.scan import PATTERN, Entry, Rules, inputs_of, reasons, scan, taken, without_match
 
 STAGE, KIND = "01_organize_data.py", "splits/1"
 
@@ -160,6 +160,8 @@ def main(argv: list[str]) -> None:
     require_files(opts, entries)
     for glob in without_match(opts.include, entries):
         log.warn(f"--include {glob} matches no file of {opts.src_dir} that is taken")
+    for glob in without_match(opts.exclude, entries, PATTERN):
+        log.warn(f"--exclude {glob} matches nothing in {opts.src_dir}")
     identity = identity_of(opts, entries)
     next_command = commands.script("02_build_hf_dataset.py", "--data-folder", opts.dst_root)
     if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite):

@@ -303,6 +303,15 @@ def test_a_batch_that_the_nodes_do_not_divide_is_refused_and_all_is_told_at_once
     assert "a multiple of 24 = 1 per process" in caught.value.render()
     assert "--shard-size 5 does not divide the 24 ranks" in caught.value.render()
     asked("render", *ASKED, "--nodes", "4", *TRAIN, *batch[:2])
+    elastic = ("render", *ASKED, "--nodes", "4", "--min-nodes")
+    asked(*elastic, 4, *TRAIN, *batch[:2])
+    with pytest.raises(UsageError, match="256 samples per step cannot be divided among the ranks "
+                                         "of 3 nodes") as caught:
+        asked(*elastic, 2, *TRAIN, *batch[:2])
+    assert "--global-batch-size, a multiple of 96" in caught.value.expected
+    asked(*elastic, 2, *TRAIN, "--global-batch-size", 96)
+    with pytest.raises(UsageError, match=r"32 samples per step .* of 3 nodes"):
+        asked(*elastic, 1, *TRAIN)  # a sample per rank, of all nodes: the run keeps its batch
 
 
 @pytest.mark.parametrize("verb", ["status", "stop", "logs"])

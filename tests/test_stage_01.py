@@ -192,12 +192,14 @@ def test_fewer_files_than_splits(stage, raw, tmp_path):
 
 def test_include_and_exclude_repeat(stage, raw, tmp_path):
     done = stage(SCRIPT, "--num_dirs", 1, "--include", "dir0/*", "--include", "dir1/*",
-                  "--exclude", "deep")
+                  "--exclude", "deep", "--exclude", "depe")
     paths = set(files_of(tmp_path / "splits"))
     assert paths and all(path.startswith("dir0/") for path in paths)
     assert "--include dir1/* matches no file" in done.stdout
+    assert "--exclude depe matches nothing" in done.stdout and "--exclude deep" not in done.stdout
     assert "dir0/* matches" not in done.stdout
-    (tmp_path / "run.yaml").write_text("include: ['dir0/*', 'dir1/*']\nexclude: deep\nnum_dirs: 1")
+    (tmp_path / "run.yaml").write_text("include: ['dir0/*', 'dir1/*']\n"
+                                       "exclude: [deep, depe]\nnum_dirs: 1")
     assert "already done" in stage(SCRIPT, "--config", "run.yaml").stdout
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -230,15 +231,17 @@ def test_fields_that_find_little_are_told_with_those_that_are_there(stage, tmp_p
     done = stage(SCRIPT, *given, "--fields", "txt", "--overwrite", expect=2)
     assert "no document of raw has --fields txt" in done.stderr
     assert "text (2)" in done.stderr and "body (23)" in done.stderr
-    done = stage(SCRIPT, *given, "--min-chars", 2, "--overwrite")
+    done = stage(SCRIPT, *given, "--min-chars", 2, "--overwrite", "--validation-percent", 60)
     assert "dropped" not in done.stdout  # every string of a document counts
+    assert re.search(r"--validation-percent 60 leaves \d+ rows? to train on; 0.1 to 5 is usual",
+                     done.stdout)
     done = stage(SCRIPT, *given, "--strings", "rows", "--min-chars", 2, "--overwrite")
     assert "--min-chars 2 dropped 46 of 49 rows" in done.stdout
 
 
 def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
     missing = stage(SCRIPT, expect=3)
-    assert "does not exist" in missing.stderr and "01_organize_data.py" in missing.stderr
+    assert "do not exist" in missing.stderr and "01_organize_data.py" in missing.stderr
     stage("01_organize_data.py", "--num-dirs", 2)
     for damage, words in [("manifest.json", "not finished"), ("files.jsonl", "damaged"),
                           ("split_00", "are gone")]:

@@ -61,7 +61,9 @@ def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
 
 
 def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tmp_path):
-    stage(SCRIPT, "--dataset-name", NAME, "--include", FILES[0], "--include", "README.md")
+    told = stage(SCRIPT, "--dataset-name", NAME, "--include", FILES[0], "--include", "README.md",
+                 "--include", "en/*.jsn.gz").stdout
+    assert "--include en/*.jsn.gz matches none of the 6 files of org/text" in told
     hub.requests.clear()
     more = fetch(stage).stdout  # adds to what is there
     assert "with those there" in more and ".hub" not in more

@@ -114,8 +114,9 @@ def test_complete_run_does_nothing_and_a_raised_end_goes_on(experiment: Path):
     assert before == {path: path.stat().st_mtime_ns
                       for path in (experiment / "outputs").rglob("*")}
     done = run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS + 2, "-b", 2,
-                     "--global-batch-size", 8, cwd=experiment)
+                     "--global-batch-size", 8, "--profile", "2:4", cwd=experiment)
     assert "resumed from" in done.stdout and "schedule" in done.stdout
+    assert "--profile 2:4 records nothing: the run goes on after step 12" in done.stdout
     assert [row["step"] for row in metrics(experiment, "two")] == list(range(1, STEPS + 3))
     assert steps_saved(experiment, "two") == [8, 12, 14]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,13 @@ def test_without_an_earlier_checkpoint_it_ends(project: Path) -> None:
                  and all(t in tokens for tokens in held[1:1 + AFTER]))
     poison(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, cwd=project, expect=2)
-    assert "and there is no checkpoint from before" in done.stderr
+    problem, *parts = done.stderr.strip().splitlines()
+    assert re.fullmatch(rf"error: training has diverged: {AFTER} bad steps in a row, and there is "
+                        "no checkpoint from before", problem)
+    assert [part.split()[0] for part in parts] == ["found:", "hint:", "run:"]
+    assert "-e run-lower-lr --lr 3e-06 --min-lr 3e-07" in parts[-1]
+    state = json.loads((project / "outputs/run/state.json").read_text())
+    assert state["status"] == "failed"
 
 
 def test_a_spike_changes_nothing(project: Path) -> None:

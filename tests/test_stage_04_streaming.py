@@ -156,8 +156,12 @@ def test_what_does_not_go_with_streaming_is_refused(project: Path):
 
 
 def test_dry_run_leaves_nothing(project: Path):
+    for name in ("notes.txt", "more/table.csv"):
+        (project / "shards" / name).write_text("of another kind")
     before = sorted(project.rglob("*"))
     done = run_stage("04_train_fsdp.py", "-e", "x", *TRAIN, "--dry-run", cwd=project)
+    assert "takes 4 of the 6 files of shards and passes over 2, which are neither JSON Lines nor " \
+           "Parquet by their names: more/table.csv, notes.txt" in done.stdout
     assert "4 files" in done.stdout and "pieces" in done.stdout
     assert sorted(project.rglob("*")) == before
 
@@ -198,8 +202,10 @@ def test_without_online_the_hub_is_not_asked(repo: Repo, hub: HubServer, project
     assert not hub.requests
     refused(project, "-d", "org/none", "--online", *COMMON, "--max-steps", 2, code=2,
             says="there is no dataset org/none")
-    refused(project, "-d", "org/text", "--online", "--include", "*.md", *COMMON, "--max-steps", 2,
-            code=2, says="no shard in org/text")
+    done = run_stage("04_train_fsdp.py", "-e", "x", "-d", "org/text", "--online", "--include",
+                     "*.md", "--include", "fr/*", *COMMON, "--max-steps", 2, cwd=project, expect=2)
+    assert "no shard in org/text" in done.stderr and "Traceback" not in done.stderr
+    assert "--include fr/* matches none of the 6 files of org/text" in done.stdout
 
 
 @pytest.mark.slow

@@ -64,6 +64,12 @@ def test_untouched_weights_come_out_bit_for_bit(project: Path):
     assert AutoTokenizer.from_pretrained(project / "out").eos_token == "</s>"
     config = json.loads((project / "out" / "config.json").read_text())
     assert config["dtype"] == "float32" and config["architectures"] == ["LlamaForCausalLM"]
+    for lost, says in (("model.safetensors", "model.safetensors is missing"),
+                       ("manifest.json", "has no weights")):  # what an incomplete copy leaves
+        (project / "out" / lost).unlink()
+        done = run_stage("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "out", cwd=project,
+                         expect=3)
+        assert says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_shards_and_default_dtype(project: Path):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from typing import Any
 
+from lib.core import units
 from lib.core.errors import Problems
 from lib.core.options import Options
 
@@ -73,6 +75,24 @@ def nodes(opts: Options, bare_type: str, known: dict[str, Any], problems: Proble
     for option in ("spares", "slow_below"):
         if getattr(opts, option) and opts.kind != "hyperpod":
             problems.add(f"--{option.replace('_', '-')} is for --kind hyperpod alone")
+
+
+def fewer_nodes(opts: Options, train: Options, ranks: int, problems: Problems) -> None:
+    """Note that a job which goes on with fewer nodes could not divide its batch among them.
+
+    train: options of stage 04, which all nodes together can share. ranks: of a node.
+    """
+    from lib.train import plan
+
+    batch = plan.divide(train, 0, opts.nodes * ranks).global_batch
+    per_node = train.batch_size * ranks
+    unfit = [nodes for nodes in range(opts.min_nodes, opts.nodes) if batch % (nodes * per_node)]
+    if unfit:
+        least = math.lcm(*(nodes * per_node for nodes in range(opts.min_nodes, opts.nodes + 1)))
+        problems.add(f"--min-nodes {opts.min_nodes}: {units.counted(batch, 'sample')} per step "
+                     f"cannot be divided among the ranks of {' or '.join(map(str, unfit))} "
+                     f"{'nodes' if unfit[-1] > 1 else 'node'}",
+                     expected=f"--global-batch-size, a multiple of {least}, or no --min-nodes")
 
 
 def unknown_type(bare_type: str, known: dict[str, Any], problems: Problems) -> None:

@@ -144,7 +144,9 @@ def of_options(opts: Options, given: Sequence[str]) -> Job:
     train = problems.collect(lambda: train_options(opts.job_name, given, opts.slow_below))
     if train and gpus is not None:
         ranks = opts.nodes * max(gpus, 1)
-        problems.collect(lambda: stage_04.check_ranks(stage_04.parse(train), ranks))
+        parsed = stage_04.parse(train)
+        if problems.collect(lambda: stage_04.check_ranks(parsed, ranks) or True) and opts.min_nodes:
+            checks.fewer_nodes(opts, parsed, max(gpus, 1), problems)
     problems.raise_if_any()
     is_hyperpod = opts.kind == "hyperpod" and bare_type
     return Job(

@@ -31,12 +31,12 @@ def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
     return content
 
 
-def options_in(config: Path, leave_out: Set[str]) -> dict[str, Any]:
+def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, Any]:
     """Return the options in a file: its keys, or what a run or a stage has recorded as its options.
 
-    A run's config.yaml and an artifact's manifest.json hold more than options. Secrets,
-    `leave_out`, and what belongs to one launch, are not taken. Raises UsageError for the manifest
-    of another stage.
+    ours: names of the options that there are. A run's config.yaml and an artifact's manifest.json
+    hold more than options. Secrets, `leave_out`, what belongs to one launch, and options that are
+    no more, are not taken. Raises UsageError for the manifest of another stage.
     """
     content = read_yaml(config, "--config: ")
     recorded = content.get("options")
@@ -47,6 +47,10 @@ def options_in(config: Path, leave_out: Set[str]) -> dict[str, Any]:
         raise UsageError(f"--config: {config} holds options of {stage}, not of {script}")
     taken = {key: value for key, value in recorded.items() if value not in (None, [], REDACTED)
              and key not in leave_out | _OF_ONE_LAUNCH}
+    if gone := sorted(taken.keys() - ours):
+        log.info(f"--config: {config} holds {', '.join(gone)}, which this version has no more and "
+                 "leaves out")
+        taken = {key: value for key, value in taken.items() if key in ours}
     if content.get("model_dir") and not taken.keys() & {"model_name", "model_size"}:
         taken["model_name"] = content["model_dir"]
     log.info(f"--config: the {len(taken)} options recorded in {config} are taken; those of the "

@@ -82,12 +82,17 @@ class Parser(argparse.ArgumentParser):
         """Return the command line with what --config stands for before it; UsageError as `parse`.
         """
         argv = [_dashed(arg) for arg in argv]
-        if not (config := self._config_of(argv)):
+        if not (config := self._value_of(argv, "--config")):
             return argv
+        config = Path(config)
         given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
+        experiment = self._value_of(argv, "-e", "--experiment-name") or ""
+        if len(Path(experiment).parts) > 1:  # a path says where the run lies
+            given.add("save_dir")
         from_yaml: list[str] = []
         problems = Problems()
-        for key, value in config_file.options_in(config, VOLATILE).items():
+        ours = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
+        for key, value in config_file.options_in(config, VOLATILE, ours).items():
             flag = "--" + str(key).replace("_", "-")
             if flag not in self._option_string_actions:
                 near, hint = self._nearest(flag)
@@ -155,11 +160,12 @@ class Parser(argparse.ArgumentParser):
         action = self._option_string_actions.get(flag)
         return action.dest if action else flag
 
-    def _config_of(self, argv: Sequence[str]) -> Path | None:
+    def _value_of(self, argv: Sequence[str], *flags: str) -> str | None:
+        """Return what a command line gives for an option, before all of it is parsed."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        finder.add_argument("--config", type=Path)
+        finder.add_argument(*flags, dest="value")
         try:
-            return finder.parse_known_args(argv)[0].config
+            return finder.parse_known_args(argv)[0].value
         except argparse.ArgumentError:
             return None
 

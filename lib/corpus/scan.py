@@ -163,14 +163,16 @@ def _matches(pattern: re.Pattern[str], path: str) -> bool:
     return bool(pattern.match(path) or pattern.match(path.rpartition("/")[2]))
 
 
-def without_match(globs: Iterable[str], entries: Iterable[Entry]) -> list[str]:
-    """Return the globs that match no file which is taken."""
+def without_match(globs: Iterable[str], entries: Iterable[Entry], skipped: str = "",
+                  ) -> list[str]:
+    """Return the globs that match no entry which is taken, or is skipped for that reason."""
     left = {glob: _pattern([glob]) for glob in globs}
     for entry in entries:
         if not left:
             break
-        if not entry.skipped:
-            left = {glob: p for glob, p in left.items() if not _matches(p, entry.path)}
+        if entry.skipped == skipped:
+            path = entry.path.rstrip("/")
+            left = {glob: p for glob, p in left.items() if not _matches(p, path)}
     return list(left)
 
 

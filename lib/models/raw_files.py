@@ -39,7 +39,8 @@ def earlier(target: Path) -> list[str]:
 def named(target: Path) -> Iterator[None]:
     """Let errors name the dataset's directory, not the hidden one in it."""
     hidden, known = target.resolve(), str(target.parent)
-    with called(known, hidden), called(known, hidden / ".."):
+    with called(known, target), called(known, target / ".."), \
+            called(known, hidden), called(known, hidden / ".."):
         yield
 
 

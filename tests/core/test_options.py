@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lib.core import commands, options
+from lib.core import commands, log, options, paths
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options, Parser
 
@@ -115,6 +117,33 @@ def test_what_a_run_has_recorded_is_a_config(parser: Parser, tmp_path: Path) -> 
     assert (again.experiment_name, again.lr, again.token, again.dry_run, again.profile) == \
         ("two", 1e-3, None, False, (2, 4))
     assert again.include == ["a", "b"] and again.src_dir == given.src_dir
+
+
+def test_options_that_are_no_more_are_left_out_of_a_record(parser: Parser, tmp_path: Path, capsys,
+                                                           ) -> None:
+    log.setup()
+    recorded = {"num_workers": 8, "lr": 0.5, "gone": 1, "also_gone": "x"}
+    content = {"stage": Path(sys.argv[0]).name, "options": recorded, "versions": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    assert parser.parse(["--config", str(tmp_path / "manifest.json")]).lr == 0.5
+    assert "manifest.json holds also_gone, gone, which this version has no more" in \
+        capsys.readouterr().out
+    (tmp_path / "typed.yaml").write_text("lr: 0.5\ngone: 1\n")  # a person's own typo is told
+    with pytest.raises(UsageError, match="unknown key 'gone'"):
+        parser.parse(["--config", str(tmp_path / "typed.yaml")])
+
+
+def test_a_path_that_is_typed_for_the_experiment_says_where_it_lies(parser: Parser,
+                                                                    tmp_path: Path) -> None:
+    parser.add_argument("--save-dir", type=Path, help="place")
+    (tmp_path / "c.yaml").write_text("save-dir: outputs\nexperiment-name: exp\n")
+    config = ["--config", str(tmp_path / "c.yaml")]
+    for argv, where in ((["-e", "elsewhere/new"], ("elsewhere", "new")),
+                        (["-e", "again"], ("outputs", "again")), ([], ("outputs", "exp")),
+                        (["-e", "a/b", "--save-dir", "a"], ("a", "b"))):
+        opts = parser.parse([*config, *argv])
+        paths.settle(opts)
+        assert (str(opts.save_dir), opts.experiment_name) == where
 
 
 def test_the_manifest_of_another_stage_is_none(parser: Parser, tmp_path: Path, monkeypatch) -> None:
