@@ -58,6 +58,6 @@ def test_a_torn_lock(server: Server, tmp_path: Path, content: bytes):
     outputs = tmp_path / "outputs"
     (outputs / "run").mkdir(parents=True)
     (outputs / "run" / "lock.json").write_bytes(content)
-    (outputs / "run" / "config.yaml").touch()  # an experiment, not a directory of something else
+    (outputs / "run" / "config.yaml").write_text("identity: {}")  # it is an experiment
     server.run(*run_options(outputs, steps=2))
     assert valid_steps(outputs) == [2]
