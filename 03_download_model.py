@@ -249,6 +249,7 @@ def make_from_scratch(opts: options.Options) -> None:
 
         # Verify and publish.
         facts = prepare.examine(build, weights=False, name=name)
+        design.require_same(identity, name)
         files = [manifest.file_entry(build.dir, path, "sha256")
                  for path in build.files()]
         build.publish(stage=STAGE, options=options.resolved(opts), files=files,

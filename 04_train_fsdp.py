@@ -63,7 +63,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
         return
     setting = startup.check(opts, experiment, inputs)
 
-    from lib.train import distributed, dry_run, memory_fit
+    from lib.train import distributed, dry_run, memory_fit, model_files
 
     if opts.dry_run:
         dry_run.print_plan(opts, inputs, setting)
@@ -72,6 +72,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
     if not opts.prepare_only:
         memory_fit.require(opts, inputs, setting)
         meeting = distributed.meet()
+    model_files.require_whole(opts, inputs)
     data = startup.prepare_data(opts, inputs, setting)
     if opts.prepare_only:
         log.info("next: " + commands.again(drop=["--prepare-only"]))

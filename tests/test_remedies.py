@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from lib.checkpoints import commit, hyperpod, storage
-from lib.core import hashing, offline, publish, stage
+from lib.core import hashing, offline, publish, stage, stamps
 from lib.core import workers as core_workers
 from lib.core.errors import StageError
 from lib.core.paths import Experiment
@@ -43,7 +43,9 @@ from lib.models import (
     transfer,
     weights,
 )
+from lib.models.design import Design
 from lib.models.identity import TRUSTED_CODE
+from lib.tokens import build
 from lib.train import attention, distributed, metrics, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
@@ -258,6 +260,11 @@ def test_a_token_store(there: Terminal) -> None:
     content = json.loads(store.read_text())
     store.write_text(json.dumps(content | {"summary": content["summary"] | {"label_mask": 2}}))
     there.cured(*prepare)
+    packed = (*prepare, "--packing", "documents")
+    there.type(*packed)
+    blank(".cache/tokens/*.packs-*/train.lengths.bin")
+    error = there.fails(*packed)
+    there.follow(error)
 
 
 def test_a_model_from_scratch(there: Terminal) -> None:
@@ -279,6 +286,11 @@ def test_a_model_from_scratch(there: Terminal) -> None:
     there.follow(there.fails(*make[:-1], 1024))               # other options: --overwrite
     fetch = there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "org/name")
     assert fetch.run.endswith("03_download_model.py --model-name org/name")
+    scratch = (*train[:5], "--from-scratch", "--model-size", "1M", "--tokenizer", "model",
+               "--prepare-only")
+    there.type(*scratch)
+    blank(".cache/scratch/*/config.json")
+    there.cured(*scratch)
     Path("no model").mkdir()
     assert not there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "no model").run
 
@@ -377,6 +389,15 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
                                                 "copy", fake, False)
     Path("built").mkdir(exist_ok=True)
     Path("built/x").touch()
+    yield lambda: stamps.require_same({Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read")
+    Path("words").mkdir()
+    Path("words/tokenizer.json").touch()
+    yield lambda: Design("1M", None, None, None, Path("words")).require_same({}, "other")
+    yield lambda: build.require_same(Path("words"), "of another one")
+    sink = object.__new__(build._Sink)
+    sink.path, sink.bytes, sink._hasher = Path("words/sink"), 1, hashing.new("sha256")
+    sink._file = sink.path.open("wb")
+    yield sink.close
     yield lambda: publish.Build(Path("built"), "x/1", {}, False).__enter__()
     yield _appeared
     yield _vanished

@@ -29,6 +29,11 @@ def tokens_root(cache_dir: Path) -> Path:
     return cache_dir / "tokens"
 
 
+def verified_root(cache_dir: Path) -> Path:
+    """Return the directory where stage 04 notes which artifacts it has hashed."""
+    return cache_dir / "verified"
+
+
 def scratch_root(cache_dir: Path) -> Path:
     """Return the directory where stage 04 keeps configs and tokenizers that it made itself."""
     return cache_dir / "scratch"

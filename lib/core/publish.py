@@ -181,11 +181,6 @@ class Build:
         beside = path.removeprefix("../")
         return self.dir / path if beside == path else self.target.parent / beside
 
-    def _place(self, path: str) -> Path:
-        """Return where a file lies now; `../` leads to what lies beside the target already."""
-        beside = path.removeprefix("../")
-        return self.dir / path if beside == path else self.target.parent / beside
-
     def _replace(self) -> None:
         """Put the finished directory in the place of the target, which is deleted with the partial.
 

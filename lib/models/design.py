@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, log, manifest, units
+from lib.core import commands, hashing, log, manifest, publish, units
 from lib.core.errors import UsageError
 from lib.models import scratch, tokenizer
 from lib.models.prepare import called
@@ -54,6 +54,13 @@ class Design:
         wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
         return {"options": {"from_scratch": True, "model_name": name, "model_size": self.size,
                             "vocab_size": wanted}, "inputs": inputs}
+
+    def require_same(self, before: dict[str, Any], name: str) -> None:
+        """Raise UsageError when corpus or tokenizer are not those any more that were identified."""
+        if changed := publish.differences(before, self.identity(name)):
+            raise UsageError(f"{self.train_on or self.copy_from} was replaced or changed while "
+                             "it was read; nothing was made of it", found="\n".join(changed),
+                             hint="once nothing writes to it:", run=commands.again())
 
     def vocabulary(self) -> int:
         """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""

@@ -14,7 +14,14 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TRUSTED_CODE = "trusted_code.json"  # SHA-256 of each code file by its name
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
+_TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 _READ = (".safetensors", INDEX, ".py", TRUSTED_CODE)
+
+
+def files(model_dir: Path) -> list[Path]:
+    """Return the files that make a model: config, weights, tokenizer and code."""
+    return [path for path in sorted(model_dir.iterdir())
+            if path.name.endswith(_TOGETHER) and path.is_file()]
 
 
 def has_weights(model_dir: Path) -> bool:

@@ -6,17 +6,18 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lib.core import commands, hashing, log, manifest, publish, units
-from lib.core.errors import ArtifactError, UsageError
+from lib.core import commands, hashing, log, manifest, publish, stamps, units, verified
+from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.progress import Progress
 from lib.tokens import source as sources
 from lib.tokens import store
-from lib.tokens.encode import Encoder
+from lib.tokens.encode import Encoder, tokenizer_fingerprint
 from lib.tokens.source import Source
 
 _POLL_S = 0.5
@@ -29,24 +30,38 @@ def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: i
     """Return the finished store of a dataset and a tokenizer, building it when needed.
 
     Every process of a launch may call it (see `once`). `model_vocab`: ids the model can embed.
-    verify: hash a store that is there already. Raises UsageError when the tokenizer can give
-    larger ids, ArtifactError when a store is there and damaged.
+    verify: hash a store that is there already also when it has not changed since it was hashed.
+    Raises UsageError when the tokenizer can give larger ids or the dataset is replaced meanwhile,
+    ArtifactError when a store is there and damaged.
     """
     identity = store.identity(source, tokenizer_dir)
     target = store.directory(cache_dir, source, identity)
-    if verify and (there := manifest.read_if_any(target)):
-        manifest.check(target, there, "the token store", deep=True,
-                       run=commands.remade(target))
+
+    @cache  # for who waits and tries again
+    def encoder() -> Encoder:
+        made = Encoder(tokenizer_dir, num_workers)
+        require_vocabulary(made.vocab_size, model_vocab, tokenizer_dir)
+        return made
+
+    def build() -> None:
+        _build(source, encoder(), target, identity, num_workers, progress)
+        verified.note(target, manifest.read(target, store.KIND, "the token store"), cache_dir)
+
+    once(target, store.KIND, identity, build, lambda content: verified.require(
+        target, content, "the token store", cache_dir, workers=num_workers, progress=progress,
+        always=verify, run=commands.remade(target)))
+    if verify:
         log.info(f"{target}: every byte is as it was written")
-    once(target, store.KIND, identity, lambda: _build(
-        source, tokenizer_dir, target, identity, model_vocab, num_workers, progress))
+    source.require_same()  # or another rank, which looked later, waits for another store
     return target
 
 
-def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], None]) -> None:
+def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], None],
+         verify: Callable[[dict[str, Any]], None] = lambda content: None) -> None:
     """Have an artifact built by one process of each machine while the others wait.
 
-    They wait for the manifest to appear, without any collective that could time out.
+    They wait for the manifest to appear, without any collective that could time out. verify: done
+    by that process with the manifest of one that was there, or that another machine has built.
     Raises ArtifactError when something damaged is there.
     """
     if target.is_dir() and any(target.iterdir()) and manifest.read_if_any(target) is None:
@@ -66,6 +81,8 @@ def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], 
             log.info(f"waiting for {target} to be built by another process")
             waited = True
         time.sleep(_POLL_S)
+    if is_builder:
+        verify(manifest.read(target, kind, "the finished"))
 
 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:
@@ -77,39 +94,61 @@ def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -
                          hint="use the tokenizer that belongs to the model")
 
 
-def _build(source: Source, tokenizer_dir: Path, target: Path, identity: dict[str, Any],
-           model_vocab: int, num_workers: int, progress: bool) -> None:
-    encoder = Encoder(tokenizer_dir, num_workers)
-    require_vocabulary(encoder.vocab_size, model_vocab, tokenizer_dir)
-    sources.check_content(source)
-    text_bytes = sum(f.stat().st_size for d in source.splits.values() for f in d.glob("*.arrow"))
-    # A store is rarely larger than its text: a token stands for 3 bytes or more, and takes 2 or 4.
-    publish.require_space(target.parent, text_bytes, "the token store")
-    dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
+def _build(source: Source, encoder: Encoder, target: Path, identity: dict[str, Any],
+           num_workers: int, progress: bool) -> None:
+    text_bytes = sources.total_bytes(source)
     with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
-        log.info(f"tokenising {source.path} with {tokenizer_dir} → {target} ({dtype})")
-        encoder.tune(sources.sample(source.splits["train"]))
-        began = time.monotonic()
-        counts, files = {}, []
-        with Progress("tokenising", text_bytes, "B", progress) as bar:
-            for name, split_dir in source.splits.items():
-                writer = _SplitWriter(build.dir, name, dtype)
-                writer.run(split_dir, encoder, bar)
-                counts[name] = {"tokens": writer.tokens, "documents": writer.documents}
-                files += writer.entries()
-        for leftover in build.dir.glob(f"*.{_PROGRESS}"):
-            leftover.unlink()
-        summary = {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
-                   "bos": encoder.bos, "eos": encoder.eos,
-                   "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
-                   "label_mask": None}
-        build.publish(stage="04_train_fsdp.py", options={"num_workers": num_workers}, files=files,
-                      summary=summary)
+        try:
+            counts, began = _fill(build, source, encoder, num_workers, progress)
+        except StageError:  # nothing that could go on from what is there
+            build.resumable = False
+            raise
     seconds = time.monotonic() - began
     for name, count in counts.items():
         log.info(f"  {name}: {units.counted(count['tokens'], 'token')} in "
                  f"{units.counted(count['documents'], 'document')}")
     log.info(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
+
+
+def _fill(build: publish.Build, source: Source, encoder: Encoder, num_workers: int,
+          progress: bool) -> tuple[dict[str, dict[str, int]], float]:
+    """Write and publish a store; return its counts by split, and when tokenising began."""
+    sources.check_content(source)
+    text_bytes = sources.total_bytes(source)
+    # A store is rarely larger than its text: a token stands for 3 bytes or more, and takes 2 or 4.
+    publish.require_space(build.dir, text_bytes, "the token store")
+    dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
+    log.info(f"tokenising {source.path} with {encoder.directory} → {build.target} ({dtype})")
+    encoder.tune(sources.sample(source.splits["train"]))
+    require_same(encoder.directory, build.identity["inputs"]["tokenizer"])
+    source.require_same()
+    began = time.monotonic()
+    counts, files = {}, []
+    with Progress("tokenising", text_bytes, "B", progress) as bar:
+        for name, split_dir in source.splits.items():
+            writer = _SplitWriter(build.dir, name, dtype, source)
+            writer.run(split_dir, encoder, bar)
+            source.require_same()
+            counts[name] = {"tokens": writer.tokens, "documents": writer.documents}
+            files += writer.entries()
+    for leftover in build.dir.glob(f"*.{_PROGRESS}"):
+        leftover.unlink()
+    summary = {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
+               "bos": encoder.bos, "eos": encoder.eos,
+               "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
+               "label_mask": None}
+    source.require_same()
+    build.publish(stage="04_train_fsdp.py", options={"num_workers": num_workers}, files=files,
+                  summary=summary)
+    return counts, began
+
+
+def require_same(tokenizer_dir: Path, fingerprint: str) -> None:
+    """Raise UsageError when a tokenizer is not the one any more that was fingerprinted."""
+    if tokenizer_fingerprint(tokenizer_dir) != fingerprint:
+        raise UsageError(f"the tokenizer in {tokenizer_dir} was replaced while it was read; "
+                         "nothing was made of it", hint="once nothing writes to it:",
+                         run=commands.again())
 
 
 class _SplitWriter:
@@ -118,10 +157,14 @@ class _SplitWriter:
     The files depend on nothing but documents and tokenizer, so where a run was cut leaves no trace.
     """
 
-    def __init__(self, directory: Path, name: str, dtype: str) -> None:
+    def __init__(self, directory: Path, name: str, dtype: str, source: Source) -> None:
         self._progress = directory / f"{name}.{_PROGRESS}"
         self._dtype = np.dtype(dtype).newbyteorder("<")
+        # Of a dataset made elsewhere the fingerprint knows only both ends of each shard.
+        self._text = "" if source.ours else stamps.fingerprint(source.stamps)
         earlier = _read_progress(self._progress)
+        if earlier.get("text", "") != self._text:
+            earlier = {}
         self.documents, self.tokens = earlier.get("documents", 0), earlier.get("tokens", 0)
         self._token_sink = _Sink(directory / f"{name}.tokens.bin",
                                  self.tokens * self._dtype.itemsize)
@@ -151,7 +194,8 @@ class _SplitWriter:
     def _save_progress(self) -> None:
         self._token_sink.sync()
         self._ends_sink.sync()
-        manifest.write_json(self._progress, {"documents": self.documents, "tokens": self.tokens})
+        manifest.write_json(self._progress, {"documents": self.documents, "tokens": self.tokens,
+                                             "text": self._text})
 
 
 class _Sink:
@@ -174,13 +218,22 @@ class _Sink:
         os.fsync(self._file.fileno())
 
     def close(self) -> dict[str, Any]:
-        """Close the file and return its manifest entry."""
+        """Close the file and return its manifest entry, after reading the file back.
+
+        Raises ArtifactError when it holds anything else than was written.
+        """
+        self.sync()
         self._file.close()
-        return {"path": self.path.name, "bytes": self.bytes,
-                "digest": hashing.digest(self._hasher)}
+        entry = {"path": self.path.name, "bytes": self.bytes,
+                 "digest": hashing.digest(self._hasher)}
+        if found := manifest.damage(self.path, entry, deep=True):
+            raise ArtifactError(f"{self.path} does not read back as it was written", found=found,
+                                hint="the disk may be failing (`dmesg` tells), or something else "
+                                     "wrote there; it is made anew by:", run=commands.again())
+        return entry
 
 
-def _read_progress(path: Path) -> dict[str, int]:
+def _read_progress(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

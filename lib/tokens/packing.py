@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import hashing, log, manifest, publish
+from lib.core import commands, hashing, log, manifest, publish, verified
 from lib.tokens import build, store
 from lib.tokens.samples import IGNORED, Rows, Samples
 from lib.tokens.store import Numbers, Split, TokenStore
@@ -89,7 +89,10 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
     """
     target = directory(tokens, seq_length)
     identity = {"options": {"seq_length": seq_length}, "inputs": {"store": tokens.fingerprint}}
-    build.once(target, KIND, identity, lambda: _build(tokens, seq_length, target, identity))
+    cache_dir = target.parent.parent
+    build.once(target, KIND, identity, lambda: _build(tokens, seq_length, target, identity),
+               lambda content: verified.require(target, content, "the packs", cache_dir,
+                                                run=commands.remade(target)))
     summary = manifest.read(target, KIND, "the packs")["summary"]
     for name, facts in summary["splits"].items():
         log.info(f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest
+from lib.core import commands, hashing, log, manifest, stamps
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.tokens import shards
@@ -18,6 +17,7 @@ SPLITS = ("train", "validation")
 _DATASETS_ROOT = Path("hf_datasets")
 _OPTION = ("-d", "--dataset-name")
 _MARK_OF_OURS = "errors.jsonl"  # stage 02 writes it beside the shards
+_DESCRIBED = ("dataset_dict.json", "dataset_info.json", "state.json")
 _ENDS_BYTES = 1 << 20
 _BATCH_BYTES, _BATCH_ROWS = 16 << 20, 100_000
 
@@ -27,13 +27,19 @@ class Source:
     """A dataset on disk that has a `text` column.
 
     fingerprint: identifies the content wherever the directory lies. splits: split name → the
-    directory of its Arrow shards; `train` is always there. ours: written by stage 02.
+    directory of its Arrow shards; `train` is always there. ours: written by stage 02. stamps: of
+    the files that the fingerprint is of.
     """
 
     path: Path
     fingerprint: str
     splits: dict[str, Path]
     ours: bool
+    stamps: stamps.Stamps = field(default_factory=dict, compare=False)
+
+    def require_same(self) -> None:
+        """Raise UsageError when the dataset is not the one any more that was fingerprinted."""
+        stamps.require_same(self.stamps, f"the dataset {self.path}", "its tokens were prepared")
 
 
 def resolve(name: str) -> Path:
@@ -48,17 +54,28 @@ def open_source(path: Path) -> Source:
     Raises ArtifactError when it is missing, unfinished or truncated, UsageError when it is no
     dataset of text.
     """
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        content = _require_dataset(path)
-    else:
+    if not path.is_file() and not (path.is_dir() and any(path.iterdir())):
         raise _missing(path)
+    seen = stamps.of(_files(path))  # before anything is read that it is identified by
+    content = _require_dataset(path)
     splits = _splits(path)
     for directory in splits.values():
         _require_text(directory)
         _require_shards(directory)
     fingerprint = _fingerprint_ours(content) if content \
         else _fingerprint_foreign(splits)
-    return Source(path, fingerprint, splits, content is not None)
+    found = Source(path, fingerprint, splits, content is not None, seen)
+    found.require_same()
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files that make up a dataset: manifest, shards and what describes them."""
+    if path.is_file():
+        return []
+    homes = [path, *(path / name for name in SPLITS)]
+    return [home / name for home in homes for name in (*_DESCRIBED, MANIFEST)] \
+        + sorted(shard for home in homes for shard in home.glob("*.arrow"))
 
 
 def _require_dataset(path: Path) -> dict[str, Any] | None:
@@ -121,11 +138,17 @@ def _raw(path: Path, problem: str, found: str = "") -> UsageError:
 
 def extent(directory: Path) -> tuple[int, int]:
     """Return how many texts a split has, and how many bytes of UTF-8 in all."""
-    with _readable(directory) as rows:
-        if rows is None:
-            return 0, 0
-        offset_bytes = 8 if "large" in str(rows.data.schema.field("text").type) else 4
-        return len(rows), max(0, rows.data.nbytes - offset_bytes * len(rows))
+    count, size = 0, 0
+    for column in _columns(directory, mapped=True):
+        offset_bytes = 8 if "large" in str(column.type) else 4
+        count, size = count + len(column), size + column.nbytes - offset_bytes * len(column)
+    return count, max(0, size)
+
+
+def total_bytes(source: Source) -> int:
+    """Return how many bytes the shards of all splits have."""
+    return sum(path.stat().st_size for directory in source.splits.values()
+               for path in directory.glob("*.arrow"))
 
 
 def check_content(source: Source) -> None:
@@ -138,46 +161,64 @@ def check_content(source: Source) -> None:
 
 
 def documents(directory: Path, first: int = 0) -> Iterator[list[bytes]]:
-    """Yield the texts of a split from row `first` on, as UTF-8, in lists of about 16 MB."""
-    with _readable(directory) as rows:
-        if rows is None:
-            return
-        average = max(1, (rows.data.nbytes or 1) // max(len(rows), 1))
-        size = max(1, min(_BATCH_ROWS, _BATCH_BYTES // average))
-        rest = rows.select(range(first, len(rows))).with_format("arrow")
-        for batch in rest.iter(batch_size=size):
-            yield _texts(batch)
+    """Yield the texts of a split from row `first` on, as UTF-8, in lists of about 16 MB.
+
+    Read and not mapped: a shard that is cut meanwhile is an error then, and kills no process.
+    """
+    texts: list[bytes] = []
+    size = 0
+    for column in _columns(directory, mapped=False):
+        rest = column.slice(min(first, len(column)))
+        first -= len(column) - len(rest)
+        step = max(1, min(_BATCH_ROWS, len(rest) * _BATCH_BYTES // max(1, rest.nbytes)))
+        for start in range(0, len(rest), step):
+            some = _texts(rest.slice(start, step))
+            if texts and (size + sum(map(len, some)) > _BATCH_BYTES
+                          or len(texts) + len(some) > _BATCH_ROWS):
+                yield texts
+                texts, size = [], 0
+            texts += some
+            size += sum(map(len, some))
+    if texts:
+        yield texts
 
 
 def sample(directory: Path, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
     """Return the beginnings of texts that lie evenly over a split."""
-    with _readable(directory) as rows:
-        if rows is None:
-            return []
-        step = max(1, len(rows) // texts)
-        chosen = rows.select(range(0, len(rows), step)).with_format("arrow")[:]
-        # The cut may fall inside a character: what is left of it is dropped.
-        return [text[:most_bytes].decode("utf-8", "ignore").encode() for text in _texts(chosen)]
+    step = max(1, sum(map(len, _columns(directory, mapped=True))) // texts)
+    chosen, first = [], 0  # of the next text, in its batch
+    for column in _columns(directory, mapped=True):
+        rows = range(first, len(column), step)
+        chosen += [text for row in rows for text in _texts(column.slice(row, 1))]
+        first += len(rows) * step - len(column)
+    # The cut may fall inside a character: what is left of it is dropped.
+    return [text[:most_bytes].decode("utf-8", "ignore").encode() for text in chosen]
 
 
-@contextmanager
-def _readable(directory: Path) -> Iterator[Any]:
-    """Open a split for reading its text, None when it has no rows; ArtifactError when damaged."""
-    import datasets
+def _columns(directory: Path, mapped: bool) -> Iterator[Any]:
+    """Yield the text of a split, an Arrow array per batch of rows; ArtifactError when damaged.
 
+    mapped: only what is looked at is read, for a look at a small part.
+    """
+    import pyarrow
+
+    state = _read_json(directory / "state.json")
     try:
-        # `datasets` 5.2 saves no rows as no shard, and cannot load that.
-        yield datasets.load_from_disk(str(directory)).select_columns("text") \
-            if any(directory.glob("*.arrow")) else None
-    except (OSError, ValueError) as error:  # Arrow's ways to say that a file is cut or mangled
+        for entry in state["_data_files"]:
+            path = str(directory / entry["filename"])
+            with pyarrow.memory_map(path) if mapped else pyarrow.OSFile(path) as file, \
+                    pyarrow.ipc.open_stream(file) as stream:
+                for batch in stream:
+                    yield batch.column("text")
+    except (OSError, ValueError, KeyError, TypeError) as error:  # a shard that is cut or mangled
         raise ArtifactError(f"dataset {directory} cannot be read", found=str(error)) from error
 
 
-def _texts(table: Any) -> list[bytes]:
+def _texts(column: Any) -> list[bytes]:
     import pyarrow
 
-    column = table.column("text").cast(pyarrow.large_string()).cast(pyarrow.large_binary())
-    return [text or b"" for text in column.to_pylist()]
+    binary = column.cast(pyarrow.large_string()).cast(pyarrow.large_binary())
+    return [text or b"" for text in binary.to_pylist()]
 
 
 def _splits(path: Path) -> dict[str, Path]:

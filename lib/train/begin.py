@@ -35,6 +35,7 @@ from lib.train import (
     launches,
     loss,
     memory,
+    model_files,
     optimizer,
     outlook,
     resume,
@@ -180,6 +181,7 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
         journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, start,
                        read_config(experiment).get("run", start), launch.marks)
         _copy_model_files(inputs.model_dir, experiment.model)
+        model_files.require_same(inputs)
         commit.clean(experiment.checkpoints)
         return start
 
@@ -253,6 +255,7 @@ def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:
         initialise(model, opts.seed)
     else:
         load_pretrained(model, inputs.model_dir)
+        model_files.require_same(inputs)
     count = sum(p.numel() for p in model.parameters())
     log.info(f"weights: {units.count(count)} parameters {startup.weights_of(opts, inputs)} in "
              f"{units.duration(time.monotonic() - began)}")

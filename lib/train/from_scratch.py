@@ -87,7 +87,9 @@ def model(opts: Options) -> Iterator[Path | None]:
             _make(design, Path(folder) / target.name, content, opts)
             yield Path(folder) / target.name
         return
-    build.once(target, KIND, content, lambda: _make(design, target, content, opts))
+    build.once(target, KIND, content, lambda: _make(design, target, content, opts),
+               lambda made: manifest.check(target, made, "the model from scratch", deep=True,
+                                           run=commands.remade(target)))
     yield target
 
 
@@ -97,6 +99,7 @@ def _make(design: Design, target: Path, content: dict[str, Any], opts: Options) 
         tokenizer.copy(opts.tokenizer, design.context(), building.dir)
         design.write_beside_tokenizer(building.dir, vocabulary)
         prepare.examine(building, weights=False, name=f"--model-size {opts.model_size}")
+        design.require_same(content, design.default_name())
         files = [manifest.file_entry(building.dir, path, "sha256")
                  for path in building.files()]
         building.publish(stage="04_train_fsdp.py", options=options.resolved(opts), files=files,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, log, publish
+from lib.core import commands, log, publish, stamps
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
@@ -39,6 +39,7 @@ class Inputs:
 
     begun: what the run that has left checkpoints here was begun with; empty when there is none.
     named: the checkpoint that --resume names. scratch: the first weights are drawn from the seed.
+    model_stamps: of the model's files, from before its fingerprint.
     """
 
     model_dir: Path
@@ -48,6 +49,7 @@ class Inputs:
     named: Checkpoint | None
     scratch: bool
     shards: Shards | None = None
+    model_stamps: stamps.Stamps = field(default_factory=dict)
 
     def begun_with(self, option: str) -> Any:
         """Return the value of an option that the run was begun with, or None."""
@@ -104,6 +106,7 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
         if opts.streaming else None
     named = problems.collect(lambda: earlier.named_checkpoint(opts, experiment))
     problems.raise_if_any()
+    model_stamps = stamps.of(identity.files(model_dir))
     fingerprints = {"model": identity.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(streaming.identity(opts, shards) if shards
@@ -112,7 +115,8 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
     opts.lr = (plans.LR_FROM_SCRATCH if scratch else plans.LR) if opts.lr is None else opts.lr
     opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
     plans.require_falling(opts, opts.lr)
-    return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards)
+    return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
+                  model_stamps)
 
 
 def is_complete(opts: Options, experiment: Experiment, inputs: Inputs) -> bool:

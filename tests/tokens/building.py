@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lib.core import log
+from lib.core import lease, log
 from lib.tokens import build, source
 
 
-def prepare(dataset: str, tokenizer: str, cache: str, pause: str) -> None:
+def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = "") -> None:
     """Build the tokens and print their directory. pause: seconds before each write, which is told.
+    node: which machine this process acts to be of; locks are local to each of them then.
 
     With a pause, so little is written at a time that a test can act while it builds.
     """
     log.setup()
+    if node:
+        lease.fcntl.flock = lambda *_: None
+        lease._machine = lambda: node
+        lease.BEAT_S, lease.PATIENCE_S, lease.SETTLE_S = 0.1, 3.0, 0.3
     if float(pause):
         source._BATCH_ROWS, build._SAVE_PROGRESS_S = 5, 0
         write = build._Sink.write

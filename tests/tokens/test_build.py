@@ -21,6 +21,8 @@ from tests.forks import Launch
 
 from .conftest import save_tokenizer
 
+FILES = [f"{split}.{kind}.bin" for split in ("train", "validation") for kind in ("tokens", "ends")]
+
 
 def prepare(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_000) -> Path:
     return build.prepare(source.open_source(dataset), tokenizer, cache, model_vocab, 1, False)
@@ -237,3 +239,142 @@ def test_preparing_again_verifies_every_byte(tmp_path: Path, of_stage_02: Path, 
     with pytest.raises(ArtifactError, match="damaged"):
         build.prepare(source.open_source(of_stage_02), tokenizer, tmp_path, 9999, 1, False,
                       verify=True)
+
+
+def test_two_nodes_without_common_locks_build_one_store(tmp_path: Path, of_stage_02: Path,
+                                                        tokenizer: Path) -> None:
+    """Where flock is local to a node, one builds; the other waits, or goes on when it is gone."""
+    cache = tmp_path / ".cache"
+    whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
+    first = start(of_stage_02, tokenizer, cache, 0.1, "a")
+    second = start(of_stage_02, tokenizer, cache, 0.1, "b")
+    outputs = [printed.read() for _, printed in (first, second)]
+    assert [launch.wait() for launch, _ in (first, second)] == [[0]] * 2
+    assert sorted("tokenising" in output for output in outputs) == [False, True]
+    [path] = (cache / "tokens").iterdir()
+    shutil.rmtree(path)
+    killed, printed = start(of_stage_02, tokenizer, cache, 0.1, "a")
+    wait_for(printed, "writing")
+    killed.kill()
+    late, printed = start(of_stage_02, tokenizer, cache, 0, "b")
+    assert f"is gone: {path}.partial-" in printed.read() and late.wait() == [0]
+    assert [(path / name).read_bytes() for name in FILES] \
+        == [(whole / name).read_bytes() for name in FILES]
+
+
+def test_what_is_on_the_disk_is_hashed_before_it_is_published(
+        tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
+        ) -> None:
+    """Another process wrote into the same file, which keeps its size."""
+    sync = build._Sink.sync
+
+    def disturbed(sink: build._Sink) -> None:
+        sync(sink)
+        if sink.bytes > 8:
+            with sink.path.open("r+b") as file:
+                file.write(bytes(8))
+    monkeypatch.setattr(build._Sink, "sync", disturbed)
+    with pytest.raises(ArtifactError, match="does not read back as it was written"):
+        prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+    assert not list((tmp_path / ".cache/tokens").iterdir())
+
+
+@pytest.mark.parametrize("moment", ["check_content", "sample", "documents"])
+@pytest.mark.parametrize("way", ["replaced", "written", "cut"])
+def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
+        tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
+        moment: str, way: str) -> None:
+    """`02 --overwrite` between the splits, or somebody writes into a shard or cuts it."""
+    other = Path(shutil.copytree(of_stage_02, tmp_path / "other"))
+    (other / "train").rename(other / "t")
+    (other / "validation").rename(other / "train")
+    (other / "t").rename(other / "validation")
+    act = getattr(source, moment)
+    shard = next((of_stage_02 / "validation").glob("*.arrow"))
+
+    def disturbed(*arguments: object) -> object:
+        result = list(act(*arguments)) if moment == "documents" else act(*arguments)
+        if way == "replaced" and other.exists():
+            of_stage_02.rename(tmp_path / "old")
+            other.rename(of_stage_02)
+        elif way != "replaced":
+            data = shard.read_bytes()
+            shard.write_bytes(data[:-8] + b"01234567" * (way == "written"))
+        return result
+    monkeypatch.setattr(source, moment, disturbed)
+    with pytest.raises((UsageError, ArtifactError)) as caught:
+        prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+    assert "was replaced or changed while its tokens were prepared" in caught.value.problem \
+        or way == "cut"
+    assert not list((tmp_path / ".cache/tokens").iterdir()), "nor is anything to go on from"
+
+
+def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
+        tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
+        ) -> None:
+    other, make = save_tokenizer(tmp_path / "other", bos=False), build.Encoder
+
+    def disturbed(*arguments: object) -> build.Encoder:
+        shutil.copy(other / "tokenizer.json", tokenizer)
+        return make(*arguments)
+    monkeypatch.setattr(build, "Encoder", disturbed)
+    with pytest.raises(UsageError, match=r"the tokenizer in .* was replaced"):
+        prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+    assert not list((tmp_path / ".cache/tokens").iterdir())
+
+
+def test_a_dataset_made_elsewhere_that_changed_is_begun_anew(
+        tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fingerprint knows only the ends of its shards, so a killed build looks at times, too."""
+    import datasets
+    text = ["a" * 30_000 + f" {n}" for n in range(100)]
+    path, cache = tmp_path / "foreign", tmp_path / ".cache"
+    datasets.Dataset.from_dict({"text": text}).save_to_disk(str(path))
+    run = build._SplitWriter.run
+
+    def killed(*arguments: object) -> None:
+        run(*arguments)
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build._SplitWriter, "run", killed)
+        prepare(path, tokenizer, cache)
+    shard = next(path.glob("*.arrow"))
+    data = bytearray(shard.read_bytes())
+    middle = len(data) // 2
+    data[middle:middle + 8] = b"bbbbbbbb"
+    shard.write_bytes(data)
+    opened = store.open_store(prepare(path, tokenizer, cache)).splits["train"]
+    fresh = store.open_store(prepare(path, tokenizer, tmp_path / "fresh")).splits["train"]
+    assert np.array_equal(opened.tokens, fresh.tokens)
+
+
+def half_overwritten(path: Path) -> None:
+    """Write another store's bytes over the first half of a file, as a copy that was cut short."""
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size // 2))
+
+
+def test_a_store_that_was_written_to_is_hashed_before_it_is_used(
+        tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
+        ) -> None:
+    """Its sizes are right. What has not been touched since it was found whole is not hashed."""
+    monkeypatch.setattr(build.verified, "_RACY_NS", -(10 ** 18))
+    hashed: list[str] = []
+    damage = build.verified.manifest.damage
+    monkeypatch.setattr(build.verified.manifest, "damage", lambda path, entry, deep, **how: (
+        hashed.append(path.name) if deep else None, damage(path, entry, deep, **how))[1])
+    cache = tmp_path / ".cache"
+    path = prepare(of_stage_02, tokenizer, cache)
+    hashed.clear()
+    prepare(of_stage_02, tokenizer, cache)
+    assert "train.tokens.bin" not in hashed
+    os.utime(path / "train.ends.bin")
+    prepare(of_stage_02, tokenizer, cache)
+    assert "train.tokens.bin" in hashed
+    half_overwritten(path / "train.tokens.bin")
+    with pytest.raises(ArtifactError, match=r"token store .* is damaged") as caught:
+        prepare(of_stage_02, tokenizer, cache)
+    assert "other content than when it was written" in caught.value.found
+    assert f"rm -r {path}" in caught.value.run
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    prepare(of_stage_02, tokenizer, cache)  # one rank of a machine does it for all

@@ -1,0 +1,50 @@
+"""The files of the model that a run begins with: whole, and the same ones until all is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lib.core import log, manifest, stamps, verified
+from lib.core.options import Options
+from lib.models import identity, resolve
+from lib.train.startup import Inputs
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def require_whole(opts: Options, inputs: Inputs) -> None:
+    """Hash the files of the model once until they change; ArtifactError when one is damaged.
+
+    One process of each machine does it, before any process group exists. The weights are left out
+    where they are not read: of a run that goes on, they are in its checkpoints.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    content, reads_weights = _content(inputs.model_dir), not (
+        inputs.scratch or inputs.begun or inputs.named)
+    files = [entry for entry in content["files"]
+             if reads_weights or not entry["path"].endswith(".safetensors")]
+    if reads_weights and not files:
+        log.info(f"{inputs.model_dir} has no digests to check its weights against")
+    remedy = resolve.remedy(inputs.model_dir, "--overwrite") \
+        if content.get("kind") == resolve.KIND else {}
+    verified.require(inputs.model_dir, content | {"files": files}, "the model", opts.cache_dir,
+                     workers=opts.num_workers, progress=not opts.no_progress,
+                     always=opts.prepare_only, **remedy)
+
+
+def require_same(inputs: Inputs) -> None:
+    """Raise UsageError when the model is not the one any more that the run was planned with."""
+    stamps.require_same(inputs.model_stamps, f"the model {inputs.model_dir}", "the run started")
+
+
+def _content(model_dir: Path) -> dict[str, Any]:
+    """Return the manifest of a model, or what the names of a Hugging Face cache's blobs say."""
+    if content := manifest.read_if_any(model_dir):
+        return content
+    blobs = {path.name: path.resolve() for path in identity.files(model_dir) if path.is_symlink()}
+    return {"files": [{"path": name, "bytes": blob.stat().st_size, "digest": f"sha256:{blob.name}"}
+                      for name, blob in blobs.items() if _SHA256.fullmatch(blob.name)]}

@@ -1,0 +1,98 @@
+"""The model that a run begins with: damaged, replaced while it is read, or of another kind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lib.core import manifest, stamps, verified
+from lib.core.errors import ArtifactError, UsageError
+from lib.models import identity
+from lib.train import begin, model_files
+from tests.training import save_model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a tiny model, as stage 03 would leave it."""
+    path = tmp_path_factory.mktemp("m") / "models" / "org--name"
+    save_model(path)
+    manifest.write(path, kind="model/1", stage="03_download_model.py", identity={},
+                   options={"model_name": "org/name"}, summary={},
+                   files=[manifest.file_entry(path, file, "sha256") for file in path.iterdir()])
+    return path
+
+
+@pytest.fixture
+def model_dir(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / ".cache/models/org--name"))
+
+
+def of(model_dir: Path, **more: object) -> SimpleNamespace:
+    facts = {"scratch": False, "begun": {}, "named": None,
+             "model_stamps": stamps.of(identity.files(model_dir))}
+    return SimpleNamespace(model_dir=model_dir, **facts | more)
+
+
+def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
+    opts = SimpleNamespace(cache_dir=tmp_path / ".cache", num_workers=2, no_progress=True,
+                           prepare_only=False, seed=0)
+    model_files.require_whole(opts, of(model_dir, **more))
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle, and give the file the time it had."""
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_damaged_weights_are_told_before_anything_is_trained(model_dir: Path, tmp_path: Path,
+                                                             monkeypatch) -> None:
+    monkeypatch.setattr(verified, "_RACY_NS", -(10 ** 18))
+    require_whole(model_dir, tmp_path)
+    flip(model_dir / "model.safetensors")
+    for run in ({"scratch": True}, {"begun": {"identity": {}}}, {"named": "step_00000002"}):
+        require_whole(model_dir, tmp_path, **run)  # which read other weights
+    with pytest.raises(ArtifactError, match=r"the model .* is damaged") as caught:
+        require_whole(model_dir, tmp_path)
+    assert "03_download_model.py --model-name org/name --cache-dir" in caught.value.run
+    assert "--overwrite" in caught.value.run
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    require_whole(model_dir, tmp_path)  # one rank of a machine does it for all
+
+
+def test_the_names_of_blobs_in_a_cache_are_digests(saved: Path, tmp_path: Path) -> None:
+    import hashlib
+    snapshot, weights = tmp_path / "snapshot", (saved / "model.safetensors").read_bytes()
+    snapshot.mkdir()
+    blob = tmp_path / hashlib.sha256(weights).hexdigest()
+    blob.write_bytes(weights)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    shutil.copy(saved / "config.json", snapshot)
+    require_whole(snapshot, tmp_path)
+    flip(blob)
+    with pytest.raises(ArtifactError, match="is damaged"):
+        require_whole(snapshot, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["replaced", "written"])
+def test_a_model_that_changes_while_it_is_read_is_not_trained(model_dir: Path, monkeypatch,
+                                                              way: str) -> None:
+    def disturbed(model: torch.nn.Module, directory: Path) -> None:
+        if way == "replaced":  # as `03 --overwrite` does
+            shutil.copytree(directory, directory.with_name("new"))
+            directory.rename(directory.with_name("old"))
+            directory.with_name("new").rename(directory)
+        else:
+            (directory / "model.safetensors").write_bytes(b"")
+    inputs = of(model_dir)
+    monkeypatch.setattr(begin, "load_pretrained", disturbed)
+    with pytest.raises(UsageError, match="was replaced or changed while the run started"):
+        begin._first_weights(SimpleNamespace(seed=0), inputs, torch.nn.Linear(1, 1))
