@@ -78,12 +78,13 @@ def stage_command(script: str, *arguments: object, ranks: int = 0) -> list[str]:
 
 def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0, ranks: int = 0,
               env: dict[str, str] | None = None, timeout: float = 300, fresh: bool = False,
-              ) -> subprocess.CompletedProcess:
+              before: str = "") -> subprocess.CompletedProcess:
     """Run a stage in a directory, assert its exit code (None: any) and return what it printed.
 
     ranks > 0: that many ranks; returns 1 for any failure, as torchrun does. fresh: start an
     interpreter, and torchrun, of its own, as a person does, instead of a fork of one that has
     everything imported, and draws no pictures; so does an environment that matters at import.
+    before: `module:function` that a fork calls first.
     """
     command = stage_command(script, *arguments, ranks=ranks)
     environment = {**os.environ, **forks.CPU, **(env or {})}
@@ -92,7 +93,8 @@ def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout,
                               env=environment)
     else:
-        done = _run_forked(server, command, script, arguments, cwd, environment, ranks, timeout)
+        done = _run_forked(server, command, script, arguments, cwd, environment, ranks, timeout,
+                           before)
     if expect is not None:
         assert done.returncode == expect, (f"{command}\nexit {done.returncode}, expected "
                                            f"{expect}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
@@ -101,11 +103,12 @@ def run_stage(script: str, *arguments: object, cwd: Path, expect: int | None = 0
 
 def _run_forked(server: forks.ForkServer, command: list[str], script: str,
                 arguments: tuple[object, ...], cwd: Path, environment: dict[str, str], ranks: int,
-                timeout: float) -> subprocess.CompletedProcess:
+                timeout: float, before: str) -> subprocess.CompletedProcess:
+    how = {"before": before, "given": {}} if before else {}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         launch = forks.Launch(server.start(
             str(ROOT / script), arguments, cwd, environment, out.fileno(), err.fileno(),
-            forks.rank_variables(ranks, free_port()) if ranks else [{}]))
+            forks.rank_variables(ranks, free_port()) if ranks else [{}], **how))
         code = launch.supervise(timeout) if ranks else launch.wait(timeout)[0]
         out.seek(0)
         err.seek(0)

@@ -210,21 +210,21 @@ def test_a_config_that_cannot_be_is_told_before_the_weights_come(hub, stage: Sta
     assert not hub.paths("-of-") and not leftovers(tmp_path)
 
 
-def test_large_weights_are_looked_at_before_they_come(hub, tmp_path):
-    run = "import runpy, sys; from lib.models import fetching; fetching._LARGE = 0; " \
-          "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    here = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
+def call_all_large(_: int) -> None:
+    from lib.models import fetching
 
-    def fetch() -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-c", run, ROOT / SCRIPT, "--model-name", NAME],
-                              cwd=tmp_path, env=here, text=True, capture_output=True)
+    fetching._LARGE = 0
+
+
+def test_large_weights_are_looked_at_before_they_come(hub, stage: StageRunner, tmp_path):
+    large = "tests.test_stage_03:call_all_large"
     change_config(hub.repos[NAME], num_hidden_layers=3, vocab_size=300)
-    done = fetch()
-    assert done.returncode == 3 and "model.layers.2.self_attn.q_proj.weight" in done.stderr
+    done = stage(SCRIPT, "--model-name", NAME, expect=3, before=large)
+    assert "model.layers.2.self_attn.q_proj.weight" in done.stderr
     asked = [request for request in hub.requests if "-of-" in request.path]
     assert {request.range for request in asked} == {"bytes=0-65535"} and not leftovers(tmp_path)
     change_config(hub.repos[NAME], num_hidden_layers=2, vocab_size=320)
-    assert fetch().returncode == 0
+    stage(SCRIPT, "--model-name", NAME, before=large)
     assert all((tmp_path / TARGET / name).read_bytes() == hub.repos[NAME].files[name]
                for name in SHARDS)
 

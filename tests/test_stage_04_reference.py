@@ -46,8 +46,11 @@ def reference(model_dir: Path, samples: Samples) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("packing_", ["concat", "documents"])
-@pytest.mark.parametrize("config", [None, MIXTRAL], ids=["llama", "mixtral"])
+@pytest.mark.parametrize(("config", "packing_"), [
+    pytest.param(None, "concat", id="llama"),
+    pytest.param(None, "documents", id="llama, documents", marks=pytest.mark.slow),
+    pytest.param(MIXTRAL, "concat", id="mixtral", marks=pytest.mark.slow),
+    pytest.param(MIXTRAL, "documents", id="mixtral, documents")])
 def test_twenty_steps(project: Path, config: PretrainedConfig | None, packing_: str) -> None:
     if config:
         for file in (project / "model").glob("*.safetensors"):

@@ -51,8 +51,9 @@ def test_what_is_kept(project: Path) -> None:
     assert steps_saved(project, "run") == sorted({4, 8, 9, best})
 
 
-@pytest.mark.parametrize(("steps", "ends_at", "failures"), [(20, 9, 3), (4, 4, 2)],
-                         ids=["three in a row", "the last"])
+@pytest.mark.parametrize(("steps", "ends_at", "failures"), [
+    pytest.param(20, 9, 3, id="three in a row"),
+    pytest.param(4, 4, 2, id="the last", marks=pytest.mark.slow)])
 def test_no_room(project: Path, steps: int, ends_at: int, failures: int) -> None:
     """A file size limit stands for a full disk: the write fails in the middle of the tensors."""
     run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
