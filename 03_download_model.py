@@ -59,7 +59,7 @@ def parse(argv: Sequence[str]) -> options.Options:
              "tensors is read from them")
     add("--trust-remote-code", action="store_true",
         help="for a type of model that transformers does not know, fetch the code that comes with "
-             "the model, and let it run here and in stages 04 and 05")
+             "the model, and run it here; stages 04 and 05 run it only if they are told so, too")
     add("--dataset-name", metavar="ORG/NAME",
         help="dataset to fetch raw files of (default: none, a model is prepared)")
     add("--include", action="append", default=[], metavar="GLOB",
@@ -162,7 +162,7 @@ def fetch_model(opts: options.Options) -> None:
                                   show_progress=not opts.no_progress)
 
             # Verify and publish.
-            facts = prepare.examine(build, weights=True, name=name)
+            facts = prepare.examine(build, weights=True, name=name, trust_code=bool(model.code))
             build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
                           summary={**facts.summary(), **model.summary()})
 
@@ -300,7 +300,9 @@ def next_command(opts: options.Options, name: str) -> str:
              if path.parent.name not in resolve.TRIAL_NAMES]
     dataset = opts.train_tokenizer or (there[0] if len(there) == 1 else Path("hf_datasets/corpus"))
     elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
-    return commands.train("-e", paths.model_dir_name(name), "-d", dataset, "-m", name, *elsewhere)
+    trust = ["--trust-remote-code"] if opts.trust_remote_code else []  # it was typed here, too
+    return commands.train("-e", paths.model_dir_name(name), "-d", dataset, "-m", name, *elsewhere,
+                          *trust)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
             run.close(in_order=isinstance(error, Preempted))
         raise (explained(error, opts, experiment) or error) from error
     run.finish()
-    log.info(startup.next_command(experiment))
+    log.info(startup.next_command(opts, experiment))
     run.close(in_order=True)
 
 

@@ -10,7 +10,6 @@ The result loads with `AutoModelForCausalLM.from_pretrained`.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -53,6 +52,9 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--max-shard-size", type=options.positive_size, default="5GB",
                         metavar="SIZE",
                         help="bytes per safetensors file at most, for example 5GB or 512MiB")
+    parser.add_argument("--trust-remote-code", action="store_true",
+                        help="run the code that came with the model, where its type needs that; "
+                             "taken from the command line alone")
     parser.add_common()
     opts = parser.parse(argv)
     paths.settle(opts)
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> None:
     from lib.checkpoints import export
     from lib.models import architecture
 
-    model = architecture.build_on_meta(experiment.model)
+    model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
     plan = export.plan(model, getattr(torch, opts.dtype), opts.max_shard_size)
     log.info(f"export of {checkpoint.path}")
     log.table({"model": f"{model.config.model_type}, {units.count(parameters(model))} parameters",
@@ -218,22 +220,26 @@ def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.
     from transformers import GenerationConfig
 
     from lib.models import remote_code
-    from lib.models.architecture import read_config
+    from lib.models.architecture import read_config, read_content
+    from lib.models.identity import CODE_DIGESTS
     from lib.train import journal
 
-    out = build.dir
+    out, config = build.dir, read_content(experiment.model)
     for path in sorted(experiment.model.iterdir()):
-        if path.is_file() and path.suffix != ".tmp" and path.name != "config.json":
+        if path.is_file() and path.suffix not in (".tmp", ".py") and \
+                path.name not in ("config.json", CODE_DIGESTS):
             shutil.copyfile(path, out / path.name)
-    config = json.loads((experiment.model / "config.json").read_text(encoding="utf-8"))
-    if not remote_code.trusted(experiment.model):
+    if opts.trust_remote_code and remote_code.is_needed(config):
+        remote_code.carry(experiment.model, out)
+    else:
         config.pop("auto_map", None)  # names code that is not here and was not used
     config |= {"architectures": [type(model).__name__], "dtype": opts.dtype}
     if "torch_dtype" in config:  # the name of the same field before transformers 5
         config["torch_dtype"] = opts.dtype
     manifest.write_json(out / "config.json", config)
     if not (out / "generation_config.json").exists() and model.can_generate():
-        GenerationConfig.from_model_config(read_config(experiment.model)).save_pretrained(out)
+        GenerationConfig.from_model_config(
+            read_config(experiment.model, opts.trust_remote_code)).save_pretrained(out)
     names = journal.read_config(experiment).get("options", {})
     facts = card.facts(checkpoint, experiment.metrics, names)
     manifest.write_text(out / card.FILE, card.text(

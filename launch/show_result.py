@@ -64,8 +64,8 @@ def generate(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False)
     torch.manual_seed(0)
     texts = []
     for prompt in prompts:

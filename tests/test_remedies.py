@@ -44,7 +44,7 @@ from lib.models import (
     weights,
 )
 from lib.models.design import Design
-from lib.models.identity import TRUSTED_CODE
+from lib.models.identity import CODE_DIGESTS
 from lib.tokens import build
 from lib.train import attention, distributed, metrics, symptoms
 from tests.conftest import ROOT, run_stage
@@ -276,11 +276,11 @@ def test_a_model_from_scratch(there: Terminal) -> None:
     there.cured(*train)
     damage(".cache/models/scratch-tiny/config.json")
     there.cured("03_download_model.py", "--verify")
-    Path(f".cache/models/scratch-tiny/{TRUSTED_CODE}").write_text('{"x.py": "sha256:0"}')
+    Path(f".cache/models/scratch-tiny/{CODE_DIGESTS}").write_text('{"x.py": "sha256:0"}')
     with pytest.raises(StageError) as changed:
-        remote_code.trusted(Path(".cache/models/scratch-tiny"))
+        remote_code.fetched(Path(".cache/models/scratch-tiny"))
     there.follow(changed.value)
-    assert not remote_code.trusted(Path(".cache/models/scratch-tiny"))
+    assert not remote_code.fetched(Path(".cache/models/scratch-tiny"))
     Path(".cache/models/scratch-tiny/manifest.json").write_text("{")
     there.cured(*make)
     there.follow(there.fails(*make[:-1], 1024))               # other options: --overwrite

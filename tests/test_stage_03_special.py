@@ -152,8 +152,8 @@ def test_code_is_fetched_only_when_trusted(hub, novel, stage: StageRunner, tmp_p
     assert "layers_novel.py holds" in stage(SCRIPT, "--verify", expect=3).stderr
     from lib.core.errors import ArtifactError
     from lib.models.architecture import build_on_meta
-    with pytest.raises(ArtifactError, match="not the code that was trusted"):
-        build_on_meta(target)
+    with pytest.raises(ArtifactError, match="not the code that stage 03 fetched"):
+        build_on_meta(target, trust_code=True)
 
 
 def test_code_of_another_repository_is_brought_along(hub, novel, stage: StageRunner, tmp_path):

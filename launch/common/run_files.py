@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -10,7 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from lib.core import lease
+from lib.core import lease, records
 from lib.core.paths import Experiment, step_of
 
 SILENT_S = 40.0  # a lock that is held is renewed every ten seconds
@@ -47,7 +46,7 @@ class Lines:
         self._offset += len(whole)
         for line in whole.splitlines():
             try:
-                row = json.loads(line)
+                row = records.parse_json(line)
             except ValueError:
                 continue
             if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -191,7 +190,7 @@ def _rank_of(path: Path) -> str:
 
 def _read_json(path: Path) -> Row:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = records.read_json(path)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

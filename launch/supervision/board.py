@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lib.core import records
+
 HEAD = 0
 SILENT_S = 90.0  # network file systems may show a change a minute late
 _MOST_PAUSE_S = 5.0
@@ -66,7 +68,8 @@ class Board:
         if self.directory is None:
             return {}
         try:
-            self._last[node] = json.loads(self._path(node).read_text())
+            note = records.read_json(self._path(node))
+            self._last[node] = note if isinstance(note, dict) else {}
         except FileNotFoundError:
             self._last[node] = {}
         except (OSError, ValueError):  # a network file system has its moments: as it was before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from launch.supervision.attempt import Attempt, Plan
 from launch.supervision.board import HEAD, Board
 from launch.supervision.node import OTHERS_LEAVE_WITHIN_S, TELL_AFTER_S, Node
 from launch.supervision.outcome import History, NodeOutcome, Verdict
-from lib.core import paths, units
+from lib.core import paths, records, units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.paths import Experiment
 
@@ -179,7 +178,7 @@ class Head(Node):
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = records.parse_json(text)
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

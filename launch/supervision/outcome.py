@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lib.core import records
 from lib.core.errors import (
     EXIT_ARTIFACT,
     EXIT_BUG,
@@ -112,7 +112,7 @@ def read_failures(logs: Path, node: int) -> list[Failure]:
     failures = []
     for path in logs.rglob(ERROR_FILE):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            message = json.loads(path.read_text(encoding="utf-8"))["message"]
+            message = records.read_json(path)["message"]
             failures.append(Failure(node, message["rank"], message["time"], message["errorCode"],
                                     message["kind"], message["message"]))
     return failures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.checkpoints.commit import Checkpoint
+from lib.core import records
 
 FILE = "README.md"
 _OPTIONS = {"seq_length": "sequence length (tokens)", "global_batch_size": "global batch (samples)",
@@ -27,7 +27,7 @@ def recorded(metrics: Path, key: str) -> dict[int, float]:
         return {}
     for line in lines:
         try:
-            row = json.loads(line)
+            row = records.parse_json(line)
             found[int(row["step"])] = float(row[key])
         except (ValueError, KeyError, TypeError):
             continue

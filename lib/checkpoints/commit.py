@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest, paths, publish, unfinished, units
+from lib.core import hashing, log, manifest, paths, publish, records, unfinished, units
 from lib.core.errors import ArtifactError, DiskFullError
 
 COMMIT = "COMMIT.json"
@@ -86,15 +86,15 @@ class Checkpoint:
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest, unchecked."""
-        return json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+        return records.read_json(self.path / MANIFEST)
 
     def commit(self) -> dict[str, Any]:
         """Return the content of COMMIT.json, unchecked."""
-        return json.loads((self.path / COMMIT).read_text(encoding="utf-8"))
+        return records.read_json(self.path / COMMIT)
 
     def train_state(self) -> dict[str, Any]:
         """Return step, sample cursor and all other state that is not a tensor."""
-        return json.loads((self.path / TRAIN_STATE).read_text(encoding="utf-8"))
+        return records.read_json(self.path / TRAIN_STATE)
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from lib.checkpoints import load, tier
 from lib.checkpoints.collective import gather, on_rank_0, together
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, facts
-from lib.core import commands, hashing, log, paths, publish
+from lib.core import commands, hashing, log, paths, publish, records
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.models import safetensors_file
 
@@ -280,7 +280,7 @@ def _verified(data: bytes, step: int, namespace: str) -> dict[str, Any]:
     digest, _, text = data.partition(b"\n")
     if hashing.bytes_digest(text, "sha256").encode() != digest:
         raise ValueError("it has other content than when it was written")
-    content = json.loads(text)
+    content = records.parse_json(text)
     if (content["step"], content["run"]) != (step, namespace):
         raise ValueError(f"it is of step {content['step']} of {content['run']}")
     return content

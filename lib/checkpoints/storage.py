@@ -28,7 +28,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lib.checkpoints import commit, state
 from lib.checkpoints.shard_file import ShardFile
-from lib.core import commands, hashing
+from lib.core import commands, hashing, records
 from lib.core.errors import ArtifactError, StageError, from_os_error
 
 _READERS = 4  # files that a rank reads at a time
@@ -201,6 +201,9 @@ class StrictReader(FileSystemReader):
         return done
 
     def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        if records.leads_out(name):
+            raise ArtifactError(f"the .metadata in {self.path} names a file elsewhere",
+                                found=repr(name), expected="one beside it; do not use this file")
         with ShardFile(Path(self.path) / name) as file:
             for item in items:
                 target = planner.resolve_tensor(item).detach()

@@ -7,10 +7,12 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from lib.core import log
+from lib.core import log, records
 from lib.core.commands import REDACTED
 from lib.core.errors import UsageError
 
+# A file, whoever wrote it, does not say whose code runs here: that has to be typed.
+TYPED = {"trust_remote_code"}
 # Options for one launch of a person, which a record of the run does not ask for again.
 _OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits", "merge", "verify"}
 
@@ -18,13 +20,11 @@ _OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits"
 def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
     """Return the mapping in a YAML file; UsageError, which begins with `label`, when there is none.
     """
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = records.read_yaml(path)
     except FileNotFoundError:
         raise UsageError(f"{label}no such file: {path}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UsageError(f"{label}{path} is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{label}{path} must hold `key: value` lines")
@@ -46,7 +46,7 @@ def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, A
     if stage and script != stage and script[:1].isdigit():
         raise UsageError(f"--config: {config} holds options of {stage}, not of {script}")
     taken = {key: value for key, value in recorded.items() if value not in (None, [], REDACTED)
-             and key not in leave_out | _OF_ONE_LAUNCH}
+             and key not in leave_out | TYPED | _OF_ONE_LAUNCH}
     if gone := sorted(taken.keys() - ours):
         log.info(f"--config: {config} holds {', '.join(gone)}, which this version has no more and "
                  "leaves out")

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import log
+from lib.core import log, records
 from lib.core.errors import UsageError
 
 BEAT_S = 10.0
@@ -247,7 +247,7 @@ def holder(record: dict[str, Any]) -> str:
 def read(path: Path) -> dict[str, Any]:
     """Return the record of a holder, empty when there is none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = records.read_json(path)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

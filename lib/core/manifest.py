@@ -6,19 +6,22 @@ import glob
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing
+from lib.core import commands, hashing, records
 from lib.core.commands import REDACTED
+from lib.core.config_file import TYPED
 from lib.core.errors import ArtifactError
 from lib.core.options import VOLATILE
 from lib.core.paths import MANIFEST
 
 _INPUTS = ("src_dir", "data_folder", "train_tokenizer", "tokenizer", "config_json")  # paths
+_STAGE = re.compile(r"0[1-5]_\w+\.py", re.ASCII)
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow")
 
 
@@ -97,19 +100,32 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
 def read_if_any(directory: Path) -> dict[str, Any] | None:
     """Return the manifest of a directory, or None when there is none or it is damaged."""
     try:
-        content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        content = records.read_json(directory / MANIFEST)
         whole = isinstance(content["kind"], str) and isinstance(content["summary"], dict) \
             and isinstance(content["identity"], dict) \
-            and all({"path", "bytes", "digest"} <= entry.keys() for entry in content["files"])
+            and isinstance(content.get("options", {}), dict) \
+            and all(is_sound(entry, content["kind"]) for entry in content["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return content if whole else None
 
 
+def is_sound(entry: Any, kind: str) -> bool:
+    """Tell whether an entry of a manifest names a file of the artifact, with its bytes and digest.
+
+    Raw files lie beside the directory of their manifest.
+    """
+    path, size = entry["path"], entry["bytes"]
+    if kind.startswith("raw/") and isinstance(path, str):
+        path = path.removeprefix("../")
+    return not records.leads_out(path) and type(size) is int and size >= 0 \
+        and isinstance(entry["digest"], str)
+
+
 def kind_of(directory: Path) -> str:
     """Return the kind that a manifest says, be it whole or not; empty when it says none."""
     try:
-        return str(json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["kind"])
+        return str(records.read_json(directory / MANIFEST)["kind"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -117,7 +133,7 @@ def kind_of(directory: Path) -> str:
 def is_torn(directory: Path) -> bool:
     """Tell whether a directory has a manifest that is not even JSON."""
     try:
-        json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        records.read_json(directory / MANIFEST)
     except OSError:
         return False
     except ValueError:
@@ -133,9 +149,13 @@ def again(content: dict[str, Any], *more: object, **places: object) -> dict[str,
     """
     options = {key: value for key, value in (content.get("options", {}) | places).items()
                if key not in VOLATILE and value != REDACTED}
-    command = commands.script(content.get("stage", ""), *commands.as_words(options), *more)
-    moved = [key for key in _INPUTS if options.get(key) and not Path(options[key]).exists()]
-    return {"hint": f"it was made by `{command}`"} if moved else {"run": command}
+    if not _STAGE.fullmatch(str(content.get("stage", ""))):
+        return {"hint": f"{MANIFEST} does not name the stage that made it"}
+    command = commands.script(content["stage"], *commands.as_words(options), *more)
+    moved = [key for key in _INPUTS if options.get(key) and not Path(str(options[key])).exists()]
+    # What leads to code of others is told, and not given to be pasted.
+    is_told = bool(moved) or any(options.get(key) for key in TYPED)
+    return {"hint": f"it was made by `{command}`"} if is_told else {"run": command}
 
 
 def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
@@ -144,6 +164,8 @@ def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:
     deep: also hash the content; otherwise only presence and size are looked at.
     """
     return list(filter(None, (damage(directory / entry["path"], entry, deep)
+                              if is_sound(entry, content.get("kind", "")) else
+                              f"{MANIFEST} names {entry['path']!r}, which is no file of {directory}"
                               for entry in content["files"])))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands, config_file, elsewhere, help_text
+from lib.core import commands, config_file, elsewhere, help_text, records
 from lib.core.commands import REDACTED, SECRET
 from lib.core.errors import Problems, UsageError
 
@@ -96,7 +96,11 @@ class Parser(argparse.ArgumentParser):
             flag = "--" + str(key).replace("_", "-")
             if flag not in self._option_string_actions:
                 near, hint = self._nearest(flag)
-                problems.add(f"{config}: unknown key {key!r}{near}", hint=hint)
+                name = re.split(r"[\s=:]", str(key))[0]  # a secret may stand behind it
+                problems.add(f"{config}: unknown key {name!r}{near}", hint=hint)
+            elif self._dest(flag) in config_file.TYPED and value:
+                problems.add(f"{config}: {flag} is taken from the command line alone",
+                             expected="a file without it")
             elif flag == "--config" or self._dest(flag) not in given:
                 from_yaml += self._as_arguments(flag, value, config)
         problems.raise_if_any()
@@ -197,6 +201,8 @@ class Parser(argparse.ArgumentParser):
         if isinstance(value, list) and not isinstance(action.default, list):
             raise UsageError(f"{config}: {flag[2:]!r} takes one value, got {shown}")
         values = value if isinstance(value, list) else [value]
+        if any(records.leads_out(f"x{v}".replace("/", "")) for v in values):
+            raise UsageError(f"{config}: {flag[2:]!r} holds characters that no command line can")
         return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
 
 

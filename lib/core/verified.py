@@ -8,7 +8,6 @@ stage 03, or stage 04 with --prepare-only.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, lease, log, manifest, paths, units
+from lib.core import hashing, lease, log, manifest, paths, records, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 
@@ -78,7 +77,7 @@ def _is_noted(place: Path, directory: Path, content: dict[str, Any]) -> bool:
     A note that was made within moments of the last change may have missed a later one.
     """
     try:
-        noted = json.loads((place / _NOTE).read_text(encoding="utf-8"))
+        noted = records.read_json(place / _NOTE)
         at_ns = (place / _NOTE).stat().st_mtime_ns
     except (OSError, ValueError):
         return False

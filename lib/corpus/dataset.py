@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, manifest
+from lib.core import hashing, manifest, records
 from lib.core.errors import ArtifactError
 from lib.corpus import shards, work
 from lib.corpus.dedup import DIGEST_BYTES, Seen
@@ -223,10 +223,11 @@ def _recall(directory: Path) -> dict[str, Any]:
     """Cut a directory back to its last note of progress and return that, {} after a clean start."""
     shards.bring_back(directory)
     try:
-        noted = json.loads((directory / _PROGRESS).read_text(encoding="utf-8"))
-        if any((directory / name).stat().st_size < size for name, size in noted["files"].items()):
+        noted = records.read_json(directory / _PROGRESS)
+        if any(records.inside(directory, name).stat().st_size < size
+               for name, size in noted["files"].items()):
             noted = {}  # a power cut took what the note vouches for
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, ArtifactError):
         noted = {}
     shutil.rmtree(directory / PARTS, ignore_errors=True)
     files = noted.get("files", {})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import commands, log, manifest, units
+from lib.core import commands, log, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.scan import (
     Entry,
@@ -110,16 +109,21 @@ def _of_splits(folder: Path) -> list[InputFile]:
     files, missing, changed = [], [], 0
     with (folder / FILE_LIST).open(encoding="ascii") as lines:
         for line in lines:
-            entry = json.loads(line)
-            if "split" not in entry:
-                continue
-            path = f"{entry['split']}/{entry['path']}"
             try:
+                entry = records.parse_json(line)
+                if "split" not in entry:
+                    continue
+                path, size = f"{entry['split']}/{entry['path']}", int(entry["bytes"])
+            except (ValueError, TypeError, KeyError):
+                raise ArtifactError(f"{folder / FILE_LIST} is damaged", **again) from None
+            try:
+                if records.leads_out(path) or entry["split"] not in content["summary"]["splits"]:
+                    raise FileNotFoundError
                 info = (folder / path).stat()
             except OSError:
                 missing.append(path)
                 continue
-            changed += info.st_size != entry["bytes"]
+            changed += info.st_size != size
             files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns,
                                    entry["split"]))
     if missing:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, publish
+from lib.core import commands, hashing, log, manifest, publish, records
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import inputs, work
 from lib.corpus.documents import Tally
@@ -89,7 +89,7 @@ def _recall(unit: Unit) -> Done | None:
 
 def _read(unit: Unit) -> Done | None:
     try:
-        record = json.loads(unit.part(_RECORD).read_text(encoding="utf-8"))
+        record = records.read_json(unit.part(_RECORD))
         return Done(**record | {"unit": unit, "tally": Tally.from_json(record["tally"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None

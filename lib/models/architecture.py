@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,24 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from lib.core import commands, log
+from lib.core import commands, log, records
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import remote_code
 
 CONFIG = "config.json"
 
 
-def read_config(model_dir: Path) -> PretrainedConfig:
+def read_config(model_dir: Path, trust_code: bool = False) -> PretrainedConfig:
     """Return the config of a model directory, reading nothing but its `config.json`.
 
-    No code of the directory is run: an `auto_map` on a type that transformers knows is ignored;
-    code for another type runs if stage 03 fetched it with --trust-remote-code.
+    No code of the directory is run: an `auto_map` on a type that transformers knows is ignored.
+    trust_code: code for another type is run, if stage 03 fetched it.
     Raises ArtifactError when config.json is missing or broken, UsageError for an unknown type or
     code that fails.
     """
     content = read_content(model_dir)
-    runs_code = bool(remote_code.is_needed(content) and remote_code.trusted(model_dir))
+    runs_code = trust_code and remote_code.is_needed(content) \
+        and bool(remote_code.fetched(model_dir))
     if not runs_code:
         _check_type(model_dir / CONFIG, content)
     try:
@@ -50,7 +50,7 @@ def read_content(model_dir: Path) -> dict[str, Any]:
     """Return the JSON object in `config.json`; ArtifactError when it is missing or broken."""
     path = model_dir / CONFIG
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = records.read_json(path)
     except FileNotFoundError:
         raise ArtifactError(f"{model_dir} holds no model (no {CONFIG})",
                             hint="stage 03 prepares one") from None
@@ -62,16 +62,17 @@ def read_content(model_dir: Path) -> dict[str, Any]:
     return content
 
 
-def build_on_meta(model_dir: Path, attention: str = "sdpa") -> PreTrainedModel:
+def build_on_meta(model_dir: Path, attention: str = "sdpa", trust_code: bool = False,
+                  ) -> PreTrainedModel:
     """Return the causal language model of a directory, in train mode, on the meta device.
 
     All parameters are float32 whatever the config's dtype, weights are tied as the config says,
     `use_cache` is off. `config.dtype` of the result is float32 too: an export must set its own.
     attention: a name of transformers' attention interface; a family without sdpa gets eager,
-    with a warning. Raises UsageError when the directory holds no causal language model, a
-    quantised one, one that cannot be built, or code that fails.
+    with a warning. trust_code: as for read_config. Raises UsageError when the directory holds no
+    causal language model, a quantised one, one that cannot be built, or code that fails.
     """
-    config = read_config(model_dir)
+    config = read_config(model_dir, trust_code)
     runs_code = not type(config).__module__.startswith("transformers.models.")
     family = _custom_class(model_dir, config) if runs_code else _causal_class(model_dir, config)
     if attention == "sdpa" and not getattr(family, "_supports_sdpa", True):
@@ -125,12 +126,13 @@ def _check_type(path: Path, content: dict[str, object]) -> None:
         raise ArtifactError(f"{path} names no model_type",
                             expected="the config.json of a Hugging Face model")
     if kind not in CONFIG_MAPPING:
+        has_code = isinstance(content.get("auto_map"), dict)
         raise UsageError(f"transformers does not know models of type {kind!r}",
-                         found=f"{path}" + (", with code of its own (auto_map)"
-                                            if "auto_map" in content else ""),
-                         expected="a type that the installed transformers has" + (
-                             "; code that comes with a model is fetched and run only if stage 03 "
-                             "is told --trust-remote-code" if "auto_map" in content else ""))
+                         found=f"{path}" + ", with code of its own (auto_map)" * has_code,
+                         expected="a type that the installed transformers has",
+                         hint="the code that comes with a model is fetched by stage 03, and run by "
+                              f"it and by stages 04 and 05, only if {remote_code.OPTION} is typed: "
+                              "read the code first" if has_code else "")
 
 
 def _causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -5,7 +5,6 @@ Reads the headers of the weights only, so it takes seconds and no memory at any 
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lib.core import log
+from lib.core import log, records
 from lib.core.errors import ArtifactError
 from lib.models import architecture, keys, tokenizer, training_memory
 from lib.models.identity import INDEX, LARGEST_HEADER
@@ -57,17 +56,18 @@ class Headers:
     problems: list[str] = field(default_factory=list)
 
 
-def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None = None) -> Facts:
+def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None = None,
+            trust_code: bool = False) -> Facts:
     """Return the facts of a model directory; ArtifactError with all that does not fit.
 
     weights: there must be safetensors; otherwise there must be none. coming: of a directory in the
     making, the bytes of the files of which no more than the header is there; empty when nothing is
-    known of the weights yet. Raises UsageError for a kind of model that cannot be trained, or a
-    tokenizer that does not load.
+    known of the weights yet. trust_code: see architecture.read_config. Raises UsageError for a kind
+    of model that cannot be trained, or a tokenizer that does not load.
     """
     is_ahead, weights_known = coming is not None, coming is None or bool(coming)
-    config = architecture.read_config(model_dir)
-    model = architecture.build_on_meta(model_dir)
+    config = architecture.read_config(model_dir, trust_code)
+    model = architecture.build_on_meta(model_dir, trust_code=trust_code)
     headers = read_headers(model_dir, coming or {}) if weights_known else Headers()
     problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
     if weights and weights_known:
@@ -113,7 +113,7 @@ def read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
             headers.problems.append(f"{path.name} is damaged: {error}")
     index = model_dir / INDEX
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = records.read_json(index)["weight_map"]
         headers.problems += [f"{key} is not in {file}, where the index has it"
                              for key, file in weight_map.items() if headers.files.get(key) != file]
     return headers
@@ -129,7 +129,7 @@ def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > min(LARGEST_HEADER, size - 8):
             raise ValueError(f"its header would take {length} of {size} bytes")
-        header = json.loads(file.read(length))
+        header = records.parse_json(file.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)

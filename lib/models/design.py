@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import commands, hashing, log, manifest, publish, units
+from lib.core import commands, hashing, log, manifest, publish, records, units
 from lib.core.errors import UsageError
 from lib.models import scratch, tokenizer
 from lib.models.prepare import called
@@ -146,7 +145,7 @@ class Design:
     def _content(self) -> dict[str, Any]:
         """The file without what belongs to the weights it came with."""
         try:
-            content = json.loads(self.config_json.read_text(encoding="utf-8"))
+            content = records.read_json(self.config_json)
         except FileNotFoundError:
             raise UsageError(f"--config-json: no such file: {self.config_json}") from None
         except ValueError as error:

@@ -14,6 +14,7 @@ from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.models import remote_code, tokenizer
 from lib.models.hub import Hub
+from lib.models.identity import CODE_DIGESTS
 from lib.models.prepare import called
 from lib.models.repository import RemoteFile, Repository, check_name, choose, matching
 from lib.models.transfer import Transfer, bring_headers, bytes_to_come
@@ -157,11 +158,11 @@ class Model(_Fetched):
 
         small = [file for file in self.files if file.path in tokenizer.FILES]
         Transfer(self.hub, self.repository).fetch(small, self.preview)
-        check.examine(self.preview, weights=True, coming={})
+        check.examine(self.preview, weights=True, coming={}, trust_code=bool(self.code))
         weights = [file for file in self.files if file.path.endswith(".safetensors")]
         if sum(file.size for file in weights) > _LARGE:
             bring_headers(self.hub, self.repository, weights, self.preview)
-            check.examine(self.preview, weights=True,
+            check.examine(self.preview, weights=True, trust_code=bool(self.code),
                           coming={file.path: file.size for file in weights})
 
     def _take_code(self) -> None:
@@ -189,7 +190,7 @@ class Model(_Fetched):
         """Put the code beside the model, with a config that looks for it there."""
         remote_code.make_local(directory / _CONFIG)
         remote_code.carry(self.preview, directory)
-        names = [_CONFIG, remote_code.TRUSTED_CODE, *self._code_files()]
+        names = [_CONFIG, CODE_DIGESTS, *self._code_files()]
         return [manifest.file_entry(directory, directory / name, "sha256") for name in names]
 
     def _convert(self, directory: Path, show_progress: bool) -> list[dict[str, Any]]:
@@ -198,4 +199,4 @@ class Model(_Fetched):
         total = sum(file.size for file in self.pickles)
         with Progress("converting pickles", total, "B", show_progress) as progress:
             return pickles.convert(directory, [file.path for file in self.pickles],
-                                   progress.advance)
+                                   progress.advance, trust_code=bool(self.code))

@@ -11,12 +11,12 @@ Layout: https://huggingface.co/docs/hub/local-cache. No library is needed to rea
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
 from pathlib import Path
 
+from lib.core import records
 from lib.models.identity import INDEX, WEIGHTS
 from lib.models.repository import RemoteFile, Repository
 
@@ -80,7 +80,7 @@ def whole_model(name: str) -> Path | None:
     if (directory / WEIGHTS).is_file():
         return directory
     try:
-        weights = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        weights = records.read_json(directory / INDEX)["weight_map"]
         return directory if all((directory / n).is_file() for n in weights.values()) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, manifest
+from lib.core import hashing, manifest, records
 from lib.core.errors import ArtifactError
 from lib.core.paths import MANIFEST
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TRUSTED_CODE = "trusted_code.json"  # SHA-256 of each code file by its name
+CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
 _TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
-_READ = (".safetensors", INDEX, ".py", TRUSTED_CODE)
+_READ = (".safetensors", INDEX, ".py", CODE_DIGESTS)
 
 
 def files(model_dir: Path) -> list[Path]:
@@ -38,7 +37,7 @@ def missing_weights(model_dir: Path) -> list[str]:
         return []
     if (model_dir / INDEX).is_file():
         try:
-            index = json.loads((model_dir / INDEX).read_text(encoding="utf-8"))
+            index = records.read_json(model_dir / INDEX)
             shards = sorted(set(map(str, index["weight_map"].values())))
         except (ValueError, KeyError, TypeError, AttributeError):
             return [f"{INDEX} is damaged"]
@@ -63,7 +62,7 @@ def fingerprint(model_dir: Path) -> str:
     Raises ArtifactError when config.json is damaged.
     """
     try:
-        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        config = records.read_json(model_dir / "config.json")
     except ValueError as error:
         raise ArtifactError(f"{model_dir / 'config.json'} is damaged", found=str(error)) from None
     content = manifest.read_if_any(model_dir)
@@ -73,7 +72,7 @@ def fingerprint(model_dir: Path) -> str:
     else:
         weights = [[path.name, path.stat().st_size, _header_digest(path)]
                    for path in sorted(model_dir.glob("model*.safetensors"))]
-    code = model_dir / TRUSTED_CODE
+    code = model_dir / CODE_DIGESTS
     return hashing.fingerprint([config, weights] + ([code.read_text(encoding="utf-8")]
                                                     if code.is_file() else []))
 

@@ -18,14 +18,14 @@ from lib.models.identity import INDEX, WEIGHTS
 
 
 def convert(directory: Path, names: Sequence[str], advance: Callable[[int], None],
-            ) -> list[dict[str, Any]]:
+            trust_code: bool = False) -> list[dict[str, Any]]:
     """Replace pickled weights by safetensors, file by file; return the manifest entries.
 
     names: of one file, or of all shards, whose bytes must have been verified. advance: called with
     the bytes of each pickle that is done. A pickle is deleted as soon as its content is written.
-    Raises UsageError when one holds anything but tensors.
+    trust_code: see architecture.read_config. Raises UsageError when one holds anything but tensors.
     """
-    tied = architecture.build_on_meta(directory).all_tied_weights_keys
+    tied = architecture.build_on_meta(directory, trust_code=trust_code).all_tied_weights_keys
     entries, where, total = [], {}, 0
     for name in names:
         pickled = directory / name

@@ -26,13 +26,13 @@ def called(name: str, directory: Path) -> Iterator[None]:
         raise
 
 
-def examine(build: publish.Build, *, weights: bool, name: str) -> Facts:
+def examine(build: publish.Build, *, weights: bool, name: str, trust_code: bool = False) -> Facts:
     """Check the finished directory; what was fetched is kept also if it does not fit."""
     from lib.models import check
 
     try:
         with called(name, build.dir):
-            return check.examine(build.dir, weights=weights)
+            return check.examine(build.dir, weights=weights, trust_code=trust_code)
     except StageError:
         if build.resumable:
             log.info(f"kept in {build.partial}, so that the same command need not fetch it again; "

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lib.core import log, manifest, paths, units
-from lib.core.errors import UsageError
+from lib.core import log, manifest, paths, records, units
+from lib.core.errors import ArtifactError, UsageError
 from lib.models.prepare import called
 from lib.models.repository import RemoteFile
 
@@ -113,7 +113,11 @@ def put_in_place(arrived: Path, target: Path, entries: list[dict[str, Any]],
 def remove_outdated(target: Path, before: Iterable[str]) -> None:
     """Delete the files of an earlier manifest that the present one does not name."""
     for path in set(before) - set(earlier(target)):
-        place = target.parent / path
+        try:
+            place = records.inside(target.parent, path)
+        except ArtifactError:
+            log.warn(f"{target.parent / path} is left alone: it lies behind a link")
+            continue
         place.unlink(missing_ok=True)
         for directory in place.parents:
             if directory == target.parent or any(directory.iterdir()):

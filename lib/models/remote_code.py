@@ -1,27 +1,29 @@
-"""Code that comes with a model: fetched only when asked for, checked each time before it runs.
+"""Code that comes with a model: fetched and run only when the command that was typed says so.
 
 `config.json` names it in `auto_map`: `"AutoModelForCausalLM": "modeling_new.NewForCausalLM"`, or
-`"org/other--modeling_new.NewForCausalLM"` for code that lies in another repository. What a user
-has trusted is recorded beside it, so that it can be told from code that merely lies there.
+`"org/other--modeling_new.NewForCausalLM"` for code that lies in another repository. Nothing that
+lies in a directory makes its code run: `--trust-remote-code` has to be typed for each stage. The
+digests that stage 03 notes beside the code only tell whether it is still what was fetched.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, manifest
+from lib.core import hashing, manifest, records
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import resolve
-from lib.models.identity import TRUSTED_CODE
+from lib.models.identity import CODE_DIGESTS
 
 NEEDED = ("AutoConfig", "AutoModelForCausalLM")
+OPTION = "--trust-remote-code"
 _REFERENCE = re.compile(r"((?P<repository>[\w./-]+)--)?(?P<module>\w+)\.\w+", re.ASCII)
+_FILE = re.compile(r"\w+\.py", re.ASCII)
 
 Bring = Callable[[str, list[str]], Path]  # repository ("" for the model's own), names → directory
 
@@ -35,38 +37,38 @@ def is_needed(content: dict[str, Any]) -> bool:
 
 
 def record(model_dir: Path, names: list[str]) -> None:
-    """Note that the user trusts these code files as they are now."""
-    manifest.write_json(model_dir / TRUSTED_CODE, {
+    """Note the digests of code files as they were fetched."""
+    manifest.write_json(model_dir / CODE_DIGESTS, {
         name: hashing.file_digest(model_dir / name, "sha256") for name in sorted(names)})
 
 
-def trusted(model_dir: Path) -> list[str]:
-    """Return the code files that stage 03 fetched with --trust-remote-code, none for any other.
+def fetched(model_dir: Path) -> list[str]:
+    """Return the code files that stage 03 fetched with a model, none for any other directory.
 
     Raises ArtifactError when they are no longer what was fetched.
     """
-    try:
-        digests = json.loads((model_dir / TRUSTED_CODE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (model_dir / CODE_DIGESTS).exists():
         return []
+    try:
+        digests = records.read_json(model_dir / CODE_DIGESTS)
     except ValueError:
         digests = None
-    if isinstance(digests, dict):
+    if isinstance(digests, dict) and all(map(_FILE.fullmatch, digests)):
         changed = [name for name, digest in digests.items() if not (model_dir / name).is_file()
                    or digest != hashing.file_digest(model_dir / name, "sha256")]
         changed += [path.name for path in model_dir.glob("*.py") if path.name not in digests]
     else:
-        changed = [TRUSTED_CODE]
+        changed = [CODE_DIGESTS]
     if changed:
-        raise ArtifactError(f"the code in {model_dir} is not the code that was trusted",
+        raise ArtifactError(f"the code in {model_dir} is not the code that stage 03 fetched",
                             found=", ".join(sorted(changed)),
                             **resolve.remedy(model_dir, "--overwrite"))
     return list(digests)
 
 
 def carry(model_dir: Path, target: Path) -> None:
-    """Copy trusted code and its record to a directory that gets a copy of the config."""
-    for name in (names := trusted(model_dir)) and [*names, TRUSTED_CODE]:
+    """Copy the code of a model with its digests to a directory that gets a copy of the config."""
+    for name in (names := fetched(model_dir)) and [*names, CODE_DIGESTS]:
         shutil.copyfile(model_dir / name, target / name)
 
 
@@ -76,7 +78,7 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
     bring: fetches files of a repository. Raises UsageError when the config does not name the
     classes it must, in modules beside it, or files of two repositories have the same name.
     """
-    content = json.loads(config_path.read_text(encoding="utf-8"))
+    content = records.read_json(config_path)
     auto_map = {key: value for key, value in content["auto_map"].items() if key in NEEDED}
     if len(auto_map) < len(NEEDED) or not all(isinstance(v, str) for v in auto_map.values()):
         raise UsageError("the model's code is not a causal language model",
@@ -104,7 +106,7 @@ def collect(config_path: Path, bring: Bring) -> dict[str, list[str]]:
 
 def make_local(config_path: Path) -> None:
     """Rewrite a config.json so that its code is looked for beside it, never on the Hub."""
-    content = json.loads(config_path.read_text(encoding="utf-8"))
+    content = records.read_json(config_path)
     content["auto_map"] = {key: content["auto_map"][key].rpartition("--")[2] for key in NEEDED}
     manifest.write_json(config_path, content)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import commands, log
+from lib.core import commands, log, records
 from lib.core.errors import UsageError
 from lib.models import tokenizer
 from lib.models.identity import INDEX, WEIGHTS
@@ -43,9 +42,7 @@ class RemoteFile:
     @property
     def leads_out(self) -> bool:
         """Tell whether the path is not one inside a directory."""
-        path = self.path
-        return not path or path.startswith("/") or ".." in path.split("/") or "\\" in path \
-            or "\0" in path
+        return records.leads_out(self.path) or "\\" in self.path
 
     @property
     def is_declared(self) -> bool:
@@ -195,7 +192,7 @@ def _shards(repository: Repository, index: Path) -> set[str]:
     """Return the names of the weight files in an index; UsageError when it is no good."""
     suffix = ".bin" if index.name == PICKLE_INDEX else ".safetensors"
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(records.read_json(index)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         names = set()
     missing = sorted(str(name) for name in names if name not in repository.files

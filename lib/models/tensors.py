@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lib.core import records
 from lib.core.errors import ArtifactError
 from lib.models import resolve
 from lib.models.identity import INDEX, WEIGHTS
@@ -91,7 +91,7 @@ class Checkpoint:
             self.problems.append(f"damaged: the file {path.name} ({error})")
             return False
         length = int.from_bytes(file.read(8), "little")
-        for key, entry in json.loads(file.read(length)).items():
+        for key, entry in records.parse_json(file.read(length)).items():
             if key != "__metadata__":
                 self.shapes[key], self.dtypes[key] = tuple(entry["shape"]), entry["dtype"]
                 self._places[key] = _Place(file.fileno(), path,
@@ -127,7 +127,9 @@ def _index(model_dir: Path) -> dict[str, str]:
     if (model_dir / WEIGHTS).is_file() or not path.is_file():
         return {}
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = records.read_json(path)["weight_map"]
+        if any(map(records.leads_out, weight_map.values())):
+            raise ValueError("it names files elsewhere")
         return {str(key): str(file) for key, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ArtifactError(f"{path} is damaged",

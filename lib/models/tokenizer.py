@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import commands, hashing, manifest, units
+from lib.core import commands, hashing, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 
@@ -103,7 +103,7 @@ def copy(source: Path, context: int | None, destination: Path) -> None:
     for path in _files_of(source):
         shutil.copyfile(path, destination / path.name)
     config = destination / _CONFIG
-    content = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    content = records.read_json(config) if config.exists() else {}
     manifest.write_json(config, {**content, **_limit(context)})
 
 

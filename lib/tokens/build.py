@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import commands, hashing, log, manifest, publish, stamps, units, verified
+from lib.core import (
+    commands,
+    hashing,
+    log,
+    manifest,
+    publish,
+    records,
+    stamps,
+    units,
+    verified,
+)
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.progress import Progress
 from lib.tokens import source as sources
@@ -235,6 +244,9 @@ class _Sink:
 
 def _read_progress(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        noted = records.read_json(path)
     except (OSError, ValueError):
         return {}
+    counts = [noted.get(key, 0) for key in ("documents", "tokens")] if isinstance(noted, dict) \
+        else [None]
+    return noted if all(type(count) is int and count >= 0 for count in counts) else {}

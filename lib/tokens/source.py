@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, stamps
+from lib.core import commands, hashing, log, manifest, records, stamps
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.tokens import shards
@@ -271,7 +270,7 @@ def _require_shards(directory: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(records.read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise ArtifactError(f"dataset {path.parent} is damaged",
                             found=f"no readable {path.name} ({error})") from None

@@ -62,6 +62,9 @@ def _run(parser: Parser) -> None:
     group.add_argument("--tokenizer", type=Path, metavar="DIR",
                        help="with --model-size: directory with the tokenizer to use "
                             "(default: none, it is needed then)")
+    group.add_argument("--trust-remote-code", action="store_true",
+                       help="run the code that stage 03 fetched with a model of a type that "
+                            "transformers does not know; taken from the command line alone")
     group.add_argument("--prepare-only", action="store_true",
                        help="make the token store, or verify the one there, and stop")
     group.add_argument("--streaming", action="store_true",

@@ -180,7 +180,7 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
         start = f"{time.time_ns():x}"
         journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, start,
                        read_config(experiment).get("run", start), launch.marks)
-        _copy_model_files(inputs.model_dir, experiment.model)
+        _copy_model_files(inputs.model_dir, experiment.model, opts.trust_remote_code)
         model_files.require_same(inputs)
         commit.clean(experiment.checkpoints)
         return start
@@ -215,7 +215,7 @@ def _set_aside(experiment: Experiment) -> None:
     log.info(f"--overwrite: the earlier {experiment.root} is kept as {aside}")
 
 
-def _copy_model_files(model_dir: Path, target: Path) -> None:
+def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
     """Keep config and tokenizer with the run, so that it stands alone; of this model and no other.
     """
     target.mkdir(exist_ok=True)
@@ -226,7 +226,8 @@ def _copy_model_files(model_dir: Path, target: Path) -> None:
         temporary = target / f"{name}.tmp"
         shutil.copyfile(model_dir / name, temporary)
         temporary.replace(target / name)
-    remote_code.carry(model_dir, target)
+    if with_code:
+        remote_code.carry(model_dir, target)
 
 
 def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data, work: Work,

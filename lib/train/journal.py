@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,10 +15,11 @@ from typing import Any
 
 import yaml
 
-from lib.core import commands, log, manifest
+from lib.core import commands, log, manifest, records
 from lib.core.paths import Experiment
 
 _ROOT = Path(__file__).resolve().parents[2]
+_MARK = re.compile(r"[0-9a-f]+")
 
 
 class Journal:
@@ -72,7 +74,7 @@ def told(what: str) -> Iterator[None]:
 def read_state(experiment: Experiment) -> dict[str, Any]:
     """Return state.json, or an empty dict when it is missing or torn."""
     try:
-        content = json.loads(experiment.state.read_text(encoding="utf-8"))
+        content = records.read_json(experiment.state)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -81,10 +83,22 @@ def read_state(experiment: Experiment) -> dict[str, Any]:
 def read_config(experiment: Experiment) -> dict[str, Any]:
     """Return config.yaml, or an empty dict when it is missing or torn."""
     try:
-        content = yaml.safe_load(experiment.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = records.read_yaml(experiment.config)
+    except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return content if isinstance(content, dict) and _is_sound(content) else {}
+
+
+def _is_sound(content: dict[str, Any]) -> bool:
+    """Tell whether what a config.yaml holds has the form in which it is written."""
+    identity = content.get("identity", {"options": {}, "inputs": {}})
+    parts = [content.get("options", {}), identity] + \
+        ([identity.get("options"), identity.get("inputs")] if isinstance(identity, dict) else [])
+    marks = [content.get(key, "0") for key in ("run", "launch")]  # parts of names of directories
+    return all(isinstance(part, dict) for part in parts) \
+        and isinstance(content.get("model_dir", ""), str) \
+        and isinstance(content.get("launched_by", []), list) \
+        and all(isinstance(mark, str) and _MARK.fullmatch(mark) for mark in marks)
 
 
 def git_commit() -> str:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, log, manifest
+from lib.core import commands, log, manifest, records
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import journal
@@ -70,7 +70,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
+            row = records.parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):

@@ -133,7 +133,7 @@ def is_complete(opts: Options, experiment: Experiment, inputs: Inputs) -> bool:
         return False
     earlier.mark_complete(experiment, checkpoint.step)
     log.info(f"already done: {experiment.root} is complete at step {checkpoint.step:,}; raise "
-             "--num-epochs or --max-steps to go on\n" + next_command(experiment))
+             "--num-epochs or --max-steps to go on\n" + next_command(opts, experiment))
     return True
 
 
@@ -147,7 +147,8 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
     from lib.train import attention, precision
 
     model = architecture.build_on_meta(inputs.model_dir,
-                                       attention.choose(opts.attention, opts.packing))
+                                       attention.choose(opts.attention, opts.packing),
+                                       opts.trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if opts.seq_length and longest and opts.seq_length > longest:
         raise UsageError(f"--seq-length {opts.seq_length} is longer than the model allows",
@@ -266,8 +267,10 @@ def dataset_of(inputs: Inputs) -> str:
     return str(inputs.shards or ", ".join(map(str, inputs.corpora)))
 
 
-def next_command(experiment: Experiment) -> str:
+def next_command(opts: Options, experiment: Experiment) -> str:
     """Return the line that says what to type after a complete run."""
     save_dir = experiment.root.parent
     where = ["--save-dir", str(save_dir)] if str(save_dir) != "outputs" else []
-    return "next: " + commands.script("05_export_checkpoint.py", "-e", experiment.root.name, *where)
+    trust = ["--trust-remote-code"] if opts.trust_remote_code else []
+    return "next: " + commands.script("05_export_checkpoint.py", "-e", experiment.root.name, *where,
+                                      *trust)

@@ -1,0 +1,137 @@
+"""JSON, YAML and paths that others wrote: limits hold before anything is built of them or opened.
+
+A record may come from anywhere: a download, a bundle, a copy of a run. What is nested without end,
+grows by aliases, or names a path outside its directory is refused as damaged, here and for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lib.core.errors import ArtifactError
+
+DEEPEST = 100  # levels of lists and mappings
+LARGEST_JSON, LARGEST_YAML = 1 << 30, 1 << 20  # bytes
+MOST_NODES = 100_000  # of a YAML file, once its aliases stand for what they name
+_CONTENT = re.compile(r" '(?!<)[^']{5,}'")  # in a message of the YAML parser
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds; ValueError when it is none, or nested too deeply."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    marks = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, marks)) <= DEEPEST:
+        return content
+    level, depth = [content], 0
+    while level := [child for value in level if isinstance(value, (dict, list))
+                    for child in (value.values() if isinstance(value, dict) else value)]:
+        if (depth := depth + 1) > DEEPEST:
+            raise _too_deep()
+    return content
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; OSError, or ValueError when it is no file of that kind."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is not a regular file")
+    if status.st_size > LARGEST_JSON:
+        raise ValueError(f"it holds {status.st_size} bytes, more than {LARGEST_JSON}")
+    return parse_json(path.read_text(encoding="utf-8"))
+
+
+def parse_yaml(text: str) -> Any:
+    """Return what a YAML text holds; ValueError, which repeats nothing of it, when it is none."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        if len(text.encode()) > LARGEST_YAML:
+            raise ValueError(f"it holds more than {LARGEST_YAML} bytes")
+        _require_small(yaml.parse(text, Loader=loader))
+        return yaml.load(text, Loader=loader)  # a safe one, the same in C
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, _CONTENT.sub("", error.problem or "")
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(where + problem) from None
+    except (yaml.YAMLError, UnicodeError):
+        raise ValueError("it holds characters that YAML does not allow") from None
+    except (KeyError, TypeError, AttributeError, OverflowError):  # `!!bool x`
+        raise ValueError("a value does not have the type that it names") from None
+
+
+def _require_small(events: Iterable[Any]) -> None:
+    """Raise ValueError for YAML that is nested too deeply or has too much in it, aliases expanded.
+    """
+    import yaml
+
+    sizes: dict[str, int] = {}
+    begun: list[tuple[str | None, int]] = []  # anchor and nodes so far of what is not yet closed
+    for event in events:
+        if isinstance(event, yaml.CollectionStartEvent):
+            begun.append((event.anchor, 1))
+            if len(begun) > DEEPEST:
+                raise _too_deep()
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = begun.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, size = event.anchor, 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in (open_ for open_, _ in begun):
+                raise ValueError("an alias stands for what it is a part of")
+            anchor, size = None, sizes.get(event.anchor, 1)
+        else:
+            continue
+        if anchor:
+            sizes[anchor] = size
+        if begun:
+            begun[-1] = begun[-1][0], begun[-1][1] + size
+            if begun[-1][1] > MOST_NODES:
+                raise ValueError(f"it holds more than {MOST_NODES:,} values, aliases expanded")
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds, which may be JSON; OSError or ValueError as `parse_yaml`."""
+    with path.open("rb") as file:
+        head = file.read(LARGEST_YAML + 1)
+        if head.lstrip()[:1] == b"{" and len(head) > LARGEST_YAML:  # the manifest of many files
+            return read_json(path)
+    return parse_yaml(head.decode("utf-8"))
+
+
+def leads_out(path: object) -> bool:
+    """Tell whether a path is anything but that of a file inside a directory, by its parts."""
+    if not isinstance(path, str) or "\0" in path or {"", ".", ".."} & {*path.split("/")}:
+        return True
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def inside(root: Path, path: str) -> Path:
+    """Return the place of a file that a record names, to write or delete it.
+
+    Raises ArtifactError when that leads out of `root`, by its parts or by links.
+    """
+    place = root / path if not leads_out(path) else root
+    if place == root or place.is_symlink() \
+            or not place.parent.resolve().is_relative_to(root.resolve()):
+        raise ArtifactError(f"a record in {root} names a file that does not lie there",
+                            found=repr(path), expected="a path inside that directory")
+    return place
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is nested more than {DEEPEST} levels deep")

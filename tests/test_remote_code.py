@@ -1,0 +1,105 @@
+"""Code that comes with a model runs only where the command that was typed says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from lib.core import manifest
+from lib.core.errors import UsageError
+from lib.models import remote_code
+from lib.models.architecture import build_on_meta
+from tests.conftest import StageRunner
+from tests.training import VOCABULARY, project  # noqa: F401  (a fixture)
+
+CODE = Path(__file__).parent / "models" / "novel"
+TRAIN = ("04_train_fsdp.py", "-d", "corpus", "--max-steps", 1, "--seq-length", 32, "-b", 2)
+TRUST = "--trust-remote-code"
+
+
+@pytest.fixture
+def evil(project: Path) -> Path:  # noqa: F811
+    """Return a model directory as an attacker would hand it on, its record of trust included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = project / "evil"
+    shutil.copytree(project / "model", model)
+    (model / "model.safetensors").unlink()
+    code = sorted(CODE.glob("*_novel.py"))
+    for path in code:
+        (model / path.name).write_text(
+            f"import pathlib; pathlib.Path({str(project / 'ran')!r}).touch()\n" + path.read_text())
+    (model / "config.json").write_text(json.dumps({
+        "model_type": "novel", "vocab_size": VOCABULARY, "architectures": ["NovelForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_novel.NovelConfig",
+                     "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM"}}))
+    remote_code.record(model, [path.name for path in code])
+    config = AutoConfig.from_pretrained(model, trust_remote_code=True)
+    made = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    save_file(made.state_dict(), model / "model.safetensors", {"format": "pt"})
+    (project / "ran").unlink()
+    return model
+
+
+def test_no_directory_makes_its_own_code_run(evil: Path, stage: StageRunner, tmp_path: Path):
+    """Neither a model, nor a Hugging Face cache, a run, its config.yaml, nor an export."""
+    ran = tmp_path / "ran"
+
+    def refused(*command: object, **how: object) -> None:
+        said = stage(*command, expect=2, **how).stderr
+        assert "does not know models of type 'novel'" in said and f"if {TRUST} is typed" in said
+        assert not ran.exists() and "Traceback" not in said
+
+    commit = "0" * 40
+    home = tmp_path / "hub/models--org--evil"
+    shutil.copytree(evil, home / "snapshots" / commit)
+    (home / "refs").mkdir()
+    (home / "refs/main").write_text(commit)
+    refused(*TRAIN, "-e", "x", "-m", "evil", "--dry-run")
+    refused(*TRAIN, "-e", "x", "-m", "org/evil", env={"HF_HUB_CACHE": str(tmp_path / "hub")})
+    (tmp_path / "run.yaml").write_text("trust_remote_code: true\n")
+    said = stage(*TRAIN, "-e", "x", "-m", "evil", "--config", "run.yaml", expect=2).stderr
+    assert f"{TRUST} is taken from the command line alone" in said and not ran.exists()
+
+    trusted = (*TRAIN, "-e", "exp", "-m", "evil", TRUST)
+    assert f"-e exp {TRUST}" in stage(*trusted).stdout and ran.exists()
+    assert "already done" in stage(*trusted).stdout  # as a restart types it
+    ran.unlink()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "outputs/exp").rename(tmp_path / "elsewhere/exp")
+    run = tmp_path / "elsewhere/exp"
+    refused(*TRAIN, "-e", "again", "--config", run / "config.yaml")
+    refused("05_export_checkpoint.py", "-e", run, "--out", "out")
+    stage("05_export_checkpoint.py", "-e", run, "--out", "out", TRUST)
+    assert (tmp_path / "out/modeling_novel.py").is_file() and ran.exists()
+    ran.unlink()
+    refused(*TRAIN, "-e", "more", "-m", "out", "--dry-run")
+    stage(*TRAIN, "-e", "more", "-m", "out", "--dry-run", TRUST)
+
+
+def test_code_that_is_not_what_was_fetched_is_not_run(evil: Path, tmp_path: Path):
+    from lib.core.errors import ArtifactError
+
+    with pytest.raises(UsageError, match="does not know"):
+        build_on_meta(evil)
+    for names in ({"../x.py": ""}, {str(tmp_path / "x.py"): ""}, ["a.py"], {"a.py": None}):
+        (evil / "trusted_code.json").write_text(json.dumps(names))
+        with pytest.raises(ArtifactError, match="is not the code that stage 03 fetched"):
+            build_on_meta(evil, trust_code=True)
+    (evil / "trusted_code.json").unlink()
+    with pytest.raises(UsageError, match="does not know"):
+        build_on_meta(evil, trust_code=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_command_that_runs_code_is_given_to_be_pasted():
+    made = {"stage": "03_download_model.py", "options": {"model_name": "org/evil"}}
+    assert manifest.again(made)["run"].endswith("03_download_model.py --model-name org/evil")
+    told = manifest.again({**made, "options": {**made["options"], "trust_remote_code": True}})
+    assert list(told) == ["hint"] and TRUST in told["hint"]
+    for stage_name in ("/tmp/evil.py", "../03_evil.py", "", None, 5):
+        assert list(manifest.again({**made, "stage": stage_name})) == ["hint"]
