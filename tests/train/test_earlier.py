@@ -24,5 +24,5 @@ def test_a_directory_of_the_user_is_neither_used_nor_moved(tmp_path: Path, name:
     with pytest.raises(UsageError, match="is not an experiment"):
         earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
     file.unlink()
-    (tmp_path / "exp/config.yaml").write_text("identity: {}\n")
+    (tmp_path / "exp/config.yaml").write_text("identity: {options: {}, inputs: {}}\n")
     earlier.require_free_name(opts, Experiment(tmp_path, "exp"), {}, {})
