@@ -91,9 +91,10 @@ def read_config(experiment: Experiment) -> dict[str, Any]:
 
 def _is_sound(content: dict[str, Any]) -> bool:
     """Tell whether what a config.yaml holds has the form in which it is written."""
-    identity = content.get("identity", {"options": {}, "inputs": {}})
-    parts = [content.get("options", {}), identity] + \
-        ([identity.get("options"), identity.get("inputs")] if isinstance(identity, dict) else [])
+    identity = content.get("identity", {})
+    parts = [content.get("options", {}), identity]
+    if isinstance(identity, dict):
+        parts += [identity.get("options", {}), identity.get("inputs", {})]
     marks = [content.get(key, "0") for key in ("run", "launch")]  # parts of names of directories
     return all(isinstance(part, dict) for part in parts) \
         and isinstance(content.get("model_dir", ""), str) \
