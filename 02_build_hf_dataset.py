@@ -170,6 +170,7 @@ def build_split(opts: options.Options, build: publish.Build, files: Sequence[Inp
         with Pool(min(opts.num_workers, len(tasks)), store.process) as workers, \
                 Progress(build.target.name, total, "B", not opts.no_progress) as bar:
             for done in workers.run(tasks):
+                work.require_same(done)
                 listed += store.entries(done)
                 rows += sum(done.rows.values())
                 bar.advance(done.unit.bytes)
@@ -192,6 +193,7 @@ def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Unit
             Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar:
         bar.skip(total - sum(task.bytes for task in left))
         for done in store.kept(left) if opts.merge else workers.run(left):
+            work.require_same(done)
             dataset.add(done)
             bar.advance(done.unit.bytes)
     return sum(task.bytes for task in left)

@@ -32,7 +32,7 @@ from lib.core import hashing, offline, publish, stage, stamps
 from lib.core import workers as core_workers
 from lib.core.errors import StageError
 from lib.core.paths import Experiment
-from lib.corpus import place, store
+from lib.corpus import place, store, work
 from lib.models import (
     architecture,
     hub,
@@ -383,10 +383,12 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     worker = object.__new__(core_workers.Worker)
     worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
     yield lambda: _raise(worker._died())
-    for size in (-1, 7):
-        fake = Fake(map=lambda *work, size=size: [("copy", size)])
-        yield lambda fake=fake: place.place_all(Path(), Path(), [(Fake(path="a", bytes=1), "s")],
-                                                "copy", fake, False)
+    for size, written in ((-1, 0), (7, 0), (1, 5)):
+        fake = Fake(map=lambda *work, placed=("copy", size, written): [placed])
+        file = Fake(path="a", bytes=1, mtime_ns=0)
+        yield lambda fake=fake, file=file: place.place_all(Path(), Path(), [(file, "s")],
+                                                           "copy", fake, False)
+    yield lambda: work.require_same(Fake(changed=("a", "it is gone"), unit=Fake(folder="d")))
     Path("built").mkdir(exist_ok=True)
     Path("built/x").touch()
     yield lambda: stamps.require_same({Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read")

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
+
+from lib.core.errors import UsageError
+from lib.corpus import inputs, store, work
+from lib.corpus.documents import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "02_build_hf_dataset.py"
@@ -302,3 +307,48 @@ def test_a_disk_that_fills_up_ends_with_code_4_and_the_next_run_goes_on(stage, t
     assert not (tmp_path / "out").exists()
     stage(SCRIPT, "--data-folder", "data", "--save-dir", "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out"]
+
+
+@pytest.mark.parametrize("way", ["shrinks", "grows", "is written to", "goes"])
+def test_a_file_that_changes_after_it_was_listed_stops_the_build(tmp_path: Path, monkeypatch,
+                                                                 way: str) -> None:
+    """It is not the one that the dataset is identified by: nothing is lost without a word."""
+    folder, target, line = tmp_path / "raw", tmp_path / "out", '{"t": "text"}\n'
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).write_text(line * 100)
+    changes = {"shrinks": lambda path: path.write_text(line * 10), "goes": Path.unlink,
+               "grows": lambda path: path.write_text(line * 101),
+               "is written to": lambda path: path.write_text(line * 100)}
+    listed = work.units_in_order
+
+    def disturbed(*arguments: object) -> list:
+        units = listed(*arguments)
+        changes[way](folder / "b.jsonl")
+        return units
+    monkeypatch.setattr(work, "units_in_order", disturbed)
+    monkeypatch.setattr(sys, "argv", [SCRIPT])
+    stage = runpy.run_path(str(ROOT / SCRIPT))
+    arguments = ["--data-folder", str(folder), "--save-dir", str(target), "--num-workers", "1"]
+    with pytest.raises(UsageError, match=r"b\.jsonl changed while it was read") as caught:
+        stage["main"](arguments)
+    assert caught.value.found == {
+        "shrinks": "it held 1,400 bytes when it was listed, and 140 now",
+        "grows": "it held 1,400 bytes when it was listed, and 1,414 now",
+        "is written to": "it was written to", "goes": "it is gone"}[way]
+    assert not target.exists()
+    monkeypatch.undo()
+    stage["main"](arguments)
+    rows = {"shrinks": 110, "grows": 201, "is written to": 200, "goes": 100}
+    assert len(load(target)) == rows[way] and [path.name for path in tmp_path.glob("out*")] \
+        == ["out"]
+
+
+def test_parts_of_a_file_that_changes_are_not_kept(tmp_path: Path) -> None:
+    """Nor is it recorded that they were made."""
+    (tmp_path / "a.txt").write_text("text")
+    files, _ = inputs.find(tmp_path, False)
+    [unit] = work.units(tmp_path, files, tmp_path / "parts", Shape())
+    (tmp_path / "a.txt").write_text("tex")
+    assert store.process(unit).changed == ("a.txt", "it held 4 bytes when it was listed, and 3 now")
+    assert not list((tmp_path / "parts").glob("*.json"))

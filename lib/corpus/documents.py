@@ -56,6 +56,7 @@ class Tally:
     documents: int = 0
     short: int = 0
     replaced: int = 0
+    lines_lost: int = 0
     problems: Counter[str] = field(default_factory=Counter)
     failed: set[str] = field(default_factory=set)
     fields_seen: set[str] = field(default_factory=set)
@@ -66,6 +67,7 @@ class Tally:
         self.documents += other.documents
         self.short += other.short
         self.replaced += other.replaced
+        self.lines_lost += other.lines_lost
         self.problems += other.problems
         self.failed |= other.failed
         self.fields_seen |= other.fields_seen

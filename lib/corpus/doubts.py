@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lib.core import units
-from lib.corpus.dataset import Dataset
+from lib.corpus.dataset import ERRORS, Dataset
 from lib.corpus.documents import TRAIN, Shape, Tally
 
 _NAMED = 5
@@ -21,6 +21,12 @@ def of(dataset: Dataset, shape: Shape) -> list[str]:
         found.append(f"--fields {','.join(shape.fields)} found text in only {tally.documents:,} of "
                      f"{total:,} documents ({100 * tally.documents / total:.1f} %)"
                      + other_fields(tally))
+    if tally.lines_lost:
+        found.append(f"{units.counted(tally.lines_lost, 'line')} of CSV are lost behind quotes "
+                     f"that are not closed; {ERRORS} says in which files and lines")
+    if maybe := tally.problems["quote"]:
+        found.append(f"{units.counted(maybe, 'row')} of CSV may hold many rows, as a quote is not "
+                     f"closed; {ERRORS} says in which files and lines")
     if tally.short > rows:
         found.append(f"--min-chars {shape.min_chars:,} dropped {tally.short:,} of "
                      f"{tally.short + rows + dataset.duplicates:,} rows")

@@ -162,13 +162,16 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode:
     placed = workers.map(partial(_place_some, mode), names, len(files))
     ways: dict[str, int] = {}
     with Progress("place", len(files), "files", progress) as bar:
-        for (entry, _), (way, size) in zip(files, placed, strict=True):
+        for (entry, _), (way, size, mtime_ns) in zip(files, placed, strict=True):
             if size < 0:
                 raise UsageError(f"{shown(entry.path)} vanished from {root} while it was "
                                  "organised", run=commands.again())
             if size != entry.bytes:
                 raise UsageError(f"{shown(entry.path)} changed while it was organised",
                                  expected=f"{entry.bytes} bytes", found=f"{size} bytes",
+                                 hint="once nothing writes to the source:", run=commands.again())
+            if mtime_ns != entry.mtime_ns:
+                raise UsageError(f"{shown(entry.path)} was written to while it was organised",
                                  hint="once nothing writes to the source:", run=commands.again())
             ways[way] = ways.get(way, 0) + 1
             bar.advance()
@@ -177,19 +180,28 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode:
     return ways
 
 
-def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int]]:
-    """Place `(source, target)`s; return how, and the bytes there, -1 without a source."""
+def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
+    """Place `(source, target)`s; return how, the bytes there and when the source was last written.
+
+    -1 bytes: there is no source.
+    """
     done = []
     for source, target in files:
         try:
-            done.append((place(source, target, mode), os.stat(target).st_size))
+            done.append(_placed(source, target, mode))
         except FileNotFoundError:  # the first file of its directory, mostly
             os.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
-                done.append((place(source, target, mode), os.stat(target).st_size))
+                done.append(_placed(source, target, mode))
             except FileNotFoundError:
-                done.append((mode, -1))
+                done.append((mode, -1, 0))
     return done
+
+
+def _placed(source: str, target: str, mode: str) -> tuple[str, int, int]:
+    way, info = place(source, target, mode), os.stat(target)
+    # The time of a copy is that of another file system, which may be coarser.
+    return way, info.st_size, (os.stat(source) if way == "copy" else info).st_mtime_ns
 
 
 def missing(root: Path, splits: Mapping[str, int]) -> list[str]:

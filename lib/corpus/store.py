@@ -66,6 +66,8 @@ def process(unit: Unit) -> Done:
     if done := _recall(unit):
         return done
     done = work.process(unit)
+    if done.changed:
+        return done  # and no record of it
     done.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
     record = asdict(replace(done, unit=None, tally=None))
     manifest.write_json(unit.part(_RECORD), record | {"tally": done.tally.to_json()})

@@ -4,33 +4,60 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from lib.corpus.documents import DROPPED, DROPPED_REST, TOO_LARGE, Documents
+from lib.core import units
+from lib.corpus.documents import DROPPED, DROPPED_REST, KEPT, TOO_LARGE, Documents
 from lib.corpus.source import LARGE_BYTES, Source
 
+_LONG_ROW = 20  # lines
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 
 
+class _Line(NamedTuple):
+    """A line with its end. offset: in bytes, None where that is not known. number: from 1."""
+
+    offset: int | None
+    number: int
+    text: str
+
+
 class _Lines:
-    """The decoded lines of a source, and where the last one started."""
+    """The decoded lines of a source. row: those that were taken since `begin`."""
 
     def __init__(self, source: Source, documents: Documents) -> None:
         self._lines, self._documents = source.lines(), documents
-        self.offset: int | None = 0
-        self.number = 0
-        self.ended = True
+        self._again: deque[_Line] = deque()
+        self._number = 0
+        self.row: list[_Line] = []
+        self.last = _Line(0, 0, "\n")
 
-    def __iter__(self) -> Iterator[str]:
-        for offset, line in self._lines:
-            self.offset = offset
-            self.number += 1
-            if line is None:
-                self._documents.problem(*TOO_LARGE, DROPPED, offset, self.number)
-                continue
-            self.ended = line.endswith(b"\n")
-            yield self._documents.decode(line)
+    def begin(self) -> None:
+        """Begin a row."""
+        self.row = []
+
+    def read_again(self, lines: Iterable[_Line]) -> None:
+        """Have lines come once more, before the others."""
+        self._again.extendleft(reversed(list(lines)))
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        self.last = self._again.popleft() if self._again else self._next()
+        self.row.append(self.last)
+        return self.last.text
+
+    def _next(self) -> _Line:
+        while True:
+            offset, line = next(self._lines)
+            self._number += 1
+            if line is not None:
+                return _Line(offset, self._number, self._documents.decode(line))
+            self._documents.problem(*TOO_LARGE, DROPPED, offset, self._number)
 
 
 def read_table(source: Source, documents: Documents) -> None:
@@ -40,22 +67,56 @@ def read_table(source: Source, documents: Documents) -> None:
     rows = csv.reader(lines, strict=True, delimiter="\t" if source.kind == "tsv" else ",")
     header: list[str] | None = None
     while True:
-        number = lines.number + 1
+        lines.begin()
         try:
             row = next(rows)
         except StopIteration:
             break
         except csv.Error as error:
-            documents.problem("syntax", f"not valid CSV: {error}", DROPPED, lines.offset, number)
+            _drop(lines, header, rows.dialect, str(error), documents)
             continue
-        if source.damage and not lines.ended:
+        if source.damage and not lines.last.text.endswith("\n"):
             break  # the last row is cut
         if header is None:
             header = row
         elif row:
-            documents.value(_document(header, row), lines.offset, number)
+            first = lines.row[0]
+            if len(lines.row) >= _LONG_ROW and _are_rows(lines.row[1:], header, rows.dialect):
+                documents.problem("quote", f"this row takes lines {first.number:,} to "
+                                  f"{lines.last.number:,}, which look like rows: a quote may not "
+                                  "be closed in it", KEPT, first.offset, first.number)
+            documents.value(_document(header, row), first.offset, first.number)
     if source.damage:
-        documents.problem("cut", source.damage, DROPPED_REST, lines.offset, lines.number)
+        documents.problem("cut", source.damage, DROPPED_REST, lines.last.offset, lines.last.number)
+
+
+def _drop(lines: _Lines, header: list[str] | None, dialect: csv.Dialect, error: str,
+          documents: Documents) -> None:
+    """Note a row that is not CSV, with what it took along.
+
+    A quote that is not closed takes all lines up to the next quote, or to the end. Where these are
+    rows by their number of cells, only the line with the quote is dropped.
+    """
+    (first, *rest), what = lines.row, f"not valid CSV: {error}"
+    if rest and _are_rows(rest, header, dialect):
+        what += f"; the {units.counted(len(rest), 'line')} that its quote took along, up to line " \
+                f"{lines.last.number:,}, are read as rows"
+        lines.read_again(rest)
+    elif rest:
+        what += f"; a quote that opens in line {first.number:,} took lines {first.number:,} to " \
+                f"{lines.last.number:,} along, {units.counted(len(lines.row), 'line')} in all"
+        documents.tally.lines_lost += len(lines.row)
+    documents.problem("syntax", what, DROPPED, first.offset, first.number)
+
+
+def _are_rows(lines: list[_Line], header: list[str] | None, dialect: csv.Dialect) -> bool:
+    """Tell whether lines are rows rather than the text of one cell: nine of ten have all cells."""
+    if header is None or len(header) < 2:
+        return False
+    counts: list[int] = []
+    with suppress(csv.Error):  # the next quote that is not closed
+        counts += (len(row) for row in csv.reader((line.text for line in lines), dialect) if row)
+    return 10 * counts.count(len(header)) >= 9 * max(1, len(counts))
 
 
 def _document(header: list[str], row: list[str]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lib.core import commands
-from lib.core.errors import DiskFullError, from_os_error
+from lib.core.errors import DiskFullError, UsageError, from_os_error
 from lib.corpus import columnar_reader, inputs, kinds
 from lib.corpus.documents import SKIPPED_FILE, Documents, Shape, Tally
 from lib.corpus.inflate import SUFFIXES
 from lib.corpus.inputs import InputFile
 from lib.corpus.parts import Part
+from lib.corpus.scan import shown
 from lib.corpus.source import Source
 
 UNIT_BYTES = 16_000_000
@@ -26,11 +27,16 @@ _INFLATED, _ARROW_OVERHEAD, _IN_FLIGHT = 4, 1.05, 64_000_000  # estimates of how
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A file, or of a large one a part: [start, stop) as Source has it."""
+    """A file, or of a large one a part: [start, stop) as Source has it.
+
+    bytes: of the part. size, mtime_ns: of the file when it was listed.
+    """
 
     path: str
     source: str
     bytes: int
+    size: int
+    mtime_ns: int
     start: int = 0
     stop: int | None = None
 
@@ -76,7 +82,8 @@ class Done:
     """What a unit gave.
 
     rows, text_bytes: by split. rows_of: by split, how many each piece gave (for --dedup). lines:
-    see Documents. digests: of its parts by file name, when they were kept for a merge.
+    see Documents. digests: of its parts by file name, when they were kept for a merge. changed:
+    what became of a file since it was listed, a sentence after its path, for the first of them.
     """
 
     unit: Unit
@@ -86,6 +93,19 @@ class Done:
     lines: int = 0
     rows_of: dict[str, list[int]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    changed: tuple[str, str] | None = None
+
+
+def require_same(done: Done) -> None:
+    """Raise UsageError when a file that a unit has read is not the one that was listed.
+
+    What is published is then not what was identified: a file that shrank would lose its rest.
+    """
+    if done.changed:
+        path, what = done.changed
+        raise UsageError(f"{shown(path)} changed while it was read; nothing was published",
+                         found=what, hint=f"once nothing writes to {done.unit.folder}:",
+                         run=commands.again())
 
 
 def room(files: Sequence[InputFile]) -> int:
@@ -131,7 +151,7 @@ def _pieces(folder: Path, file: InputFile) -> Iterator[Piece]:
     size = file.bytes // len(starts)
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
         yield Piece(file.path, file.source, size if stop else file.bytes - size * (len(starts) - 1),
-                    start, stop)
+                    file.bytes, file.mtime_ns, start, stop)
 
 
 def _cuts(path: str, size: int) -> list[int]:
@@ -171,6 +191,9 @@ def process(unit: Unit) -> Done:
         documents = Documents(unit.shape, parts, create("errors"))
         for piece in unit.pieces:
             _read(unit, piece, documents)
+            if what := _change(unit, piece):
+                done.changed = piece.path, what
+                break
             if unit.shape.dedup != "none":
                 for split, part in parts.items():
                     done.rows_of.setdefault(split, []).append(part.rows)
@@ -201,6 +224,22 @@ def _reused(part: Path) -> BinaryIO:
             free.rename(part)
             return part.open("rb+")
     return part.open("wb")
+
+
+def _change(unit: Unit, piece: Piece) -> str:
+    """Return what became of a file since it was listed, empty when it is the same.
+
+    After it was read, so that this holds for all that was read of it.
+    """
+    try:
+        info = Path(unit.folder, piece.path).stat()
+    except FileNotFoundError:
+        return "it is gone"
+    except OSError:
+        return ""  # whoever read it has noted why
+    if info.st_size != piece.size:
+        return f"it held {piece.size:,} bytes when it was listed, and {info.st_size:,} now"
+    return "it was written to" if info.st_mtime_ns != piece.mtime_ns else ""
 
 
 def _read(unit: Unit, piece: Piece, documents: Documents) -> None:

@@ -10,7 +10,8 @@ import lzma
 import pyarrow as pa
 import pytest
 
-from lib.corpus import json_reader, source
+from lib.corpus import doubts, json_reader, source
+from lib.corpus.documents import Shape
 
 
 @pytest.fixture(params=["orjson", "json"])
@@ -221,6 +222,50 @@ def test_a_csv_row_with_an_open_quote_is_dropped(read):
     outcome = read({"a.csv": 'a,b\nx,y\nz,"open\n'})
     assert outcome.rows == ["x\ny"]
     assert [(p["kind"], p["line"]) for p in outcome.problems] == [("syntax", 3)]
+
+
+@pytest.mark.parametrize("quoted_later", [False, True])
+def test_a_quote_that_is_not_closed_costs_one_row_where_the_others_are_rows(read, quoted_later):
+    """By the number of their cells; the quote ends at the next one, or never."""
+    rows = [f"{n},text {n},more {n}" for n in range(1000)]
+    rows[5] = '5,"text 5,more 5'
+    if quoted_later:
+        rows[700] = '700,"text 700","more, 700"'
+    outcome = read({"a.csv": "n,a,b\n" + "\n".join(rows) + "\n"})
+    assert outcome.rows == [f"text {n}\nmore{',' if quoted_later and n == 700 else ''} {n}"
+                            for n in range(1000) if n != 5]
+    [problem] = outcome.problems
+    assert (problem["kind"], problem["line"], problem["offset"]) == ("syntax", 7, 86)
+    last = 702 if quoted_later else 1001
+    assert f"the {last - 7} lines that its quote took along, up to line {last:,}, are read as " \
+           "rows" in problem["message"]
+    assert outcome.dataset.tally.lines_lost == 0
+
+
+def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
+    """The lines may be one long text that is cut, which is no row for each of its lines."""
+    text = "\n".join(f"line {n} of a text, and some more of it" for n in range(998))
+    outcome = read({"a.csv": f'a,b,c\nx,y,z\n1,2,"{text}\n', "b.csv": '"a\n1\n2\n'})
+    assert outcome.rows == ["x\ny\nz"]
+    first, second = outcome.problems
+    assert "a quote that opens in line 3 took lines 3 to 1,000 along, 998 lines in all" \
+        in first["message"]
+    assert "took lines 1 to 3 along, 3 lines in all" in second["message"]
+    assert doubts.of(outcome.dataset, Shape()) == [
+        "1,001 lines of CSV are lost behind quotes that are not closed; errors.jsonl says in "
+        "which files and lines"]
+
+
+def test_a_row_that_looks_like_many_is_told(read):
+    """Two stray quotes, the second before a comma, make one valid row of all between."""
+    rows = [f"{n},text {n}" for n in range(100)]
+    rows[5], rows[60] = '5,"text 5', '60",text 60'
+    outcome = read({"a.csv": "n,a\n" + "\n".join(rows) + "\n", "b.csv":
+                    'n,a\n1,"' + "\n".join(f"a line, of prose, {n}" for n in range(30)) + '"\n'})
+    assert len(outcome.rows) == 100 - 55 + 1
+    assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [("a.csv", "quote", 7)]
+    assert "takes lines 7 to 62, which look like rows" in outcome.problems[0]["message"]
+    assert "1 row of CSV may hold many rows" in doubts.of(outcome.dataset, Shape())[0]
 
 
 # --- compressed -----------------------------------------------------------------------------

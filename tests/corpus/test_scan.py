@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lib.core import unfinished
+from lib.core.errors import UsageError
 from lib.corpus import kinds, place
 from lib.corpus.scan import MADE, Rules, inputs_of, scan, shown, taken
 
@@ -128,3 +129,22 @@ def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
     entries = scan(tmp_path, Rules())
     assert {e.path.partition("/")[0] for e in taken(entries)} == {"fetched", "foreign"}
     assert [e.path for e in entries if e.skipped == MADE] == ["corpus/", "model/", "run/", "store/"]
+
+
+@pytest.mark.parametrize("mode", ["copy", "hardlink", "symlink"])
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_a_file_that_is_written_to_while_it_is_placed_is_told(tmp_path, monkeypatch, mode, size):
+    """Of a copy it may be half the old and half the new content, of the same size."""
+    root, act = tmp_path / "raw", place.place
+    root.mkdir()
+    (root / "a.txt").write_text("text")
+    [entry] = scan(root, Rules(), progress=False)
+
+    def disturbed(source: str, *arguments: str) -> str:
+        way = act(source, *arguments)
+        Path(source).write_text("x" * size)
+        return way
+    monkeypatch.setattr(place, "place", disturbed)
+    with place.Workers(1) as workers, \
+            pytest.raises(UsageError, match=r"changed while|written to while"):
+        place.place_all(root, tmp_path / "splits", [(entry, "split_00")], mode, workers, False)
