@@ -350,6 +350,13 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     trained.follow(trained.fails(*export, "--out", "third"))      # found by its size
     with pytest.raises(StageError):
         load("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
+    newest.write_bytes(whole)
+    with monkeypatch.context() as patch:                          # --overwrite of another launch
+        other = Path("outputs/run/checkpoints/step_00000002/COMMIT.json")
+        patch.setattr("lib.checkpoints.export.verify", lambda *made: shutil.copy(
+            other, other.parents[1] / "step_00000004"))
+        replaced = trained.fails(*export, "--out", "fourth")
+    assert "was replaced meanwhile" in replaced.problem and not Path("fourth").exists()
     shutil.rmtree("outputs/run/checkpoints")
     trained.follow(trained.fails(*export), "--dry-run")           # train it again
 

@@ -70,6 +70,8 @@ def _lines(file: BinaryIO, piece: Piece, place: int | None, too_long: Callable[[
     while piece.end is None or here < piece.end:
         left = _BLOCK_BYTES if piece.end is None else piece.end - here
         block = file.read(min(_BLOCK_BYTES, left))
+        if not block and piece.end is not None:
+            raise EOFError(f"it ends at byte {here:,}, and had {piece.end:,} when the run began")
         if not block:
             return
         rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE_BYTES)

@@ -208,6 +208,19 @@ def test_a_line_belongs_to_the_piece_it_begins_in(tmp_path: Path, ending: bytes)
         assert b"".join(read) == content
 
 
+def test_a_shard_that_shrank_is_told(tmp_path: Path):
+    """What was there of a piece comes first; of the pieces behind the end nothing does."""
+    content = lines(texts("a", 30))
+    path, half = tmp_path / "a.jsonl", len(content) // 2
+    path.write_bytes(content[:half])
+    for start, end, there in ((0, len(content), half), (half + 1, len(content), 0)):
+        read: list[bytes] = []
+        blocks = shard_reader.read(path, Piece("a.jsonl", start, end), None, "text", print)
+        with pytest.raises(EOFError, match=f"and had {len(content):,} when the run began"):
+            read.extend(block.content for block in blocks)
+        assert sum(map(len, read)) == there
+
+
 def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
     monkeypatch.setattr(shards.log, "warn", told.append)
