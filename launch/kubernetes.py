@@ -95,7 +95,7 @@ def parser() -> options.Parser:
                      help="restarts without progress before the job fails")
     run.add_argument("--slow-below", type=options.count, default=0, metavar="TOK_S",
                      help="call the job slow below so many tokens per second (hyperpod)")
-    run.add_argument("--out", type=Path, metavar="FILE",
+    run.add_argument("--out", type=options.output_file, metavar="FILE",
                      help="render: file to write (default: print it)")
     run.add_argument("--node-rank", type=options.count, default=0, metavar="R",
                      help="logs: of which node")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lib.core import log, manifest
+from lib.core import log, manifest, options
 from lib.core.errors import StageError
 
 ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-on", choices=(ERROR, WARNING), default=ERROR,
                         help=f"least severity that fails the command; it then exits with "
                              f"{EXIT_ERROR} for an error, {EXIT_WARNING} for a warning")
-    parser.add_argument("--json", type=Path, metavar="FILE",
+    parser.add_argument("--json", type=options.output_file, metavar="FILE",
                         help="also write everything that was found to a file (default: none)")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands, config_file, elsewhere, help_text, records
+from lib.core import commands, config_file, elsewhere, help_text, log, records
 from lib.core.commands import REDACTED, SECRET
 from lib.core.errors import Problems, UsageError
 
@@ -260,8 +260,6 @@ non_negative = _number(float, lambda x: 0 <= x < _FINITE, "a number, 0 or more")
 fraction = _number(float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1")
 port = _number(int, lambda n: 0 < n < 1 << 16, "a port from 1 to 65535")
 percent = _number(float, lambda x: 0 <= x < 100, "a percentage from 0 to below 100")
-
-
 seed = _number(int, lambda n: 0 <= n < 1 << 63, "a whole number from 0 to 2^63 - 1")
 
 
@@ -294,6 +292,21 @@ def span(text: str) -> tuple[int, int]:
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
         raise argparse.ArgumentTypeError(f"expected START:END, numbers from 1, got {text!r}")
     return int(first), int(last)
+
+
+def output_file(text: str) -> Path:
+    """Parse the path of a file that rank 0 will write, as far as can be seen before the work."""
+    path = Path(text)
+    if log.rank() > 0:
+        return path
+    there = next(found for found in (path, *path.absolute().parents) if found.exists())
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory, not a file to write")
+    if there != path and not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is read-only")
+    return path
 
 
 def positive_size(text: str) -> int:
