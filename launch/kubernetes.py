@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,7 +142,7 @@ def main(argv: list[str]) -> None:
         problems.raise_if_any()
         {"status": status, "logs": logs, "stop": stop}[opts.command](opts, kubectl)
         return
-    asked = job.of_options(opts, train)
+    asked = replace(job.of_options(opts, train), launched_as=typed(argv))
     manifest = render.text(asked.manifests(), headline(argv))
     if opts.command == "render" and opts.out and not opts.dry_run:
         opts.out.parent.mkdir(parents=True, exist_ok=True)
@@ -166,8 +167,12 @@ def main(argv: list[str]) -> None:
 
 def headline(argv: Sequence[str]) -> str:
     """Return the comment at the top of a manifest."""
-    command = shlex.join(commands.redacted_argv(argv))
-    return f"made by: python launch/kubernetes.py {command}".replace("\n", " ")
+    return f"made by: {typed(argv)}".replace("\n", " ")
+
+
+def typed(argv: Sequence[str]) -> str:
+    """Return the command that was typed, as it is typed in the project."""
+    return f"python launch/kubernetes.py {shlex.join(commands.redacted_argv(argv))}"
 
 
 def where(opts: Options) -> list[str]:

@@ -21,7 +21,7 @@
 # From the environment: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
 
 set -euo pipefail
-LAUNCHED_AS=$(printf '%q ' "$0" "$@")            # what its messages name as the command
+: "${LAUNCHED_AS:=$(printf '%q ' "$0" "$@")}"    # what its messages name as the command
 export LAUNCHED_AS
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -340,6 +341,11 @@ def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
     text = (tmp_path / "my job.yaml").read_text()
     assert not problems(list(yaml.safe_load_all(text)))
     assert text.startswith("# made by: python launch/kubernetes.py render")
+    [job] = yaml.safe_load_all(text)
+    pod = at(job, TEMPLATE_OF[job["kind"]])["spec"]["containers"][0]
+    typed = next(item["value"] for item in pod["env"] if item["name"] == "LAUNCHED_AS")
+    assert shlex.split(typed)[:3] == ["python", "launch/kubernetes.py", "render"]
+    assert "--out 'my job.yaml' -- -d" in typed  # as the messages of the run name the command
     assert "next:" in done.stdout
     subprocess.run([*command, "--out", "other.yaml", "--dry-run", *TRAIN], cwd=tmp_path,
                    capture_output=True, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -119,7 +120,7 @@ def test_hyperpod_resumes_within_the_step(tmp_path: Path) -> None:
 
 def test_each_node_is_told_its_place_and_the_options(cluster: SlurmCluster, faked: Path,
                                                      tmp_path: Path) -> None:
-    (faked / "behaviour").write_text("exit 0")
+    (faked / "behaviour").write_text('echo "$LAUNCHED_AS" > launched_as; exit 0')
     cwd = tmp_path / "some where"
     cwd.mkdir()
     cluster.run("sbatch", "--test-only", "-N", 2, faked / BATCH.name, "-e", "exp", cwd=cwd)
@@ -132,6 +133,10 @@ def test_each_node_is_told_its_place_and_the_options(cluster: SlurmCluster, fake
         told = (cwd / f"told_{rank}_0").read_text().splitlines()
         assert told == [str(cwd), "--node-rank", rank, "--nnodes", "2", "--head", "127.0.0.1",
                         "--port", port, "--nproc-per-node", "3", "--", "-e", "a b", "-d", "x*"]
+    typed = shlex.split((cwd / "launched_as").read_text())  # as the messages of the run name it
+    assert typed[:3] == ["sbatch", "-N", "2"]
+    assert typed[-8:] == [str(faked / BATCH.name), "--nproc-per-node", "3", "--", "-e", "a b",
+                          "-d", "x*"]
     assert "complete" in (cwd / f"slurm-{job}.out").read_text()
     logs = sorted(path.name for path in (cwd / f"slurm-{job}").iterdir())
     assert [name.partition("-")[0] for name in logs] == ["node0", "node1"]

@@ -186,6 +186,8 @@ def test_what_is_prepared_is_looked_at(project: Path):
     said = setup(project, "--deep", "--json", "found.json", expect=6)
     assert f"{config.relative_to(project)} has other content" in said and "--overwrite" in said
     found = json.loads((project / "found.json").read_text())["findings"]
+    said = setup(project, "--deep", "--json", "found.json/x", expect=2)
+    assert "found.json is a file" in said and "other content" not in said  # before the work
     assert [f["check"] for f in found if f["severity"] == "error"] == [".cache/models/small"]
     next((project / "hf_datasets" / "corpus" / "train").glob("*.arrow")).unlink()
     assert "hf_datasets/corpus" in setup(project, expect=6)

@@ -44,7 +44,8 @@ class Job:
     """A job with everything decided. gpus, efa: per node. train: options of stage 04.
 
     min_nodes: 0 for a job of fixed size. slow_below: tokens per second, 0 for no limit.
-    interfaces: for NCCL_SOCKET_IFNAME, empty to let NCCL choose.
+    interfaces: for NCCL_SOCKET_IFNAME, empty to let NCCL choose. launched_as: the command that a
+    person typed, for the messages of the run.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Job:
     env: dict[str, str] = field(default_factory=dict)
     huge_pages: bool = True
     interfaces: str = NOT_THE_NETWORK
+    launched_as: str = ""
 
     @property
     def resource(self) -> str:
@@ -111,7 +113,7 @@ class Job:
             # Pods that come back tell by it that they have overwritten the run already.
             "LAUNCH_MARK": f"{self.name} {time.time_ns():x}"
                            if asked.overwrite or asked.resume == "never" else "",
-            "INTERFACES": self.interfaces,
+            "INTERFACES": self.interfaces, "LAUNCHED_AS": self.launched_as,
             "TOKEN_SECRET": self.token_secret, "PULL_SECRET": self.pull_secret,
             "MORE_ENV": [{"name": key, "value": value} for key, value in self.env.items()],
             "TRAIN": list(self.train),

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# What was typed to a launcher in shell, which sets this for the processes that it starts.
+# What was typed to a launcher, which sets this for the processes that it starts.
 LAUNCHED_AS = "LAUNCHED_AS"
+_LAUNCHER, _TRAINER = "launch/single_node.sh", "04_train_fsdp.py"
+_RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
+_BATCH_SCRIPT = "slurm.sbatch"
 SECRET = re.compile(r"token$|password|secret|api_key")
 REDACTED = "[redacted]"
 _ANCESTORS = 6
@@ -52,7 +55,8 @@ def replaced(option: Sequence[str], old: object, new: object) -> str:
 def with_options(*words: object) -> str:
     """Return the command that was typed, with other options in the place of all that it had."""
     given = typed()
-    ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])]
+    ends = [i for i, word in enumerate(given) if word in ("--", sys.argv[0])] or \
+        [i for i, word in enumerate(given) if Path(word).name == _BATCH_SCRIPT]
     return _joined([*given[:ends[0] + 1 if ends else len(_program())], *map(str, words)])
 
 
@@ -69,8 +73,10 @@ def module(name: str, *words: object) -> str:
 
 
 def train(*words: object) -> str:
-    """Return a command of stage 04, through torchrun."""
-    return _joined([*_torchrun(), path_of("04_train_fsdp.py"), *map(str, words)])
+    """Return a command of stage 04: through the launcher where there are several GPUs."""
+    if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (launcher := _launcher()):
+        return _joined([*launcher, "--", *map(str, words)])
+    return _joined([*_torchrun(), path_of(_TRAINER), *map(str, words)])
 
 
 def pip_install(*words: object) -> str:
@@ -114,11 +120,13 @@ def moved_away(directory: Path, then: str) -> str:
 def typed() -> list[str]:
     """Return the words of the command that started this process, as far as it can be known.
 
-    Under torchrun that is torchrun's command, under a launcher in shell the launcher's.
+    Under torchrun that is torchrun's command, under a launcher the launcher's. For several ranks
+    of this machine it is the launcher's too, which does not report their errors once more.
     """
     if launched := os.environ.get(LAUNCHED_AS):
         return shlex.split(launched)
-    return _torchrun_above() or [*_program(), *sys.argv[1:]]
+    above = _torchrun_above()
+    return _launched(above) or above or [*_program(), *sys.argv[1:]]
 
 
 def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
@@ -168,6 +176,35 @@ def _python() -> str:
 
 def _torchrun() -> list[str]:
     return ["torchrun"] if _is_found("torchrun") else [_python(), "-m", "torch.distributed.run"]
+
+
+def _launched(torchrun: Sequence[str]) -> list[str]:
+    """Return a command of torchrun as one of the launcher; empty where that is not the same."""
+    at = next((i for i, word in enumerate(torchrun) if Path(word).name == _TRAINER), 0)
+    ranks, follows = "1", False
+    for word in torchrun[torchrun.index("torch.distributed.run") + 1 if
+                         "torch.distributed.run" in torchrun[:at] else 1:at]:
+        found = _RANKS.fullmatch(word)
+        if follows or (found and found[1]):
+            ranks, follows = word if follows else found[1], False
+        elif found:
+            follows = True
+        elif word != "--standalone":
+            return []
+    launcher = _launcher() if ranks != "1" else []
+    return [*launcher, "--nproc-per-node", ranks, "--", *torchrun[at + 1:]] if launcher else []
+
+
+def _launcher() -> list[str]:
+    """Return the words that start the launcher with this interpreter; empty where it is not."""
+    if not (ROOT / _LAUNCHER).is_file():
+        return []
+    usual = ROOT / ".venv" / "bin" / "python"
+    chosen = os.environ.get("PYTHON") or (
+        str(usual) if usual.exists() and "VIRTUAL_ENV" not in os.environ
+        else shutil.which("python3") or "")
+    is_same = Path(chosen).absolute().parent == Path(sys.executable).parent
+    return [*["env", f"PYTHON={sys.executable}"] * (not is_same), path_of(_LAUNCHER)]
 
 
 def _is_found(program: str) -> bool:

@@ -93,3 +93,39 @@ def test_a_launcher_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(commands.LAUNCHED_AS, r"launch/single_node.sh -- -e a\ b")
     assert commands.again("--overwrite") == "launch/single_node.sh -- -e 'a b' --overwrite"
     assert os.environ[commands.LAUNCHED_AS]
+
+
+@pytest.mark.parametrize("torchrun, expected", [
+    (["torchrun", "--standalone", "--nproc-per-node", "2", "04_train_fsdp.py", "-e", "x"], "2"),
+    (["torchrun", "--nproc_per_node=gpu", "sub/04_train_fsdp.py", "-e", "x"], "gpu"),
+    (["python", "-m", "torch.distributed.run", "--nproc-per-node=8", "04_train_fsdp.py", "-e", "x"],
+     "8"),
+    (["torchrun", "04_train_fsdp.py", "-e", "x"], ""),                    # one rank
+    (["torchrun", "--nproc-per-node", "1", "04_train_fsdp.py", "-e", "x"], ""),
+    (["torchrun", "--nnodes", "2", "--nproc-per-node", "8", "04_train_fsdp.py", "-e", "x"], ""),
+    (["torchrun", "--nproc-per-node", "8", "other.py"], ""), ([], "")])
+def test_for_several_ranks_here_the_launcher_is_named(typed, monkeypatch, torchrun: list[str],
+                                                      expected: str) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    typed("04_train_fsdp.py")
+    assert commands._launched(torchrun) == ([
+        "launch/single_node.sh", "--nproc-per-node", expected, "--", "-e", "x"] if expected else [])
+    monkeypatch.setenv("PYTHON", "/elsewhere/python3")  # which the launcher would take
+    if expected:
+        assert commands._launched(torchrun)[:2] == ["env", f"PYTHON={sys.executable}"]
+
+
+def test_training_on_several_gpus_goes_through_the_launcher(typed, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    typed("02_build_hf_dataset.py")
+    for gpus, start in ((1, commands._torchrun()), (2, ["launch/single_node.sh", "--"])):
+        monkeypatch.setattr(commands.Path, "glob", lambda path, _, gpus=gpus: range(gpus))
+        assert commands.train("-e", "x").startswith(" ".join(start))
+
+
+def test_a_batch_script_takes_other_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(commands.LAUNCHED_AS, "sbatch -N 4 launch/slurm.sbatch -e exp -d c4")
+    assert commands.with_options("-e", "y") == "sbatch -N 4 launch/slurm.sbatch -e y"
+    assert commands.again("--overwrite").endswith("-e exp -d c4 --overwrite")
