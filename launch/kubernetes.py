@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
 from launch.cluster import manage_eks_cluster  # noqa: E402
-from launch.common import stage_04  # noqa: E402
+from launch.common import findings, stage_04  # noqa: E402
 from lib.core import commands, log, options, stage  # noqa: E402
 from lib.core.errors import Problems, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
@@ -96,7 +96,7 @@ def parser() -> options.Parser:
                      help="restarts without progress before the job fails")
     run.add_argument("--slow-below", type=options.count, default=0, metavar="TOK_S",
                      help="call the job slow below so many tokens per second (hyperpod)")
-    run.add_argument("--out", type=options.output_file, metavar="FILE",
+    run.add_argument("--out", type=findings.output_file, metavar="FILE",
                      help="render: file to write (default: print it)")
     run.add_argument("--node-rank", type=options.count, default=0, metavar="R",
                      help="logs: of which node")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 
 from launch import cluster
 from launch.clusters import nodes as cluster_nodes
+from launch.common import findings
 from launch.common.findings import Finding
 from lib.core.errors import UsageError
 from tests import kube_server
@@ -362,3 +364,17 @@ def test_names_that_no_cluster_has_are_refused_before_it_is_asked() -> None:
         cluster.main(["--instance-type", "ml.p5.48xlrge", "--namespace", "A b", "--pvc", ""])
     assert len(caught.value.several) == 3
     assert "the nearest is p5.48xlarge" in caught.value.render()
+
+
+def test_a_file_to_write_is_looked_at_before_the_work(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    for path in ("file", "new", "not/yet/there"):
+        assert findings.output_file(str(tmp_path / path)) == tmp_path / path
+    for path, says in ((".", "is a directory"), ("file/x", "file is a file")):
+        with pytest.raises(argparse.ArgumentTypeError, match=says):
+            findings.output_file(str(tmp_path / path))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(argparse.ArgumentTypeError, match="is read-only"):
+        findings.output_file(str(tmp_path / "new"))
+    monkeypatch.setenv("RANK", "1")
+    assert findings.output_file(str(tmp_path))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lib.core import log, manifest, options
+from lib.core import log, manifest
 from lib.core.errors import StageError
 
 ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
@@ -60,8 +61,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-on", choices=(ERROR, WARNING), default=ERROR,
                         help=f"least severity that fails the command; it then exits with "
                              f"{EXIT_ERROR} for an error, {EXIT_WARNING} for a warning")
-    parser.add_argument("--json", type=options.output_file, metavar="FILE",
+    parser.add_argument("--json", type=output_file, metavar="FILE",
                         help="also write everything that was found to a file (default: none)")
+
+
+def output_file(text: str) -> Path:
+    """Parse the path of a file that rank 0 will write, as far as can be seen before the work."""
+    path = Path(text)
+    if log.rank() > 0:
+        return path
+    there = next(found for found in (path, *path.absolute().parents) if found.exists())
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory, not a file to write")
+    if there != path and not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is read-only")
+    return path
 
 
 def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands, config_file, elsewhere, help_text, log, records
+from lib.core import commands, config_file, elsewhere, help_text, records
 from lib.core.commands import REDACTED, SECRET
 from lib.core.errors import Problems, UsageError
 
@@ -292,21 +292,6 @@ def span(text: str) -> tuple[int, int]:
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
         raise argparse.ArgumentTypeError(f"expected START:END, numbers from 1, got {text!r}")
     return int(first), int(last)
-
-
-def output_file(text: str) -> Path:
-    """Parse the path of a file that rank 0 will write, as far as can be seen before the work."""
-    path = Path(text)
-    if log.rank() > 0:
-        return path
-    there = next(found for found in (path, *path.absolute().parents) if found.exists())
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a directory, not a file to write")
-    if there != path and not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is a file")
-    if not os.access(there, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is read-only")
-    return path
 
 
 def positive_size(text: str) -> int:

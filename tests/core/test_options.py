@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -118,20 +117,6 @@ def test_what_a_run_has_recorded_is_a_config(parser: Parser, tmp_path: Path) -> 
     assert (again.experiment_name, again.lr, again.token, again.dry_run, again.profile) == \
         ("two", 1e-3, None, False, (2, 4))
     assert again.include == ["a", "b"] and again.src_dir == given.src_dir
-
-
-def test_a_file_to_write_is_looked_at_before_the_work(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "file").touch()
-    for path in ("file", "new", "not/yet/there"):
-        assert options.output_file(str(tmp_path / path)) == tmp_path / path
-    for path, says in ((".", "is a directory"), ("file/x", "file is a file")):
-        with pytest.raises(argparse.ArgumentTypeError, match=says):
-            options.output_file(str(tmp_path / path))
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(argparse.ArgumentTypeError, match="is read-only"):
-        options.output_file(str(tmp_path / "new"))
-    monkeypatch.setenv("RANK", "1")
-    assert options.output_file(str(tmp_path))
 
 
 def test_options_that_are_no_more_are_left_out_of_a_record(parser: Parser, tmp_path: Path, capsys,
