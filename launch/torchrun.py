@@ -5,7 +5,8 @@
 
 A rank that fails says why itself. So torchrun's report of 40 lines is left out, and one line names
 each rank that ended without a word. Every rank gets its share of the cores (OMP_NUM_THREADS, unless
-it is set). LOGLEVEL=INFO shows what torchrun logs. Exit code: that of the rank that failed first.
+it is set). On one machine (--standalone) nothing listens on another address than 127.0.0.1.
+LOGLEVEL=INFO shows what torchrun logs. Exit code: that of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lib.core import stage
 from lib.core.errors import StageError, UsageError
+
+LOOPBACK = "127.0.0.1"
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -33,6 +37,8 @@ def main(argv: list[str]) -> None:
         return
     import torch
     from torch import distributed
+
+    keep_to_loopback()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -41,6 +47,8 @@ def main(argv: list[str]) -> None:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     args = run.parse_args(argv)
+    if args.standalone:
+        args.local_addr = args.local_addr or LOOPBACK
     try:
         ranks = run.determine_local_world_size(args.nproc_per_node)
     except ValueError:
@@ -60,6 +68,28 @@ def main(argv: list[str]) -> None:
     except (RendezvousError, distributed.DistError) as error:
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise StageError(f"the ranks do not find each other: {words}") from None
+
+
+def keep_to_loopback() -> None:
+    """Let a store for this machine alone listen on 127.0.0.1, before torchrun imports its class.
+
+    torch's own server listens on every address, whatever host it is given (torch 2.11 to 2.13).
+    """
+    import socket
+
+    from torch import distributed
+
+    class Store(distributed.TCPStore):
+        def __init__(self, host_name: str, port: int, world_size: int | None = None,
+                     is_master: bool = False, *more: Any, **named: Any) -> None:
+            if is_master and host_name in ("localhost", LOOPBACK):
+                with suppress(OSError):  # taken: torch says so, or shares the server that it has
+                    listener = socket.create_server((LOOPBACK, port))
+                    host_name, port = listener.getsockname()
+                    named["master_listen_fd"] = listener.detach()
+            super().__init__(host_name, port, world_size, is_master, *more, **named)
+
+    distributed.TCPStore = Store
 
 
 def report(failures: dict[int, ProcessFailure]) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from launch import torchrun
 from lib.core.failure import headline
-from tests.conftest import ROOT
+from tests.conftest import ROOT, free_port
 from tests.trainer_stand_in import run
 
 RANKS = '''
@@ -93,3 +93,38 @@ def test_what_keeps_torchrun_itself_from_starting_is_not_tried_again(tmp_path: P
     returned, output, attempts = run(tmp_path, own)
     assert (returned, len(attempts)) == (2, 1), output
     assert "launcher: exit code 2: rank 0 on node 0: torch is not installed" in output
+
+
+LISTENING = f'''
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from contextlib import suppress
+from pathlib import Path
+from lib.train import distributed
+
+def listening(pid):
+    """Return the addresses, in hex as the kernel has them, on which a process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{{pid}}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            inodes.add(os.readlink(link).removeprefix("socket:[").rstrip("]"))
+    rows = [row.split() for name in ("tcp", "tcp6")
+            for row in Path(f"/proc/net/{{name}}").read_text().splitlines()[1:]]
+    return {{row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}}
+
+world = distributed.start()
+distributed.total([1.0], world)
+if world.rank == 0:
+    print("gloo", os.environ["GLOO_SOCKET_IFNAME"])
+    print("listens", *listening(os.getpid()) | listening(os.getppid()))
+distributed.stop(world)
+'''
+
+
+@pytest.mark.parametrize("options", [["--standalone"], []])
+def test_on_one_machine_nothing_listens_to_others(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "ranks.py").write_text(LISTENING)
+    options = options or ["--master-port", str(free_port())]
+    done = start(tmp_path, *options, "--nproc-per-node", "2", "ranks.py")
+    assert done.returncode == 0, done.stderr
+    assert "gloo lo\n" in done.stdout and "listens 0100007F\n" in done.stdout

@@ -75,7 +75,8 @@ def test_imports_go_down_the_rooms_only(path: Path) -> None:
 @pytest.mark.parametrize("path", CODE, ids=name_of)
 def test_only_the_hub_opens_connections(path: Path) -> None:
     found = {name for name in imports(path) if name.split(".")[0] in NETWORK}
-    assert not found or name_of(path) == "lib/models/hub.py"
+    assert not found or name_of(path) == "lib/models/hub.py" or \
+        (name_of(path), found) == ("launch/torchrun.py", {"socket"})  # which listens on loopback
 
 
 def test_rooms_are_those_of_the_design_and_none_is_a_lumber_room() -> None:

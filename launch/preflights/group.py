@@ -104,7 +104,7 @@ class Launch:
     def _connect(self) -> dist.Store:
         timeout = timedelta(seconds=self.timeout_s)
         if self.world_size == 1:
-            return dist.TCPStore("127.0.0.1", 0, 1, True, timeout)
+            return dist.HashStore()  # no port
         try:
             store, _, _ = next(rendezvous("env://", timeout=timeout))
         except (dist.DistError, RuntimeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ def start(shard_size: int | None = None, meeting: Meeting | None = None) -> Worl
     made by `meet` earlier; None to make it now.
     """
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+    _keep_to_loopback()
     # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if meeting := meeting or meet():
@@ -59,6 +61,15 @@ def start(shard_size: int | None = None, meeting: Meeting | None = None) -> Worl
     mesh = init_device_mesh(device.type, size, mesh_dim_names=names)
     control, saving = (dist.new_group(backend="gloo", timeout=START_TIMEOUT) for _ in range(2))
     return World(dist.get_rank(), dist.get_world_size(), device, mesh, control, saving)
+
+
+def _keep_to_loopback() -> None:
+    """Let gloo and NCCL listen on 127.0.0.1 alone where all ranks are on this machine."""
+    flags, here = Path("/sys/class/net/lo/flags"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    is_up = flags.is_file() and int(flags.read_text(encoding="ascii"), 16) & 1
+    if is_up and here == os.environ.get("WORLD_SIZE", "1"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
 
 
 def stop(world: World) -> None:
