@@ -310,7 +310,7 @@ def test_from_scratch(stage: StageRunner, tmp_path, corpus, monkeypatch):
 
 def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path, corpus):
     done = stage(*scratch("--train-tokenizer", corpus, "--model-name", "small"))
-    assert "warning: hf_datasets/corpus holds too little text for 4096 tokens" in done.stdout
+    assert "warning: hf_datasets/corpus holds too little text for 4,096 tokens" in done.stdout
     made = json.loads((tmp_path / ".cache/models/small/manifest.json").read_text())["summary"]
     assert made["vocabulary"] == made["tokens"] == 4096
     given = ("--tokenizer", ".cache/models/small", "--model-name", "big")

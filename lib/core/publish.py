@@ -29,6 +29,7 @@ from lib.core.paths import MANIFEST
 OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
 _LEFT_AFTER_S = 600  # without a sign of life before another machine's leftovers are deleted
 _IN_WORDS = {"raw": "raw files", "dataset-parts": "dataset parts"}  # of kinds; others are words
+_LONGEST_FLOAT = 10  # characters
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -87,7 +88,15 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     label = path.removeprefix("inputs.")
     if path.startswith("options."):
         label = "--" + path.removeprefix("options.").replace("_", "-")
-    return [] if old == new else [f"{label}: {old} there, {new} now"]
+    return [] if old == new else [f"{label}: {_shown(old, new)} there, {_shown(new, old)} now"]
+
+
+def _shown(value: Any, other: Any) -> str:
+    """Return a value as a person would type it, with all its digits only where they matter."""
+    if not isinstance(value, float) or len(repr(value)) <= _LONGEST_FLOAT:
+        return str(value)
+    short = f"{value:g}"
+    return repr(value) if isinstance(other, float) and short == f"{other:g}" else short
 
 
 class AlreadyBuilding(UsageError):

@@ -66,8 +66,11 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[Entry]]:
 def require_raw(folder: Path, option: str) -> None:
     """Raise UsageError when a directory, or all that lie in it, are what stages have made.
 
-    option: that names it.
+    option: that names it. ArtifactError when it is not there, and does not sound like splits.
     """
+    if not folder.exists() and "split" not in folder.name:
+        raise ArtifactError(f"{option} {folder} does not exist",
+                            expected="splits of stage 01, or a directory of raw files")
     if kind := made_as(folder):
         raise UsageError(f"{option} {folder} is a {kind}, and not raw text", **_use([folder], kind))
     inside = [path for path in sorted(folder.iterdir() if folder.is_dir() else [])

@@ -45,10 +45,10 @@ def train_tokenizer(corpus: Path, vocabulary: int, context: int | None, into: Pa
     """Train the tokenizer, and say what it saw and whether it came out smaller than asked."""
     made, sample = tokenizer.train(corpus, vocabulary, context, into, workers=workers,
                                    show_progress=show_progress)
-    log.info(f"tokenizer: {vocabulary} tokens from {sample}")
+    log.info(f"tokenizer: {vocabulary:,} tokens from {sample}")
     if made < vocabulary:
-        log.warn(f"{corpus} holds too little text for {vocabulary} tokens: text gives {made} of "
-                 "them, the others stay unused")
+        log.warn(f"{corpus} holds too little text for {vocabulary:,} tokens: text gives {made:,} "
+                 "of them, the others stay unused")
 
 
 def print_facts(target: Path, facts: Facts) -> None:

@@ -178,8 +178,9 @@ def corpus_identity(corpus: Path) -> str:
         raise ArtifactError(f"the dataset {corpus} " + ("is not finished" if partial else
                                                         "does not exist"),
                             found=manifest.unfinished(corpus),
-                            run=commands.script("02_build_hf_dataset.py", "--save-dir", final)
-                            if Path("splits").is_dir() else "")
+                            **({"run": commands.script("02_build_hf_dataset.py", "--save-dir",
+                                                       final)} if Path("splits").is_dir() else
+                               {"hint": "stages 01 and 02 make a dataset of raw text"}))
     if made := manifest.read_if_any(corpus):
         manifest.check(corpus, made, "the dataset",
                        **manifest.again(made, "--overwrite", save_dir=corpus))

@@ -20,7 +20,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
                    "spiece.model", "vocab.txt")
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 32 << 20
-_SAMPLED_TEXTS, _SAMPLED_BYTES = 100, 4000  # for an estimate: the most of each
+_SAMPLED_TEXTS, _SAMPLED_BYTES = 200, 4000  # for an estimate: the most of each
 # Between a line and the next word: where byte-level tokenizers start a new piece anyway.
 _BOUNDARY = re.compile(rb"(?<=\S\n)(?=[A-Za-z])")
 
@@ -128,7 +128,7 @@ class Encoder:
 
 
 def estimated_tokens(source: Source, tokenizer_dir: Path) -> int:
-    """Return about how many tokens the training split has, from the beginnings of some texts.
+    """Return about how many tokens the training split has, from the middles of some texts.
 
     Raises ArtifactError when the tokenizer or the text cannot be read.
     """

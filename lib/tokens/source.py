@@ -183,15 +183,16 @@ def documents(directory: Path, first: int = 0) -> Iterator[list[bytes]]:
 
 
 def sample(directory: Path, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
-    """Return the beginnings of texts that lie evenly over a split."""
+    """Return the middles of texts that lie evenly over a split."""
     step = max(1, sum(map(len, _columns(directory, mapped=True))) // texts)
     chosen, first = [], 0  # of the next text, in its batch
     for column in _columns(directory, mapped=True):
         rows = range(first, len(column), step)
         chosen += [text for row in rows for text in _texts(column.slice(row, 1))]
         first += len(rows) * step - len(column)
-    # The cut may fall inside a character: what is left of it is dropped.
-    return [text[:most_bytes].decode("utf-8", "ignore").encode() for text in chosen]
+    cut = [text[max(0, len(text) - most_bytes) // 2:][:most_bytes] for text in chosen]
+    # A cut may fall inside a character: what is left of it is dropped.
+    return [text.decode("utf-8", "ignore").encode() for text in cut]
 
 
 def _columns(directory: Path, mapped: bool) -> Iterator[Any]:
@@ -239,7 +240,8 @@ def _splits(path: Path) -> dict[str, Path]:
     if inside:
         raise UsageError(f"{path} is not a dataset, but holds {'several' if inside[1:] else 'one'}",
                          found=", ".join(p.name for p in inside),
-                         hint="-d takes one of them, as the first:" if inside[1:] else "take it:",
+                         hint="-d takes one of them, as the first:" if inside[1:] else
+                         "-d takes it:",
                          run=commands.replaced(_OPTION, path, inside[0]))
     raise _raw(path, f"{path} is not a dataset directory", found)
 

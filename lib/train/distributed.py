@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lib.core import commands, log
+from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.train.meeting import START_TIMEOUT, Meeting
 
@@ -93,7 +93,8 @@ def _device(local_rank: int) -> torch.device:
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(threads)
-    log.info(f"no GPU: training on the CPU, {threads} threads per rank ({cores} cores)")
+    log.info(f"no GPU: training on the CPU, "
+             f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})")
     return torch.device("cpu")
 
 

@@ -80,7 +80,7 @@ def _data(opts: Options, inputs: Inputs, setting: Setting) -> tuple[Data | None,
                      for corpus in inputs.corpora)
         log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
                  f"or --prepare-only; {units.count(tokens)} are estimated from a sample of the "
-                 "text, and all that follows from them")
+                 "text, and so is all that follows from their number")
         return None, tokens // setting.seq_length
     stores = [store.open_store(target, opts.token_reads) for target in targets]
     if opts.packing == "documents" and not all(

@@ -77,8 +77,8 @@ class Plan:
 
 def product(d: Division, seq_length: int) -> str:
     """Return the tokens of a step with the factors they come from."""
-    return f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length} tokens " \
-           f"× {d.accumulation} accumulation × {units.counted(d.world_size, 'rank')}"
+    return f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length:,} " \
+           f"tokens × {d.accumulation} accumulation × {units.counted(d.world_size, 'rank')}"
 
 
 def identity(options: Options, inputs: dict[str, str], seq_length: int, precision: str,

@@ -63,6 +63,10 @@ def test_a_difference_is_named_as_the_person_typed_it(tmp_path: Path) -> None:
     assert caught.value.found.splitlines() == ["source: s there, t now",
                                                "--num-dirs: 1 there, 2 now"]
     assert "--overwrite" in caught.value.run
+    for old, new, told in ((3e-4 / 10 * 10.1, 1e-4, "0.000303 there, 0.0001 now"),
+                           (0.0, 1, "0.0 there"),
+                           (0.1 + 0.2, 0.3000000000000001, "0.30000000000000004 there")):
+        assert told in publish.differences(old, new)[0]
     with pytest.raises(UsageError) as caught:
         publish.is_done(target, "thing/2", identity(), overwrite=False)
     assert "format: thing/1 there, thing/2 now" in caught.value.found
