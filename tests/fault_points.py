@@ -1,6 +1,7 @@
 """Faults at file operations: those below a directory are counted, and at one of them it happens.
 
-Operations: write fsync rename mkdir unlink rmdir, of Python code in all threads of this process.
+Operations: create write fsync rename link mkdir unlink rmdir, of Python code in all threads of this
+process.
 """
 # What pathlib stands on is watched here:
 # ruff: noqa: PTH100, PTH104, PTH115, PTH116, PTH118, PTH120
@@ -18,8 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-_open, _fsync = io.open, os.fsync
-_AUDITED = {"os.rename": "rename", "os.mkdir": "mkdir", "os.remove": "unlink", "os.rmdir": "rmdir"}
+_open, _fsync, _sync, _pwrite, _sendfile = io.open, os.fsync, os.sync, os.pwrite, os.sendfile
+# What is told before it happens, and which of its arguments is the descriptor of a directory.
+_AUDITED = {"os.rename": ("rename", 2), "os.link": ("link", 3), "os.symlink": ("link", 2),
+            "os.mkdir": ("mkdir", 2), "os.remove": ("unlink", 1), "os.rmdir": ("rmdir", 1)}
+
+_PAGE = 4096
+KINDS = ("create", "write", "fsync", "rename", "link", "mkdir", "unlink", "rmdir")
 
 
 @dataclass
@@ -38,7 +44,7 @@ class Fault:
     act: str = "kill"
     times: int = 1
     seconds: float = 0.0
-    kinds: tuple[str, ...] = ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+    kinds: tuple[str, ...] = KINDS
     match: str = ""
     report: str = ""
 
@@ -50,7 +56,8 @@ class Fault:
     def install(self) -> None:
         """Watch this process from now on."""
         io.open = builtins.open = self._opened
-        os.fsync = self._synced
+        os.fsync, os.sync = self._synced, self._all_synced
+        os.pwrite, os.sendfile = self._written_at, self._sent
         sys.addaudithook(self._audited)
 
     def meet(self, kind: str, path: str) -> bool:
@@ -105,14 +112,45 @@ class Fault:
         self.unsynced.pop(_identity(os.fstat(descriptor)), None)
         self.renamed = [pair for pair in self.renamed if os.path.dirname(pair[1]) != path]
 
+    def _all_synced(self) -> None:
+        _sync()
+        self.unsynced.clear()
+        self.renamed.clear()
+
+    def _written_at(self, descriptor: int, data: Any, offset: int) -> int:
+        if self._wrote(descriptor):
+            half = memoryview(data).cast("B")
+            half = half[:len(half) // 2 // _PAGE * _PAGE or len(half) // 2]  # past the page cache
+            _pwrite(descriptor, half, offset)  # only whole pages are written
+            self.die()
+        return _pwrite(descriptor, data, offset)
+
+    def _sent(self, out: int, *source: Any, **how: Any) -> int:
+        if self._wrote(out):
+            self.die()
+        return _sendfile(out, *source, **how)
+
+    def _wrote(self, descriptor: int) -> bool:
+        """Count a write past the file object; True when it is to be torn."""
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        is_torn = self.meet("write", path)
+        if self.is_ours(path):
+            status = os.fstat(descriptor)
+            self.unsynced.setdefault(_identity(status), status.st_size)
+        return is_torn
+
     def _audited(self, event: str, arguments: tuple) -> None:
+        if event == "open" and isinstance(arguments[0], str | bytes) \
+                and arguments[2] & (os.O_CREAT | os.O_TRUNC):
+            self.meet("create", os.path.abspath(os.fsdecode(arguments[0])))
         if event not in _AUDITED:
             return
-        directory = arguments[1] if event in ("os.remove", "os.rmdir") else arguments[-1]
+        kind, directory = _AUDITED[event][0], arguments[_AUDITED[event][1]]
+        name = arguments[1] if kind == "link" else arguments[0]
         base = os.readlink(f"/proc/self/fd/{directory}") if directory != -1 else ""
-        path = os.path.abspath(os.path.join(base, os.fsdecode(arguments[0])))
-        self.meet(_AUDITED[event], path)
-        if event == "os.rename" and self.is_ours(path):
+        path = os.path.abspath(os.path.join(base, os.fsdecode(name)))
+        self.meet(kind, path)
+        if kind == "rename" and self.is_ours(path):
             self.renamed.append((path, os.path.abspath(os.fsdecode(arguments[1]))))
 
 

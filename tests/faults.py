@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -152,10 +153,16 @@ def run_options(outputs: Path, *more: object, experiment: str = "run",
 @pytest.fixture(scope="session")
 def server(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return what starts launches, in a project with the models `model` and `dropout`."""
+    server = make_server(prepared_once, tmp_path_factory.mktemp("faults"))
+    yield server
+    server.close()
+
+
+def make_server(prepared: Path, root: Path) -> Server:
+    """Return what starts launches in `root`, an empty directory. prepared: see prepared_once."""
     from transformers import GPT2Config
 
-    root = tmp_path_factory.mktemp("faults")
-    shutil.copytree(prepared_once, root, dirs_exist_ok=True)
+    shutil.copytree(prepared, root, dirs_exist_ok=True)
     shutil.copytree(root / "model", root / "dropout")
     (root / "dropout" / "model.safetensors").unlink()
     save_model(root / "dropout", GPT2Config(
@@ -163,25 +170,25 @@ def server(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         embd_pdrop=0.2, resid_pdrop=0.2, attn_pdrop=0.2, bos_token_id=0, eos_token_id=1))
     # Both models have the same tokenizer, and so the same tokens.
     run_stage("04_train_fsdp.py", *COMMON, *DROPOUT, "-e", "x", "--prepare-only", cwd=root)
-    server = Server(root)
-    yield server
-    server.close()
+    return Server(root)
 
 
 @pytest.fixture(scope="session")
 def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory,
                 ) -> Callable[..., Undisturbed]:
     """Return a function that returns the undisturbed run of so many ranks and steps."""
-    known: dict[tuple[int, int], Undisturbed] = {}
-
+    @functools.cache
     def get(ranks: int = 1, steps: int = STEPS) -> Undisturbed:
-        if (ranks, steps) not in known:
-            outputs = tmp_path_factory.mktemp("undisturbed") / "outputs"
-            server.run(*run_options(outputs, "--ckpt-keep", 0, "--ckpt-freq", 1, "--ckpt-async",
-                                    "off", steps=steps), ranks=ranks)
-            rows = [{key: row[key] for key in EXACT} for row in metrics(outputs.parent, "run")]
-            assert [row["step"] for row in rows] == list(range(1, steps + 1))
-            found = commit.scan(outputs / "run" / "checkpoints")
-            known[ranks, steps] = Undisturbed(rows, {c.step: content(c) for c in found})
-        return known[ranks, steps]
+        outputs = tmp_path_factory.mktemp("undisturbed") / "outputs"
+        return run_undisturbed(server, run_options(outputs, steps=steps), outputs, steps, ranks)
     return get
+
+
+def run_undisturbed(server: Server, options: tuple[object, ...], outputs: Path, steps: int,
+                    ranks: int = 1) -> Undisturbed:
+    """Run with these options, saving every step; return what came out."""
+    server.run(*options, "--ckpt-keep", 0, "--ckpt-freq", 1, "--ckpt-async", "off", ranks=ranks)
+    rows = [{key: row[key] for key in EXACT} for row in metrics(outputs.parent, "run")]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    found = commit.scan(outputs / "run" / "checkpoints")
+    return Undisturbed(rows, {c.step: content(c) for c in found})

@@ -13,16 +13,22 @@ from tests.hub_server import HubServer, Repo
 SCRIPT, NAME, TOKEN = "03_download_model.py", "org/tiny-llama", "hf_SecretSecretSecret"
 TARGET = Path(".cache/models/org--tiny-llama")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+ELSEWHERE = ("HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE",
+             "HUGGINGFACE_HUB_CACHE", "SSL_CERT_FILE")  # variables of a login, cache or network
 
 
 @pytest.fixture(scope="session")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Return the files of a small random Llama in two shards, as its repository has them."""
+    return make_files(tmp_path_factory.mktemp("model"))
+
+
+def make_files(where: Path) -> dict[str, bytes]:
+    """Make that model in an empty directory."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    where = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=320, hidden_size=128, intermediate_size=256,
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -47,13 +53,16 @@ def hub(model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.Monke
         server.repos[NAME] = Repo({
             **model_files, "pytorch_model.bin": b"\x80\x04pickle", "model.py": b"print()",
             "consolidated.safetensors": b"the same again", "original/params.json": b"{}"})
-        for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE",
-                         "HUGGINGFACE_HUB_CACHE", "SSL_CERT_FILE"):
+        for variable in ELSEWHERE:
             monkeypatch.delenv(variable, raising=False)
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
+        for variable, value in reaching(server, tmp_path / "hf_home").items():
+            monkeypatch.setenv(variable, value)
         yield server
+
+
+def reaching(server: HubServer, home: Path) -> dict[str, str]:
+    """Return the variables that make a server the Hub, with an empty cache."""
+    return {"no_proxy": "127.0.0.1", "HF_ENDPOINT": server.url, "HF_HOME": str(home)}
 
 
 def leftovers(where: Path) -> list[str]:

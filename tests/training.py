@@ -78,9 +78,13 @@ def steps_saved(root: Path, experiment: str) -> list[int]:
 @pytest.fixture(scope="session")
 def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a project directory with raw_text/, hf_datasets/corpus and model/."""
+    return prepare(tmp_path_factory.mktemp("prepared"))
+
+
+def prepare(root: Path) -> Path:
+    """Make these in a directory, and return it."""
     from tests.conftest import run_stage
 
-    root = tmp_path_factory.mktemp("prepared")
     write_corpus(root / "raw_text")
     run_stage("01_organize_data.py", "--num-dirs", 3, cwd=root)
     run_stage("02_build_hf_dataset.py", "--validation-percent", 15, cwd=root)
