@@ -164,7 +164,7 @@ def main(argv: list[str]) -> None:
         log.warn(f"--exclude {glob} matches nothing in {opts.src_dir}")
     identity = identity_of(opts, entries)
     next_command = commands.script("02_build_hf_dataset.py", "--data-folder", opts.dst_root)
-    if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite):
+    if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         require_whole(opts.dst_root)
         log.info(f"already done: {opts.dst_root} holds these files")
         log.info(f"next: {next_command}")

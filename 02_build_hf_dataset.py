@@ -148,7 +148,8 @@ def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape
     publish.require_space(root, needed, "the parts")
     for name in names:
         identity = store.identity(identity_of(opts, files), by_split[name])
-        if publish.is_done(root / name, store.KIND, identity, opts.overwrite):
+        if publish.is_done(root / name, store.KIND, identity, opts.overwrite,
+                           dry_run=opts.dry_run):
             log.info(f"already done: {root / name}")
         elif not opts.dry_run:
             build_split(opts, publish.Build(root / name, store.KIND, identity, opts.overwrite,
@@ -277,9 +278,9 @@ def main(argv: list[str]) -> None:
         build_splits(opts, files, shape)
         return
     identity = identity_of(opts, files)
-    if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite):
+    if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} holds these files")
-        if opts.merge:
+        if opts.merge and not opts.dry_run:
             store.remove(opts.save_dir, inputs.by_split(files))
         print_next(opts)
         return

@@ -279,7 +279,7 @@ def verify_all(opts: options.Options) -> None:
 def already_done(target: Path, kind: str, identity: dict, opts: options.Options, then: str,
                  ) -> bool:
     """Tell whether the artifact is there; if so, print the next command."""
-    if not publish.is_done(target, kind, identity, opts.overwrite):
+    if not publish.is_done(target, kind, identity, opts.overwrite, dry_run=opts.dry_run):
         return False
     place = target.parent if kind == raw_files.KIND else target
     log.info(f"already done: {place} (--overwrite makes it again)\nnext: {then}")

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     out = opts.out or experiment.exports / paths.step_name(checkpoint.step)
     identity = {"options": {"dtype": opts.dtype, "max_shard_size": opts.max_shard_size},
                 "inputs": {"step": checkpoint.step, "checkpoint": checkpoint.commit()["manifest"]}}
-    if publish.is_done(out, KIND, identity, opts.overwrite):
+    if publish.is_done(out, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {out} holds step {checkpoint.step:,}\n{next_command(out)}")
         return
     require_model_files(experiment, checkpoint)

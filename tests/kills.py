@@ -85,6 +85,7 @@ class Scene:
 
     def __init__(self, command: Command, folder: Path) -> None:
         self.command, self._folder, self._copies = command, folder, 0
+        folder.mkdir()
         self.before = tree(command.project)
         project, report = self.copy(), folder / "operations.txt"
         began = time.monotonic()
@@ -241,9 +242,9 @@ class Commands:
     def _stage_03(self) -> Iterator[Command]:
         hub, later = self._hubs
         hub.repos[NAME] = Repo(self._files, slow=0.01)
-        changed = bytes(reversed(self._files[SHARDS[1]][-1000:]))
-        later.repos[NAME] = Repo({**self._files, SHARDS[1]: self._files[SHARDS[1]][:-1000] + changed},
-                                 commit="1" * 40, slow=0.01)
+        shard = self._files[SHARDS[1]]
+        changed = shard[:-1000] + bytes(reversed(shard[-1000:]))
+        later.repos[NAME] = Repo({**self._files, SHARDS[1]: changed}, commit="1" * 40, slow=0.01)
         change_config(later.repos[NAME], initializer_range=0.03)
         hub.repos["org/text"] = Repo(
             {f"{folder}/{number}.jsonl.gz": bytes([number]) * 70_000

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
                 "inputs": {"commit": code.commit,
                            **{found.to: found.fingerprint for found in artifacts}}}
     _print_plan(opts, code, artifacts, wanted, lists)
-    if publish.is_done(opts.out, airgap.KIND, identity, opts.overwrite):
+    if publish.is_done(opts.out, airgap.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.out}, "
                  f"SHA-256 of its manifest {airgap.manifest_digest(opts.out)}")
         return

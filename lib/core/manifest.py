@@ -22,6 +22,7 @@ from lib.core.paths import MANIFEST
 
 _INPUTS = ("src_dir", "data_folder", "train_tokenizer", "tokenizer", "config_json")  # paths
 _STAGE = re.compile(r"0[1-5]_\w+\.py", re.ASCII)
+_TEMPORARY = re.compile(r".+\.tmp-\d+")
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow")
 
 
@@ -70,6 +71,13 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def remove_temporary(directory: Path) -> None:
+    """Delete the temporary files that `write_text` of a killed process has left in a directory."""
+    for path in directory.glob("*.tmp-*"):
+        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            path.unlink()
 
 
 def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -> dict[str, Any]:

@@ -27,6 +27,7 @@ from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
 from lib.core.paths import MANIFEST
 
 OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
+_REPLACED = "replaced"
 _LEFT_AFTER_S = 600  # without a sign of life before another machine's leftovers are deleted
 _IN_WORDS = {"raw": "raw files", "dataset-parts": "dataset parts"}  # of kinds; others are words
 _LONGEST_FLOAT = 10  # characters
@@ -34,11 +35,12 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
-            run: str = "") -> bool:
+            run: str = "", dry_run: bool = False) -> bool:
     """Tell whether `target` already holds what would be built.
 
     identity: `{"options": …, "inputs": …}`. run: what makes a damaged one whole (default: the
-    command that was typed, with --overwrite). Returns False when it has to be built.
+    command that was typed, with --overwrite). dry_run: leave what a run has left that was killed
+    just after it had published. Returns False when it has to be built.
     Raises UsageError when something else is there and `overwrite` is off, or when what is there
     was not made by this stage (that is never replaced); ArtifactError when it is damaged, as far as
     sizes tell.
@@ -71,6 +73,8 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
     name = kind.partition("/")[0]
     manifest.check(given, there, f"the {_IN_WORDS.get(name, name)}",
                    run=run or commands.again("--overwrite"))
+    if not dry_run:
+        _remove_leftovers(target)
     return True
 
 
@@ -125,7 +129,7 @@ class Build:
         suffix = hashing.fingerprint(identity)[:8]
         self.partial = self.target.with_name(f"{self.target.name}.partial-{suffix}")
         self.dir = self.partial / "content"
-        self._replaced = self.partial / "replaced"
+        self._replaced = self.partial / _REPLACED
         self._lease: lease.Lease | None = None
 
     def __enter__(self) -> Build:
@@ -145,6 +149,7 @@ class Build:
             if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
                 raise self._was_built()
             self.dir.mkdir(exist_ok=True)
+            manifest.remove_temporary(self.dir)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -208,46 +213,11 @@ class Build:
 
     def _remove_leftovers(self) -> None:
         """Delete what killed runs left, and bring back an artifact caught in mid-replacement."""
-        self._bring_back(self.partial)
-        name = re.compile(re.escape(self.target.name) + r"\.partial-[0-9a-f]{8}")
-        for left in sorted(self.target.parent.iterdir()):
-            if not name.fullmatch(left.name) or left == self.partial \
-                    or not (unfinished.is_ours(left) or unfinished.is_bare(left)):
-                continue
-            descriptor = lease.lock(left)
-            if descriptor < 0:
-                continue
-            if self._is_left(left):
-                self._bring_back(left)
-                unfinished.remove(left)
-                log.info(f"removed {left.name}, left by a run that did not finish")
-            os.close(descriptor)
+        _bring_back(self.target, self.partial)
+        _remove_leftovers(self.target, self.partial)
         if not self.resumable and self.dir.exists():
             unfinished.delete(self.dir)
             log.info(f"removed {self.partial.name}, left by a run that did not finish")
-
-    def _bring_back(self, partial: Path) -> None:
-        """Return to its place what a run had taken away and not yet replaced."""
-        aside = partial / self._replaced.name
-        if aside.is_dir() and not self.target.exists():
-            aside.replace(self.target)
-        unfinished.delete(aside)
-
-    def _is_left(self, directory: Path) -> bool:
-        """Tell whether nobody builds in a directory, also on another machine.
-
-        Two times of the file server are compared, not one of it with one of this machine.
-        """
-        record = directory / OWNER
-        found = lease.read(record)
-        if not found or found.get("released"):
-            return True
-        if (alive := lease.is_alive(found)) is not None:
-            return not alive
-        silent_s = (self.partial / OWNER).stat().st_mtime - record.stat().st_mtime
-        if silent_s < _LEFT_AFTER_S:
-            log.info(f"{directory} is left alone: {lease.holder(found)} may be building in it")
-        return silent_s >= _LEFT_AFTER_S
 
     def _lost(self, text: str) -> None:
         """End the process at once: two must not write the same directory."""
@@ -255,6 +225,56 @@ class Build:
         failure.record(AlreadyBuilding.__name__, EXIT_USAGE, text)
         os.write(2, f"{text}\n".encode())
         os._exit(EXIT_USAGE)
+
+
+def _remove_leftovers(target: Path, own: Path | None = None) -> None:
+    """Delete what killed runs left beside a target.
+
+    own: the partial directory of this process; without one, what a process of another machine may
+    be building stays.
+    """
+    name = re.compile(re.escape(target.name) + r"\.partial-[0-9a-f]{8}")
+    for left in sorted(target.parent.iterdir()):
+        if not name.fullmatch(left.name) or left == own \
+                or not (unfinished.is_ours(left) or unfinished.is_bare(left)):
+            continue
+        descriptor = lease.lock(left)
+        if descriptor < 0:
+            continue
+        if _is_left(left, own):
+            _bring_back(target, left)
+            with suppress(OSError):  # of another user: in nobody's way
+                unfinished.remove(left)
+            if not left.exists():
+                log.info(f"removed {left.name}, left by a run that did not finish")
+        os.close(descriptor)
+
+
+def _bring_back(target: Path, partial: Path) -> None:
+    """Return to its place what a run had taken away and not yet replaced."""
+    aside = partial / _REPLACED
+    if aside.is_dir() and not target.exists():
+        aside.replace(target)
+    unfinished.delete(aside)
+
+
+def _is_left(directory: Path, own: Path | None) -> bool:
+    """Tell whether nobody builds in a directory, also on another machine.
+
+    Two times of the file server are compared, not one of it with one of this machine.
+    """
+    record = directory / OWNER
+    found = lease.read(record)
+    if not found or found.get("released"):
+        return True
+    if (alive := lease.is_alive(found)) is not None:
+        return not alive
+    if own is None:
+        return False
+    silent_s = (own / OWNER).stat().st_mtime - record.stat().st_mtime
+    if silent_s < _LEFT_AFTER_S:
+        log.info(f"{directory} is left alone: {lease.holder(found)} may be building in it")
+    return silent_s >= _LEFT_AFTER_S
 
 
 def fsync(path: Path) -> None:

@@ -31,7 +31,8 @@ def is_bare(directory: Path) -> bool:
 
 def claim(directory: Path) -> None:
     """Mark a directory that is ours or empty; UsageError for any other, which is left alone."""
-    if not (is_ours(directory) or is_bare(directory)):
+    # The third look is for another process that has marked it between the first two.
+    if not (is_ours(directory) or is_bare(directory) or is_ours(directory)):
         raise UsageError(f"{directory} is in the way, and this program did not make it",
                          expected="a name that is free: unfinished work would be kept there",
                          hint="move it away; or delete it, if an earlier version of this program "
@@ -39,9 +40,12 @@ def claim(directory: Path) -> None:
     mark_of(directory).touch()
 
 
-def remove(directory: Path) -> None:
-    """Delete a directory that is ours, its mark last; what cannot be deleted keeps the mark."""
-    mark = mark_of(directory)
+def remove(directory: Path, mark: Path | None = None) -> None:
+    """Delete a directory that is ours, its mark last; what cannot be deleted keeps the mark.
+
+    mark: what tells that it is ours, if not the mark of something unfinished.
+    """
+    mark = mark or mark_of(directory)
     for path in [path for path in directory.iterdir() if path != mark]:
         delete(path)
     if [path for path in directory.iterdir() if path != mark]:

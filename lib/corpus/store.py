@@ -7,15 +7,15 @@ what it gave. The record is written last, so a unit with a record need not be re
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, publish, records
+from lib.core import commands, hashing, log, manifest, publish, records, unfinished
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.paths import MANIFEST
 from lib.corpus import inputs, work
 from lib.corpus.documents import Tally
 from lib.corpus.inputs import InputFile
@@ -33,10 +33,10 @@ def root(save_dir: Path) -> Path:
 def remove(save_dir: Path, splits: Iterable[str]) -> None:
     """Delete the parts of a dataset that is merged, and nothing else that lies there."""
     there = [root(save_dir) / name for name in splits if name]
-    ours = [path for path in there if not path.is_symlink()
-            and (manifest.read_if_any(path) or {}).get("kind") == KIND]
+    ours = [path for path in there if unfinished.is_bare(path) or (
+        not path.is_symlink() and (manifest.read_if_any(path) or {}).get("kind") == KIND)]
     for path in ours:
-        shutil.rmtree(path)
+        unfinished.remove(path, path / MANIFEST)  # last, so that a killed run's rest is known
     if ours:
         log.info(f"removed {root(save_dir)}, which is merged")
     with suppress(OSError):  # not there, or not empty

@@ -153,6 +153,12 @@ def bytes_there(file: RemoteFile, directory: Path) -> int:
     return target.stat().st_size if target.is_file() else sum(_read_counts(directory / file.part))
 
 
+def forget(file: RemoteFile, directory: Path) -> None:
+    """Delete what is left of the pieces of a file that is whole."""
+    for path in (directory / file.part, _counts_path(directory / file.part)):
+        path.unlink(missing_ok=True)
+
+
 def names(file: RemoteFile) -> set[str]:
     """Return the relative paths that a file may be found under while it arrives."""
     return {file.path, file.part, str(_counts_path(Path(file.part)))}

@@ -64,6 +64,8 @@ class Transfer:
         total = sum(file.size for file in files)
         with Progress(what, total, "B", self._show_progress) as self._progress:
             self._run([lambda file=file: self._begin(file, directory) for file in files])
+        for file in files:
+            pieces.forget(file, directory)
         return [_entry(file, directory) for file in files]
 
     def _run(self, jobs: Sequence[Job]) -> None:

@@ -47,6 +47,21 @@ def test_what_is_published_is_done_and_alone(tmp_path: Path) -> None:
     assert names(target.parent) == ["corpus"] and names(target) == ["f", "manifest.json"]
 
 
+def test_what_was_killed_just_after_it_had_published_is_done_and_alone(tmp_path: Path) -> None:
+    """Killed at each operation until there is none; a dry run, or a user's own, changes nothing."""
+    at, target, mine = 0, tmp_path / "corpus", users_own(tmp_path)
+    while not finished_with(Fault(str(tmp_path), at := at + 1), target):
+        if not publish.is_done(target, KIND, identity(2), False, dry_run=True):
+            make(target, x=2)
+        left = names(tmp_path)
+        assert publish.is_done(target, KIND, identity(2), False, dry_run=True)
+        assert names(tmp_path) == left
+        assert publish.is_done(target, KIND, identity(2), False)
+        assert names(tmp_path) == sorted(["corpus", *mine])
+        shutil.rmtree(target)
+    assert at > 15
+
+
 def test_an_empty_directory_is_a_free_name(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     assert not publish.is_done(tmp_path / "corpus", KIND, identity(), overwrite=False)
