@@ -99,7 +99,7 @@ def _directory(path: Path) -> Path:
         return path
     other = manifest.read_if_any(path)
     if other and other["kind"] != KIND:
-        log.info(f"model: {path}, an artifact of kind {other['kind']}")
+        log.info(f"model: {path}, made by {other.get('stage') or other['kind']}")
         return _whole(path, other, {})
     return _prepared(path)
 

@@ -61,8 +61,9 @@ def rate_doubt(lr: float, parameters: int, scratch: bool) -> str:
     usual = next(of_scratch if scratch else of_weights
                  for below, of_scratch, of_weights in _PUBLISHED_LR if parameters < below)
     kind = "from scratch" if scratch else "that has weights"
-    return f"--lr {lr:g} is above the {usual:g} that runs of models {kind} and of this size are " \
-           "published with at most: the loss may rise (docs/planning.md)" if lr > usual else ""
+    return f"--lr {lr:g} is above {usual:g}, the most that is usual for a model of " \
+           f"{units.count(parameters)} parameters {kind}: the loss may rise (docs/planning.md)" \
+        if lr > usual else ""
 
 
 def doubts(opts: Options, steps: int, has_validation: bool) -> list[str]:

@@ -94,7 +94,7 @@ class Estimates:
 def tell(opts: Options, setting: Setting) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
     usable = opts.plan_gpu_memory * USABLE
-    log.info(f"memory per GPU, traced row by row: {setting.seq_length} tokens per sample, "
+    log.info(f"memory per GPU, traced row by row: {setting.seq_length:,} tokens per sample, "
              f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g} GiB, the "
              "rest is for CUDA, NCCL, fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")

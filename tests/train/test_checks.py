@@ -80,13 +80,14 @@ def test_what_is_odd_is_told_in_a_line(argv: tuple, steps: int, told: str) -> No
 
 
 @pytest.mark.parametrize(("lr", "parameters", "scratch", "usual"), [
-    (1e-2, 1e6, True, ""), (0.05, 1e6, True, "above the 0.03"), (3e-3, 135e6, True, ""),
-    (4e-3, 135e6, True, "above the 0.003"), (3e-4, 7e9, False, ""),
-    (1e-3, 7e9, False, "above the 0.0003"), (1e-3, 135e6, False, ""), (1e-3, 7e9, True, "")])
+    (1e-2, 1e6, True, ""), (0.05, 1e6, True, "above 0.03, the most that"), (3e-3, 135e6, True, ""),
+    (4e-3, 135e6, True, "above 0.003,"), (3e-4, 7e9, False, ""),
+    (1e-3, 7e9, False, "above 0.0003,"), (1e-3, 135e6, False, ""), (1e-3, 7e9, True, "")])
 def test_a_learning_rate_is_compared_with_published_ones(lr: float, parameters: float,
                                                          scratch: bool, usual: str) -> None:
     found = checks.rate_doubt(lr, int(parameters), scratch)
     assert usual in found and bool(usual) == bool(found)
+    assert not found or " parameters from scratch:" in found or " that has weights:" in found
 
 
 def test_a_run_that_has_begun_with_a_large_rate_goes_on() -> None:
