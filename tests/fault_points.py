@@ -1,7 +1,7 @@
 """Faults at file operations: those below a directory are counted, and at one of them it happens.
 
-Operations: create write fsync rename link mkdir unlink rmdir, of Python code in all threads of this
-process.
+Operations: create write fsync rename link mkdir unlink rmdir, and read (a file that is opened for
+it) where it is asked for, of Python code in all threads of this process.
 """
 # What pathlib stands on is watched here:
 # ruff: noqa: PTH100, PTH104, PTH115, PTH116, PTH118, PTH120
@@ -35,8 +35,8 @@ class Fault:
     act: kill (before it), torn (half of a write, then kill), power (as kill, and what was not
     fsynced is lost: what was written gone, renames undone), pause (for `seconds`), or the name of
     an errno that it fails with. times: how many operations from that one on. kinds, match:
-    operations that count, and a part of their paths. report: file that gets a line `kind path` for
-    each.
+    operations that count, and a part of their paths (or several, with `|` between). report: file
+    that gets a line `kind path` for each.
     """
 
     under: str
@@ -62,7 +62,8 @@ class Fault:
 
     def meet(self, kind: str, path: str) -> bool:
         """Count an operation that is about to happen; True when a write is to be torn."""
-        if not self.is_ours(path) or kind not in self.kinds or self.match not in path:
+        if not self.is_ours(path) or kind not in self.kinds \
+                or not any(part in path for part in self.match.split("|")):
             return False
         self.count += 1
         if self.report:
@@ -100,8 +101,10 @@ class Fault:
         return path.startswith(self.under)
 
     def _opened(self, file: Any, mode: str = "r", *args: Any, **how: Any) -> Any:
-        opened = _open(file, mode, *args, **how)
         path = str(file) if isinstance(file, int) else os.path.abspath(os.fspath(file))
+        if not set("wax+") & set(mode):
+            self.meet("read", path)
+        opened = _open(file, mode, *args, **how)
         return _File(opened, path, self) if self.is_ours(str(path)) and set("wax+") & set(mode) \
             else opened
 

@@ -36,8 +36,11 @@ def _modules(pattern: str) -> list[str]:
 
 
 _FAMILIES = [f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama")]
-_IMPORTS = {"stages": [*_modules("lib/*/*.py"), *_FAMILIES, "datasets", "matplotlib.pyplot",
-                        "torch.utils.tensorboard", "torch.distributed.checkpoint", "yaml"],
+_IMPORTS = {"stages": [*_modules("lib/*/*.py"), *_FAMILIES, "datasets",
+                       "matplotlib.backends.backend_agg",
+                       "tensorboard.compat.proto.event_pb2",
+                       "tensorboard.summary.writer.record_writer",
+                       "torch.distributed.checkpoint", "yaml"],
             "bare": ["torch._dynamo", "torch.onnx", "torch.testing", "torch.distributed.fsdp",
                        "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
                        "torch.distributed.pipelining", "torch.nn.attention.flex_attention",
@@ -137,7 +140,7 @@ def _save_work() -> None:
 
     offline.enable = enable
     # Pictures are half of the work of a tiny run.
-    plot.loss = lambda *rows: None
+    plot.Curve.draw = lambda *where: None
 
 
 def _read_settings() -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,3 +222,37 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(server: Server, outputs: Pat
         "quarantine", "step_00000011.tmp-1", ".trash-step_00000004-1"}
     assert {p.name.partition("-")[0] for p in commit.quarantined(checkpoints)} == {
         "step_00000098", "step_00000099"}
+
+
+def test_a_disk_that_fails_to_read_is_no_damage(server: Server, outputs: Path):
+    """For good, on one rank: all stop, and nothing is moved. For a moment: tried again."""
+    names = sorted(p.name for p in step(outputs).parent.iterdir())
+    fault = Fault(str(outputs), 1, "ESTALE", times=10**6, kinds=("read",),
+                  match="step_00000010/dcp")
+    done = server.run(*run_options(outputs), ranks=2, faults={1: fault}, expect=1)
+    assert done.wait() == [1, 1] and "that does not mean that it is damaged" in done.output
+    assert "Traceback" not in done.output
+    assert sorted(p.name for p in step(outputs).parent.iterdir()) == names
+    fault.act, fault.times = "EIO", 2
+    done = server.run(*run_options(outputs), ranks=2, faults={0: fault})
+    assert begun_at(outputs) == NEWEST and "set aside" not in done.output
+
+
+def test_whole_ones_in_quarantine_come_back_by_the_command_that_is_printed(
+        server: Server, outputs: Path, undisturbed: Callable[..., Undisturbed]):
+    """As versions left them that took an error of reading for damage; one of them is damaged."""
+    checkpoints = outputs / "run" / "checkpoints"
+    with (outputs / "run" / "events.jsonl").open("a") as file:
+        for checkpoint in commit.scan(checkpoints):
+            commit.quarantine(checkpoint, "")
+            file.write(json.dumps({"time": "", "event": "quarantine", "step": checkpoint.step,
+                                   "reason": "[Errno 116] Stale file handle: 'x'"}) + "\n")
+    [newest] = (checkpoints / "quarantine").glob(f"step_{NEWEST:08d}-*")
+    damage(newest / FILES[0], "flipped bit")
+    done = server.run(*run_options(outputs), expect=3)
+    assert f"step {BEFORE} is whole" in done.output
+    [move] = [line.partition("run:")[2] for line in done.output.splitlines() if "run:" in line]
+    subprocess.run(move, shell=True, check=True, cwd=server.root)
+    server.run(*run_options(outputs))
+    assert begun_at(outputs) == BEFORE
+    undisturbed().require_same(outputs)

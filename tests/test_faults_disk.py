@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lib.checkpoints import commit
 from tests.fault_points import Fault
@@ -51,14 +52,31 @@ def size_of_one(server: Server, tmp_path: Path) -> int:
     return sum(p.stat().st_blocks * 512 for p in one.path.rglob("*") if p.is_file()) // KIB
 
 
-@pytest.mark.parametrize("asynchronous", [
-    "on", pytest.param("off", marks=pytest.mark.long)])
-def test_a_small_disk_keeps_the_newest(server: Server, disk: Callable[[int], Path], tmp_path: Path,
-                                       undisturbed: Callable[..., Undisturbed], asynchronous: str):
-    """All should be kept, and there is room for three and a half."""
+@pytest.mark.parametrize("keep", [
+    ("--ckpt-keep", 0), pytest.param(("--ckpt-keep", 50), marks=pytest.mark.long),
+    pytest.param(("--ckpt-keep", 2, "--ckpt-keep-every", 2), marks=pytest.mark.long)])
+def test_a_small_disk_loses_nothing_that_is_to_be_kept(
+        server: Server, disk: Callable[[int], Path], tmp_path: Path,
+        undisturbed: Callable[..., Undisturbed], keep: tuple[object, ...]):
+    """There is room for three and a half: what comes then is skipped, told, and ends the run.
+
+    With fewer to keep the same run goes on, and each deletion is an event.
+    """
     outputs = disk(int(3.5 * size_of_one(server, tmp_path)) + 256) / "outputs"
-    server.run(*run_options(outputs, "--ckpt-keep", 0, "--ckpt-async", asynchronous))
-    assert valid_steps(outputs)[:2] == [12, 10]
+    server.run(*run_options(outputs, *keep), expect=-9, faults={0: Fault(
+        str(outputs), 2, kinds=("write",), match="step_00000004.tmp-")})
+    [left] = [p.name for p in (outputs / "run" / "checkpoints").iterdir() if ".tmp-" in p.name]
+    done = server.run(*run_options(outputs, *keep), expect=4)
+    assert done.output.count("NOT SAVED") == 2 and "--ckpt-keep" in done.output
+    assert valid_steps(outputs) == [6, 4, 2]
+    assert [(e["event"], e["step"]) for e in events(outputs)] == [
+        ("start", 0), ("save", 2), ("clean", 0), ("resume", 2), ("save", 4), ("save", 6),
+        ("disk_full", 8), ("disk_full", 10), ("disk_full", 12)]
+    assert [e["paths"] for e in events(outputs) if e["event"] == "clean"] == [[left]]
+    server.run(*run_options(outputs, "--ckpt-keep", 2))
+    assert begun_at(outputs) == 6 and valid_steps(outputs) == [12, 10]
+    assert [step for e in events(outputs) if e["event"] == "prune" for step in e["steps"]] \
+        == [2, 4, 6, 8]
     undisturbed().require_same(outputs)
 
 
@@ -132,3 +150,27 @@ def test_a_read_only_disk(server: Server, disk: Callable[[int], Path],
     assert begun_at(outputs) == 4
     undisturbed().require_same(outputs)
     assert max(valid_steps(outputs)) == STEPS
+
+
+def test_figures_and_logs_may_fail_at_any_time(server: Server, tmp_path: Path,
+                                               undisturbed: Callable[..., Undisturbed]):
+    """No room, from before the first step to some later one: told once, and nothing is lost."""
+    outputs = tmp_path / "outputs"
+    done = server.run(*run_options(outputs, "--ckpt-freq", 6), faults={0: Fault(
+        str(outputs), 1, "ENOSPC", times=40, kinds=("write", "mkdir"),
+        match="metrics.jsonl|events.jsonl|run/state.json|/logs|/tb")})
+    for name in ("metrics.jsonl", "events.jsonl", "state.json", "rank_00000.log",
+                 "TensorBoard's file"):
+        [told] = [line for line in done.output.splitlines() if f"{name} cannot be written" in line]
+        assert "No space left" in told and f"{name} can be written again" in done.output
+    undisturbed().require_same(outputs)
+    assert [e["event"] for e in events(outputs)] == ["start", "save", "save", "complete"]
+    log = (outputs / "run" / "logs" / "rank_00000.log").read_text()
+    assert all(f"'global_step': {step}," in log for step in range(1, STEPS + 1))
+    board = EventAccumulator(str(outputs / "run" / "tb"))
+    board.Reload()
+    assert [scalar.step for scalar in board.Scalars("train/loss")] == list(range(1, STEPS + 1))
+    server.run(*run_options(tmp_path / "never"), faults={0: Fault(
+        str(tmp_path / "never"), 1, "EROFS", times=10**6,
+        kinds=("write", "mkdir"), match="metrics.jsonl|events.jsonl|run/state.json|/logs|/tb")})
+    assert valid_steps(tmp_path / "never")[0] == STEPS

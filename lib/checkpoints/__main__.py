@@ -3,25 +3,28 @@
   python -m lib.checkpoints list outputs/exp        sizes and figures; COMMIT, manifest and sizes
   python -m lib.checkpoints verify outputs/exp      … and every byte against its digest
 
-Exits with 3 when one is damaged. Nothing is changed or moved: stage 04 does that when it resumes.
+Exits with 3 when one is damaged, with 1 when a disk fails to read one. Nothing is changed or
+moved: stage 04 does that when it resumes.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
-from lib.checkpoints import commit
+from lib.checkpoints import aside, commit
 from lib.checkpoints.commit import Checkpoint
 from lib.core import log, options, paths, stage, units
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.progress import Progress
 
 _COLUMNS = ("step", "saved", "size", "tokens", "loss", "validation", "state")
 
 
 def main(argv: list[str]) -> None:
-    """Print the table; ArtifactError when a checkpoint is damaged."""
+    """Print the table; ArtifactError when a checkpoint is damaged, StageError when one is unread.
+    """
     parser = options.Parser(__doc__)
     parser.add_argument("action", choices=("list", "verify"), help="what to do")
     parser.add_argument("experiment", metavar="NAME|DIR",
@@ -31,24 +34,44 @@ def main(argv: list[str]) -> None:
     run = paths.existing_experiment(opts.experiment)
     directory = run.checkpoints if run.checkpoints.is_dir() else run.root
     found = commit.scan(directory)
-    aside = commit.quarantined(directory)
-    if not found and not aside:
+    set_aside = commit.quarantined(directory)
+    if not found and not set_aside:
         raise UsageError(f"no checkpoints in {directory}",
                          expected="outputs/<exp> of a run that has saved")
-    rows = [_row(checkpoint, opts.action == "verify") for checkpoint in reversed(found)]
+    rows, unread, damaged = [], 0, 0
+    for checkpoint in reversed(found):
+        try:
+            rows.append(_row(checkpoint, opts.action == "verify"))
+            damaged += rows[-1][-1] not in ("valid", "whole")
+        except (OSError, StageError) as error:
+            rows.append(_without_facts(checkpoint, str(error)))
+            unread += 1
     _print([_COLUMNS, *rows])
-    for path in aside:
+    for path in set_aside:
         log.info(f"set aside: {path}")
-    if damaged := [row for row in rows if row[-1] not in ("valid", "whole")]:
-        raise ArtifactError(f"{units.counted(len(damaged), 'damaged checkpoint')} of {len(rows)}",
+    if opts.action == "verify":
+        _tell_whole(directory)
+    if damaged:
+        raise ArtifactError(f"{units.counted(damaged, 'damaged checkpoint')} of {len(rows)}",
                             expected="stage 04 takes the newest that is valid, and sets damaged "
                                      "newer ones aside")
+    if unread:
+        raise StageError(f"of {units.counted(len(rows), 'checkpoint')}, {unread} cannot be read",
+                         expected="a disk and a mount that answer (`dmesg` tells more)")
+
+
+def _tell_whole(checkpoints: Path) -> None:
+    """Say which of those set aside are whole, and how they come back."""
+    for checkpoint in aside.unread(checkpoints):
+        if not checkpoint.problems() + checkpoint.content_problems(0, 1):
+            log.info("whole, and set aside only because a disk failed to read it; it comes back "
+                     f"by: {aside.brought_back(checkpoint)}")
 
 
 def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
     problems = checkpoint.problems()
     if problems:
-        return (str(checkpoint.step), *[""] * (len(_COLUMNS) - 2), problems[0])
+        return _without_facts(checkpoint, problems[0])
     facts, entries = checkpoint.commit(), checkpoint.manifest()["files"]
     size = sum(entry["bytes"] for entry in entries)
     if deep:
@@ -61,6 +84,10 @@ def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
     return (str(checkpoint.step), saved, units.size(size), f"{facts.get('tokens', 0):,}",
             _figure(facts.get("loss")), _figure(facts.get("eval_loss")),
             problems[0] if problems else "valid" if deep else "whole")
+
+
+def _without_facts(checkpoint: Checkpoint, state: str) -> tuple[str, ...]:
+    return (str(checkpoint.step), *[""] * (len(_COLUMNS) - 2), state)
 
 
 def _figure(value: float | None) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, log, manifest, paths, publish, records, unfinished, units
-from lib.core.errors import ArtifactError, DiskFullError
+from lib.core import hashing, log, manifest, paths, publish, reading, records, unfinished, units
+from lib.core.errors import ArtifactError, DiskFullError, StageError, is_missing
 
 COMMIT = "COMMIT.json"
 MANIFEST = paths.MANIFEST
@@ -36,6 +37,7 @@ OPTIMIZER = "optimizer_"  # in the names of files that hold nothing but its stat
 TRAIN_STATE = "train_state.json"
 RNG = "rng.safetensors"
 KIND = "checkpoint/1"
+QUARANTINE = "quarantine"
 _FEWEST = 2  # checkpoints that no retention goes below
 _READERS = 4  # files that a rank hashes at a time
 _MARGIN = 1.15  # times the last checkpoint's size
@@ -50,7 +52,13 @@ class Checkpoint:
     step: int
 
     def problems(self) -> list[str]:
-        """Return what is wrong with COMMIT, manifest and sizes; nothing is hashed but these two."""
+        """Return what is wrong with COMMIT, manifest and sizes; nothing is hashed but these two.
+
+        Raises StageError when a disk fails to read them, for some seconds: that is no damage.
+        """
+        return reading.patiently(self._problems)
+
+    def _problems(self) -> list[str]:
         try:
             commit = self.commit()
             if commit.pop("digest") != _digest(commit):
@@ -61,28 +69,31 @@ class Checkpoint:
             if commit["step"] != self.step:
                 return [f"{COMMIT} is of step {commit['step']}"]
             return manifest.damages(self.path, self.manifest(), deep=False)
-        except FileNotFoundError as error:
-            return [f"{Path(error.filename).name} is missing"]
         except OSError as error:
-            return [str(error)]
+            if not is_missing(error):
+                raise
+            return [f"{Path(error.filename).name} is missing"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return [f"{COMMIT} or {MANIFEST} cannot be read ({error})"]
 
     def content_problems(self, part: int, parts: int, for_export: bool = False) -> list[str]:
         """Return which files have other content than when written, of an equal share of them.
 
-        for_export: the optimizer's files are not read, so they are left out.
+        for_export: the optimizer's files are not read, so they are left out. Raises StageError
+        when a disk fails to read them, for some seconds: that is no damage.
         """
+        def damage(entry: dict[str, Any]) -> str:
+            return reading.patiently(
+                lambda: manifest.damage(self.path / entry["path"], entry, deep=True))
+
         try:
-            entries = [entry for entry in self.manifest()["files"]
-                       if not (for_export and OPTIMIZER in entry["path"])]
-            share = sorted(entries, key=lambda entry: -entry["bytes"])[part::parts]
-            with ThreadPoolExecutor(_READERS) as readers:
-                return list(filter(None, readers.map(
-                    lambda entry: manifest.damage(self.path / entry["path"], entry, deep=True),
-                    share)))
-        except OSError as error:  # a disk that fails to read is as good as damage
-            return [str(error)]
+            files = reading.patiently(self.manifest)["files"]
+        except OSError:  # it has just gone
+            return [f"{MANIFEST} is missing"]
+        entries = [entry for entry in files if not (for_export and OPTIMIZER in entry["path"])]
+        share = sorted(entries, key=lambda entry: -entry["bytes"])[part::parts]
+        with ThreadPoolExecutor(_READERS) as readers:
+            return list(filter(None, readers.map(damage, share)))
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest, unchecked."""
@@ -102,13 +113,30 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def scan(checkpoints: Path) -> list[Checkpoint]:
-    """Return the checkpoints by their directory names, newest step first."""
-    if not checkpoints.is_dir():
+    """Return the checkpoints by their directory names, newest step first.
+
+    Raises StageError when a disk fails to read the directory: that does not mean there are none.
+    """
+    found = [(paths.step_of(p.name), p) for p in _in(checkpoints)]
+    return sorted((Checkpoint(path, step) for step, path in found
+                   if step is not None and _is_directory(path) and not _is_discarded(path)),
+                  key=lambda c: c.step, reverse=True)
+
+
+def _in(directory: Path) -> list[Path]:
+    """Return what a directory holds, nothing when there is no such directory."""
+    try:
+        return reading.patiently(lambda: sorted(directory.iterdir()))
+    except OSError:  # it is not there
         return []
-    named = [(paths.step_of(p.name), p) for p in checkpoints.iterdir() if p.is_dir()]
-    found = [Checkpoint(path, step) for step, path in named
-             if step is not None and not _is_discarded(path)]
-    return sorted(found, key=lambda c: c.step, reverse=True)
+
+
+def _is_directory(path: Path) -> bool:
+    # Not `is_dir`, to which (Python 3.14) an error of the disk is a "no".
+    try:
+        return stat.S_ISDIR(reading.patiently(path.stat).st_mode)
+    except OSError:  # it has just gone
+        return False
 
 
 def attempt_directory(checkpoints: Path, step: int) -> Path:
@@ -158,7 +186,7 @@ def give_name(attempt: Path, step: int) -> Checkpoint:
 
 def quarantine(checkpoint: Checkpoint, why: str) -> Path:
     """Move a checkpoint aside for a person to look at; it is never deleted by a program."""
-    aside = checkpoint.path.parent / "quarantine"
+    aside = checkpoint.path.parent / QUARANTINE
     aside.mkdir(exist_ok=True)
     target = aside / f"{checkpoint.path.name}-{time.time_ns():x}"
     checkpoint.path.rename(target)
@@ -175,19 +203,19 @@ def supersede(checkpoints: Path, step: int, why: str) -> None:
 
 def quarantined(checkpoints: Path) -> list[Path]:
     """Return what was set aside."""
-    aside = checkpoints / "quarantine"
-    return sorted(aside.iterdir()) if aside.is_dir() else []
+    return _in(checkpoints / QUARANTINE)
 
 
-def clean(checkpoints: Path) -> bool:
-    """Remove what killed saves and interrupted deletions left; tell whether there was any."""
-    there = list(checkpoints.iterdir()) if checkpoints.is_dir() else []
-    discard(half := [path for path in there if _is_discarded(path)])
+def clean(checkpoints: Path) -> list[str]:
+    """Remove what killed saves and interrupted deletions left; return the names that are gone."""
+    there = _in(checkpoints)
+    half = [path for path in there if _is_discarded(path)]
+    discard(half)
     found = [path for path in there if _OURS.fullmatch(path.name)
              and (unfinished.is_ours(path) or unfinished.is_bare(path))]
     for path in found:
         remove(path)
-    return bool(found or half)
+    return [path.name for path in half + found if not path.exists()]
 
 
 def remove(attempt: Path) -> None:
@@ -202,11 +230,11 @@ def prune(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
     Kept are the newest `keep` (two at least: the newest may turn out damaged), the one with the
     lowest validation loss, the steps that are multiples of keep_every, and while steps are bad the
     newest one before them, to which the run may roll back. keep: 0 keeps all. Damaged ones neither
-    count nor are deleted.
+    count nor are deleted. Raises StageError, and deletes nothing, when one cannot be read.
     """
-    intact = [c for c in scan(checkpoints) if not c.path.is_symlink() and not c.problems()]
     if not keep:
         return []
+    intact = [c for c in scan(checkpoints) if not c.path.is_symlink() and not c.problems()]
     newest = max(keep, _FEWEST)
     kept = {c.step for c in intact[:newest]}
     kept |= {c.step for c in intact if keep_every and c.step % keep_every == 0}
@@ -250,18 +278,15 @@ def _is_discarded(path: Path) -> bool:
         and not (path / COMMIT).exists()
 
 
-def make_room(checkpoints: Path) -> bool:
-    """Delete leftovers and all but the newest intact checkpoints; tell whether any went."""
-    leftovers = clean(checkpoints)
-    return bool(prune(checkpoints, _FEWEST)) or leftovers
-
-
 def require_room(checkpoints: Path) -> None:
     """Raise DiskFullError when another checkpoint like the last one will not fit."""
-    newest = next((c for c in scan(checkpoints) if not c.problems()), None)
-    if newest is None:
+    try:
+        newest = next((c for c in scan(checkpoints) if not c.problems()), None)
+        files = newest.manifest()["files"] if newest else []
+        free = shutil.disk_usage(checkpoints).free if newest else 0
+    except (OSError, StageError):  # the save itself will tell what the disk is like
         return
-    needed = int(_MARGIN * sum(entry["bytes"] for entry in newest.manifest()["files"]))
-    if (free := shutil.disk_usage(checkpoints).free) < needed:
+    needed = int(_MARGIN * sum(entry["bytes"] for entry in files))
+    if free < needed:
         raise DiskFullError(f"no room for a checkpoint in {checkpoints}",
-                            expected=f"{units.size(needed)} free", found=units.size(free))
+                            expected=f"{units.size(needed)} free", found=f"{units.size(free)} free")

@@ -74,8 +74,8 @@ class HyperPodTier(tier.Tier):
     where = "the cluster's memory"
 
     def __init__(self, address: str, experiment: str, run: str, control: dist.ProcessGroup,
-                 saving: dist.ProcessGroup) -> None:
-        self._control, self._saving = control, saving
+                 saving: dist.ProcessGroup, note: tier.Note = tier.unnoted) -> None:
+        self.note, self._control, self._saving = note, control, saving
         self._rank, self._ranks = dist.get_rank(control), dist.get_world_size(control)
         self._namespace = f"{_NO_NAME.sub('-', experiment)[:40]}-{run}"
         self._client = _client(address, self._namespace, self._rank, self._ranks)
@@ -120,13 +120,15 @@ class HyperPodTier(tier.Tier):
         """Tell whether a checkpoint is one of these."""
         return isinstance(checkpoint, _Stored)
 
-    def remove(self) -> None:
-        """Delete them all: the run is complete."""
+    def remove(self, step: int) -> None:
+        """Delete them all: the run is complete, at this step."""
         if self._rank != 0:
             return
         try:
             if self._client.get_namespace_config():
+                there = self._steps()
                 self._client.delete_namespace()
+                self.note_deleted(step, there, "the run is complete")
         except Exception as error:
             log.warn(f"checkpoints are left in {self.where}, in {self._namespace}: {_text(error)}")
 
@@ -136,7 +138,7 @@ class HyperPodTier(tier.Tier):
         Raises ArtifactError when that fails: a later launch would take it for this run's.
         """
         try:
-            self._discard(step)
+            self.note_deleted(step, self._discard(step), why)
         except Exception as error:
             raise ArtifactError(
                 f"checkpoints after step {step} cannot be deleted in {self.where}, though {why}",
@@ -168,7 +170,10 @@ class HyperPodTier(tier.Tier):
         if self._rank != 0:
             return
         if not self._is_for_these_ranks():
-            self._client.delete_namespace()  # the run has gone on from elsewhere with others
+            # The run has gone on from elsewhere with others.
+            there = self._steps()
+            self._client.delete_namespace()
+            self.note_deleted(0, there, "they are of another number of ranks")
         self._client.get_or_create_namespace()
 
     def _is_for_these_ranks(self) -> bool:
@@ -178,7 +183,8 @@ class HyperPodTier(tier.Tier):
 
     def _put(self, snapshot: Snapshot) -> dict[str, Any]:
         # Later steps are of a course that was left; beside them this one would be dropped as old.
-        self._discard(snapshot.step - 1)
+        self.note_deleted(snapshot.step, self._discard(snapshot.step - 1),
+                          "the run has gone on from an earlier step")
         data = _safetensors(tier.tensors_of(snapshot))
         self._client.put_checkpoint(snapshot.step, data, rank=self._rank, timeout=_PART_S)
         return {"bytes": len(data), "digest": hashing.bytes_digest(data)}
@@ -232,16 +238,20 @@ class HyperPodTier(tier.Tier):
             params={"limit": _LISTED}, allow_404=True)
         return [] if answer.status_code == 404 else sorted(map(int, answer.json()), reverse=True)
 
-    def _discard(self, step: int) -> None:
-        """Delete this rank's slots of later steps than this one; rank 0 also the COMMIT, first."""
+    def _discard(self, step: int) -> list[int]:
+        """Delete this rank's slots of later steps than this one; rank 0 also the COMMIT, first.
+
+        Returns these steps.
+        """
         from amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions import (
             InMemoryResourceNotFoundError,
         )
-        for later in self._steps():
+        gone = [later for later in self._steps() if later > step]
+        for later in gone:
             for slot in ([self._ranks, 0] if self._rank == 0 else [self._rank]):
-                if later > step:
-                    with suppress(InMemoryResourceNotFoundError):
-                        self._client.delete_checkpoint(later, rank=slot)
+                with suppress(InMemoryResourceNotFoundError):
+                    self._client.delete_checkpoint(later, rank=slot)
+        return gone
 
 
 def _client(address: str, namespace: str, rank: int, ranks: int) -> InMemoryCheckpointClient:

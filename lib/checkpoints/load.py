@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lib.checkpoints import commit, state
-from lib.checkpoints.collective import gather, on_rank_0
+from lib.checkpoints import aside, commit, state
+from lib.checkpoints.collective import on_rank_0, together
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.storage import StrictReader, plain_errors
-from lib.core import log, units
-from lib.core.errors import ArtifactError
+from lib.core import commands, log, units
+from lib.core.errors import ArtifactError, StageError
+
+_PAUSES_S = (1.0, 3.0)  # until all ranks see the same
 
 
 def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
@@ -27,11 +30,12 @@ def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
     before: only of this step or an earlier one. A damaged one is moved to quarantine (and
     `quarantined(step, why)` called on rank 0) and the next older is tried. None when there never
     was one. Raises ArtifactError when there are some, be it in quarantine, and none is valid:
-    training does not silently start again.
+    training does not silently start again. Raises StageError, and moves nothing, when a rank cannot
+    read what is there.
     """
-    candidates, aside = on_rank_0(
+    candidates, set_aside = on_rank_0(
         lambda: (commit.scan(checkpoints), commit.quarantined(checkpoints)), group)
-    refused = [f"{path.name}: in quarantine" for path in aside]
+    refused = [f"{path.name}: in quarantine" for path in set_aside]
     for candidate in candidates:
         if before is not None and candidate.step > before:
             continue
@@ -44,10 +48,19 @@ def newest_valid(checkpoints: Path, group: dist.ProcessGroup,
             quarantined(candidate.step, problems[0])
     if refused:
         raise ArtifactError(f"no valid checkpoint is left in {checkpoints}",
-                            found="\n".join(refused[-8:]),
-                            expected="look at checkpoints/quarantine/; to train from the start, "
-                                     "use another experiment name or --overwrite")
+                            found="\n".join(refused[-8:]), **_way_back(checkpoints, group))
     return None
+
+
+def _way_back(checkpoints: Path, group: dist.ProcessGroup) -> dict[str, str]:
+    """Return what to do when none is valid, as parts of an error; all ranks must call this."""
+    for candidate in on_rank_0(lambda: aside.unread(checkpoints), group):
+        if not _agreed_problems(candidate, group):
+            return {"hint": f"step {candidate.step:,} is whole: it was set aside when a disk "
+                            "failed to read it; to go on from it:",
+                    "run": aside.brought_back(candidate) + "\n" + commands.again()}
+    return {"expected": "look at checkpoints/quarantine/; to train from the start, use another "
+                        "experiment name or --overwrite"}
 
 
 def require_intact(checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
@@ -57,10 +70,27 @@ def require_intact(checkpoint: Checkpoint, group: dist.ProcessGroup) -> None:
 
 
 def _agreed_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[str]:
-    """Return what any rank found wrong; the ranks share the hashing."""
+    """Return what any rank found wrong; the ranks share the hashing.
+
+    Raises StageError on all when one cannot read its part, or sees other files than the others.
+    """
+    for pause in (*_PAUSES_S, None):
+        seen = together(checkpoint.problems, group)
+        if all(seen) or not any(seen):
+            break
+        if pause is None:
+            rank = next(rank for rank, found in enumerate(seen) if found)
+            raise StageError(f"the ranks do not see the same of {checkpoint.path}; nothing was "
+                             "moved or deleted",
+                             found=f"rank {rank}: {seen[rank][0]}; "
+                                   f"rank {seen.index([])}: all files",
+                             hint="see to the mount on the node of that rank; the same command "
+                                  "then goes on")
+        time.sleep(pause)  # a network file system may show late what is there
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    mine = checkpoint.problems() or checkpoint.content_problems(rank, world_size)
-    return list(dict.fromkeys(problem for part in gather(mine, group) for problem in part))
+    found = seen if any(seen) else together(
+        lambda: checkpoint.content_problems(rank, world_size), group)
+    return list(dict.fromkeys(problem for part in found for problem in part))
 
 
 def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,

@@ -27,9 +27,9 @@ from lib.checkpoints.collective import gather, on_rank_0, together
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, facts
 from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
-from lib.checkpoints.tier import Tier, tensors_of
-from lib.core import manifest, paths, publish, unfinished
-from lib.core.errors import UsageError
+from lib.checkpoints.tier import Note, Tier, tensors_of, unnoted
+from lib.core import log, manifest, paths, publish, unfinished
+from lib.core.errors import StageError, UsageError
 
 _KEEP = 2
 
@@ -45,14 +45,17 @@ class LocalTier(Tier):
     where = "the nodes' own disks"
 
     def __init__(self, directory: Path, control: dist.ProcessGroup, saving: dist.ProcessGroup,
-                 ) -> None:
-        self._directory = directory
+                 note: Note = unnoted) -> None:
+        self._directory, self.note = directory, note
         self._control, self._saving = control, saving
         self._rank, self._ranks = dist.get_rank(control), dist.get_world_size(control)
         self._node = self._ranks_that_share()
         self._leads = self._rank == self._node[0]
-        if self._leads:
-            commit.clean(directory)
+        self._prune_may_fail = log.Tolerated(f"old checkpoints in {directory}", OSError, StageError,
+                                             done="deleted")
+        cleaned = gather(commit.clean(directory) if self._leads else [], control)
+        if left := [name for names in cleaned for name in names]:
+            note("clean", 0, paths=left, where=self.where)
 
     def write(self, snapshot: Snapshot) -> Checkpoint:
         """Commit what all ranks captured: on all nodes or on none.
@@ -69,13 +72,22 @@ class LocalTier(Tier):
         except BaseException:
             commit.remove(attempt)
             raise
-        if self._leads:
-            final = attempt.with_name(paths.step_name(snapshot.step))
-            if final.exists():  # of an earlier launch, which some other node has lost
-                commit.discard([final])
-            commit.give_name(attempt, snapshot.step)
-            commit.prune(self._directory, _KEEP)
+        gone = together(lambda: self._publish(attempt, snapshot.step), self._saving)
+        self.note_deleted(snapshot.step, gone[0])
         return Checkpoint(self._directory / paths.step_name(snapshot.step), snapshot.step)
+
+    def _publish(self, attempt: Path, step: int) -> list[int]:
+        """Name what this node has sealed; return the steps that went for it."""
+        if not self._leads:
+            return []
+        final, gone = attempt.with_name(paths.step_name(step)), []
+        if final.exists():  # of an earlier launch, which some other node has lost
+            commit.discard([final])
+            gone.append(step)
+        commit.give_name(attempt, step)
+        with self._prune_may_fail:
+            gone += commit.prune(self._directory, _KEEP)
+        return gone
 
     def newest_valid(self, identity: dict[str, Any], after: int,
                      quarantined: Callable[[int, str], None], before: int | None = None,
@@ -83,10 +95,10 @@ class LocalTier(Tier):
         """Return the newest checkpoint that is whole on every node, every byte of it.
 
         identity: as of the run now; others are left out. after: only a later step than this one.
-        before: only this step or an earlier one. A damaged part is moved to quarantine, and
-        `quarantined(step, why)` called on rank 0.
+        before: only this step or an earlier one. A damaged part is moved to quarantine, one that a
+        disk fails to read is left where it is, and `quarantined(step, why)` called on rank 0.
         """
-        there = {c.step: c.commit() for c in commit.scan(self._directory) if not c.problems()}
+        there = self._whole()
         mine = {(step, found["save"]) for step, found in there.items()
                 if found["world_size"] == self._ranks and found["ranks"] == self._node
                 and not publish.differences(found["identity"], identity)}
@@ -95,15 +107,37 @@ class LocalTier(Tier):
             if step <= after or (before is not None and step > before):
                 continue
             checkpoint = Checkpoint(self._directory / paths.step_name(step), step)
-            found = checkpoint.content_problems(self._node.index(self._rank), len(self._node))
-            problems = [text for part in gather(found, self._control) for text in part]
+            found, is_read = self._content_problems(checkpoint)
+            parts = gather((found, is_read), self._control)
+            problems = [text for part, _ in parts for text in part]
             if not problems:
                 return checkpoint
-            if self._leads:
+            if self._leads and all(is_read for _, is_read in parts):
                 commit.quarantine(checkpoint, problems[0])
             if self._rank == 0:
                 quarantined(step, f"on a node's own disk: {problems[0]}")
         return None
+
+    def _whole(self) -> dict[int, dict[str, Any]]:
+        """Return by step what COMMIT says of those that are whole on this node, as sizes tell.
+
+        A disk that fails to read costs this tier, and never the run, which has the shared ones.
+        """
+        there = {}
+        try:
+            for checkpoint in commit.scan(self._directory):
+                if not checkpoint.problems():
+                    there[checkpoint.step] = checkpoint.commit()
+        except (OSError, StageError) as error:
+            log.warn(f"a checkpoint in {self._directory} is left where it is: {error}")
+        return there
+
+    def _content_problems(self, checkpoint: Checkpoint) -> tuple[list[str], bool]:
+        """Return what this rank found wrong, and whether it could read its part."""
+        try:
+            return checkpoint.content_problems(self._node.index(self._rank), len(self._node)), True
+        except (OSError, StageError) as error:
+            return [str(error)], False
 
     def holds(self, checkpoint: Checkpoint) -> bool:
         """Tell whether a checkpoint is one of these."""
@@ -115,11 +149,15 @@ class LocalTier(Tier):
         with torch.no_grad(), plain_errors():
             dcp.load(tensors, storage_reader=reader, no_dist=True)
 
-    def remove(self) -> None:
-        """Delete them all: the run is complete."""
-        if self._leads:
+    def remove(self, step: int) -> None:
+        """Delete them all: the run is complete, at this step."""
+        if not self._leads:
+            return
+        with self._prune_may_fail:
             commit.clean(self._directory)
-            commit.discard(c.path for c in commit.scan(self._directory))
+            there = commit.scan(self._directory)
+            commit.discard(c.path for c in there)
+            self.note_deleted(step, [c.step for c in there], "the run is complete")
             with suppress(OSError):  # what was set aside stays
                 self._directory.rmdir()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,7 @@ class HostCopies:
     What comes before the tensors change waits for the copies: the optimizer's next step by itself,
     anything else (loading a checkpoint, say) by `wait`. The memory is kept: to allocate, pin and
     touch it again would cost as much as the copy. bytes: host memory that the copies take on this
-    rank.
+    rank. waited: seconds that the optimizer's next step waited on the host for the last copies.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,7 @@ class HostCopies:
         self._on_gpu: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self.waited = 0.0
 
     @property
     def bytes(self) -> int:
@@ -69,6 +71,7 @@ class HostCopies:
             self._on_gpu.synchronize()
 
     def _begin(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self.waited = 0.0
         on_gpu = [pair for pair in pairs if pair[1].is_cuda]
         self._on_cpu = self._thread.submit(_copy, [p for p in pairs if not p[1].is_cuda])
         if on_gpu:
@@ -81,7 +84,9 @@ class HostCopies:
     def _before_step(self, *_: Any) -> None:
         """Hold the optimizer's kernels back until the copies are whole; the host goes on."""
         if self._on_cpu is not None:
+            began = time.monotonic()
             self._on_cpu.result()
+            self.waited = time.monotonic() - began
         if self._on_gpu is not None:
             torch.cuda.current_stream().wait_event(self._on_gpu)
 

@@ -16,13 +16,28 @@ from lib.checkpoints.save import Snapshot
 _RANDOM = "random."  # prefix of random states among the tensors
 
 
+Note = Callable[..., None]  # notes an event of the run: its name, step and facts
+
+
+def unnoted(event: str, step: int, **facts: Any) -> None:
+    """Note nothing."""
+
+
 class Tier(ABC):
     """Checkpoints of one run, each rank's state as it is, for as many ranks as wrote them.
 
-    where: the place, as a sentence names it. All ranks must call everything here together.
+    where: the place, as a sentence names it. note: is told what is deleted. All ranks must call
+    everything here together.
     """
 
     where: str
+    note: Note
+
+    def note_deleted(self, step: int, steps: list[int], why: str = "") -> None:
+        """Note which checkpoints are gone, if any. step: that of the run."""
+        if steps:
+            self.note("prune", step, steps=steps, where=self.where,
+                      **({"reason": why} if why else {}))
 
     @abstractmethod
     def write(self, snapshot: Snapshot) -> Checkpoint:
@@ -44,8 +59,8 @@ class Tier(ABC):
         """Tell whether a checkpoint is one of these."""
 
     @abstractmethod
-    def remove(self) -> None:
-        """Delete them all: the run is complete."""
+    def remove(self, step: int) -> None:
+        """Delete them all: the run is complete, at this step."""
 
     @abstractmethod
     def supersede(self, step: int, why: str) -> None:

@@ -19,6 +19,9 @@ Result = TypeVar("Result")
 
 EXIT_DONE, EXIT_BUG, EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL, EXIT_PREEMPTED = 0, 1, 2, 3, 4, 75
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FAILED_ERRNOS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EUCLEAN,
+                       errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN}
+_MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 class StageError(Exception):
@@ -116,7 +119,7 @@ def from_os_error(error: OSError) -> StageError | None:
     if error.errno in _DISK_FULL_ERRNOS:
         return DiskFullError(f"no room to write{where} ({error.strerror})",
                              expected="free space there (`df -h`), then run the same command again")
-    if error.errno == errno.EIO:
+    if error.errno in _DISK_FAILED_ERRNOS:
         return StageError(f"a disk or file system failed{where} ({error.strerror})",
                           expected="a sound one (`dmesg` tells more)",
                           hint="the same command goes on from what was finished")
@@ -124,3 +127,11 @@ def from_os_error(error: OSError) -> StageError | None:
                        errno.ENAMETOOLONG, errno.EEXIST, errno.ELOOP}:
         return UsageError(f"{error.strerror}{where}")
     return None
+
+
+def is_missing(error: OSError) -> bool:
+    """Tell whether an error of reading says that a file is not there.
+
+    Any other one (of the disk, of a network file system, of permissions) says nothing of the file.
+    """
+    return error.errno in _MISSING_ERRNOS

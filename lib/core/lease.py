@@ -173,16 +173,15 @@ class Lease:
         aside.unlink()
 
     def _beat(self) -> None:
+        may_fail = log.Tolerated(str(self._path))  # the lock of the kernel is still held then
         while not self._ended.wait(BEAT_S):
-            try:
+            with may_fail:
                 if not self._is_own():
                     return
                 self._beats += 1
                 if not self._path.exists():
                     self._make_again()
                 self._write()
-            except OSError as error:  # a full disk; the lock of the kernel is still held
-                log.warn(f"{self._path} could not be renewed: {error}")
 
     def _is_own(self) -> bool:
         """Tell whether no other process has made a record since; says so where one has."""

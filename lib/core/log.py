@@ -6,6 +6,9 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import TracebackType
+
+from lib.core.appended import AppendedFile
 
 _logger = logging.getLogger("pipeline")
 
@@ -28,6 +31,53 @@ class _Console(logging.StreamHandler):
             super().emit(record)
 
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop a line that cannot be printed: nobody could be told."""
+
+
+class _RankFile(logging.Handler):
+    """Appends each line to a file; that the file fails is told once, on the console."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file, self._may_fail = AppendedFile(path), Tolerated(str(path))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._may_fail:
+            self._file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+
+
+class Tolerated:
+    """Writing that may fail without ending the run: of failures in a row the first one is told.
+
+    >>> with may_fail:          # Tolerated("metrics.jsonl")
+    ...     file.write(line)
+
+    what: is written, or whatever `done` says, as a sentence names it. errors: that may be.
+    """
+
+    def __init__(self, what: str, *errors: type[Exception], done: str = "written") -> None:
+        self._what, self._errors, self._done = what, errors or (OSError,), done
+        self.is_failing = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> bool:
+        if error is not None and not isinstance(error, self._errors):
+            return False
+        if (error is not None) != self.is_failing:
+            self.is_failing = error is not None
+            if error is None:
+                info(f"{self._what} can be {self._done} again")
+            else:
+                why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                warn(f"{self._what} cannot be {self._done}: {why}; the run goes on, and this is "
+                     "told once")
+        return True
+
+
 def rank() -> int:
     """Return this process's rank under torchrun, 0 without it."""
     return int(os.environ.get("RANK", "0"))
@@ -43,9 +93,8 @@ def setup() -> None:
 
 
 def add_file(path: Path) -> None:
-    """Also append every line of this rank, with its time, to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    """Also append every line of this rank, with its time, to a file; it may fail at any time."""
+    handler = _RankFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _logger.addHandler(handler)
 
@@ -78,7 +127,7 @@ def error(text: str) -> None:
 
 def _pass_on(text: str, level: int, to_files: bool) -> None:
     for handler in _logger.handlers:
-        if isinstance(handler, logging.FileHandler) == to_files:
+        if isinstance(handler, _RankFile) == to_files:
             handler.handle(_logger.makeRecord(_logger.name, level, "", 0, text, (), None))
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -16,7 +17,7 @@ from typing import Any
 from lib.core import commands, hashing, records
 from lib.core.commands import REDACTED
 from lib.core.config_file import TYPED
-from lib.core.errors import ArtifactError
+from lib.core.errors import ArtifactError, is_missing
 from lib.core.options import VOLATILE
 from lib.core.paths import MANIFEST
 
@@ -106,14 +107,21 @@ def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -
 
 
 def read_if_any(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of a directory, or None when there is none or it is damaged."""
+    """Return the manifest of a directory, or None when there is none or it is damaged.
+
+    Raises OSError when it cannot be read: an artifact whose disk fails is not made anew.
+    """
     try:
         content = records.read_json(directory / MANIFEST)
         whole = isinstance(content["kind"], str) and isinstance(content["summary"], dict) \
             and isinstance(content["identity"], dict) \
             and isinstance(content.get("options", {}), dict) \
             and all(is_sound(entry, content["kind"]) for entry in content["files"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        if not is_missing(error):
+            raise
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return content if whole else None
 
@@ -142,7 +150,9 @@ def is_torn(directory: Path) -> bool:
     """Tell whether a directory has a manifest that is not even JSON."""
     try:
         records.read_json(directory / MANIFEST)
-    except OSError:
+    except OSError as error:
+        if not is_missing(error):
+            raise
         return False
     except ValueError:
         return True
@@ -181,12 +191,19 @@ def damage(path: Path, entry: dict[str, Any], deep: bool,
            advance: Callable[[int], None] = lambda size: None) -> str:
     """Return what is wrong with a file in a sentence, empty when nothing is.
 
-    advance: called with the bytes that were hashed, piece by piece.
+    Raises OSError when the file cannot be read, which says nothing of what it holds. advance:
+    called with the bytes that were hashed, piece by piece.
     """
-    if not path.is_file():
+    try:
+        status = path.stat()
+    except OSError as error:
+        if not is_missing(error):
+            raise
         return f"{path} is missing"
-    if (size := path.stat().st_size) != entry["bytes"]:
-        return f"{path} holds {size} bytes instead of {entry['bytes']}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is missing"
+    if status.st_size != entry["bytes"]:
+        return f"{path} holds {status.st_size} bytes instead of {entry['bytes']}"
     if deep and not hashing.matches(path, entry["digest"], advance):
         return f"{path} has other content than when it was written"
     return ""

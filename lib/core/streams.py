@@ -21,10 +21,14 @@ class _Outlet(io.FileIO):
         self._only_shows = only_shows
 
     def write(self, data: bytes) -> int | None:  # type: ignore[override]
-        """Write, or drop what nobody reads."""
+        """Write, or drop what nobody reads or, for more than a command that shows, has no room."""
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                if self._only_shows:
+                    raise
+                return len(data)
             if self._only_shows:
                 os._exit(EXIT_READER_LEFT)
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, log, manifest, paths, units
+from lib.core import commands, log, manifest, paths, reading, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.core.progress import Progress
@@ -117,7 +117,10 @@ def require_whole(found: Sequence[Artifact]) -> None:
 
 
 def _problem(path: Path, entry: dict[str, Any], advance: Callable[[int], None]) -> str:
-    """Return what is wrong with a file in a sentence, "" when nothing is."""
+    """Return what is wrong with a file in a sentence, "" when nothing is.
+
+    Raises StageError when a disk fails to read it: what is not known to be damaged is not remade.
+    """
     hashed = 0
 
     def count(amount: int) -> None:
@@ -126,9 +129,7 @@ def _problem(path: Path, entry: dict[str, Any], advance: Callable[[int], None]) 
         advance(amount)
 
     try:
-        return manifest.damage(path, entry, deep=True, advance=count)
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        return reading.patiently(lambda: manifest.damage(path, entry, deep=True, advance=count))
     finally:
         advance(entry["bytes"] - hashed)  # of a file that is missing, or cut
 

@@ -15,7 +15,7 @@ from lib.checkpoints.collective import gather, on_rank_0
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.local import LocalTier
 from lib.checkpoints.tier import Tier
-from lib.core import hashing, log, units
+from lib.core import failure, hashing, log, units
 from lib.core.errors import EXIT_BUG, UsageError
 from lib.core.lease import Lease
 from lib.core.options import Options, resolved
@@ -84,7 +84,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     journal = Journal(experiment, world.rank)
     _require_agreement(opts, run_plan, world)
     lease = _claim(opts, experiment, run_plan, inputs, journal, launch, world)
-    tier = _tier(opts, read_config(experiment)["run"], world)
+    tier = _tier(opts, read_config(experiment)["run"], world, journal)
     log.add_file(experiment.rank_log(world.rank))
     model, work = setting.model, startup.work_of(opts, inputs, setting)
     peak, where = flops.device_peak(world.device, setting.precision)
@@ -129,14 +129,14 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     return run
 
 
-def _tier(opts: Options, run: str, world: World) -> Tier | None:
+def _tier(opts: Options, run: str, world: World, journal: Journal) -> Tier | None:
     """Return where frequent checkpoints go, if anywhere; run: the mark of this run."""
     if opts.ckpt_hyperpod:
         return HyperPodTier(opts.ckpt_hyperpod, opts.experiment_name, run, world.control,
-                            world.saving)
+                            world.saving, journal.event)
     if opts.ckpt_local_dir:
         return LocalTier(opts.ckpt_local_dir / f"{opts.experiment_name}-{run}", world.control,
-                         world.saving)
+                         world.saving, journal.event)
     return None
 
 
@@ -182,7 +182,8 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
                        read_config(experiment).get("run", start), launch.marks)
         _copy_model_files(inputs.model_dir, experiment.model, opts.trust_remote_code)
         model_files.require_same(inputs)
-        commit.clean(experiment.checkpoints)
+        if left := commit.clean(experiment.checkpoints):
+            journal.event("clean", 0, paths=left)
         return start
 
     start = on_rank_0(write, world.control)
@@ -199,9 +200,9 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
 def _lease(experiment: Experiment) -> Lease:
     """Hold the experiment's directory for as long as this process lives."""
     def lost(text: str) -> None:
-        log.error(text)
-        os.write(2, f"error: {text}\n".encode())
-        os._exit(EXIT_BUG)  # at once: two launches must not write the same run
+        # At once: two launches must not write the same run.
+        failure.end_at_once(EXIT_BUG, lambda: os.write(2, f"error: {text}\n".encode()),
+                            lambda: log.error(text))
 
     experiment.root.mkdir(parents=True, exist_ok=True)
     return Lease(experiment.lock, lost)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import yaml
 
+from lib.checkpoints import commit
 from lib.core import commands, log, manifest, records
+from lib.core.appended import AppendedFile
+from lib.core.errors import StageError
 from lib.core.paths import Experiment
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,9 @@ class Journal:
 
     def __init__(self, experiment: Experiment, rank: int) -> None:
         self.experiment, self._active = experiment, rank == 0
+        self._events, self._lock, self._is_over = AppendedFile(experiment.events), Lock(), False
+        self._event_may_fail = log.Tolerated(experiment.events.name)
+        self._state_may_fail = log.Tolerated(experiment.state.name, OSError, StageError)
 
     def config(self, resolved: dict[str, Any], identity: dict[str, Any], model_dir: Path,
                launch: str, run: str, launched_by: list[str]) -> None:
@@ -43,32 +47,29 @@ class Journal:
                    "git_commit": git_commit()}
         manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))
 
-    def state(self, **facts: Any) -> None:
-        """Replace state.json: a hint for people and launchers, never the truth."""
-        if self._active:
-            facts["updated"] = now()
-            with told("state.json"):
-                manifest.write_json(self.experiment.state, facts)
+    def state(self, status: str, **facts: Any) -> None:
+        """Replace state.json: a hint for people and launchers, never the truth.
+
+        After another status than `running` that one is written no more: a save in the background
+        may end later than the run. Any thread may call this.
+        """
+        if not self._active:
+            return
+        with self._lock, self._state_may_fail:
+            self._is_over |= status != "running"
+            if status == "running" and self._is_over:
+                return
+            checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
+            manifest.write_json(self.experiment.state, {
+                "status": status, **facts, "checkpoints": checkpoints, "updated": now()})
 
     def event(self, event: str, step: int, **facts: Any) -> None:
-        """Append a line to events.jsonl."""
+        """Append a line to events.jsonl, as soon as the disk has room; any thread may call this."""
         if self._active:
             line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
-            with told(f"the event {event}"), self.experiment.events.open("ab+") as file:
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                    is_torn = file.read(1) != b"\n"  # by a crash: it keeps a line to itself
-                    line = "\n" + line if is_torn else line
-                file.write(line.encode())
-
-
-@contextmanager
-def told(what: str) -> Iterator[None]:
-    """Warn when something cannot be written: a full disk costs a line, not the run."""
-    try:
-        yield
-    except OSError as error:
-        log.warn(f"{what} could not be written: {error.strerror or error}")
+            with self._event_may_fail:
+                self._events.write(line.encode())
+                self._events.close()  # who looks from another machine sees it at once
 
 
 def read_state(experiment: Experiment) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Figures of a run: metrics.jsonl and TensorBoard, written by rank 0 alone."""
+"""Figures of a run: metrics.jsonl, TensorBoard, wandb and the plot, by rank 0 alone.
+
+Each of them may fail, at any moment, without ending the run: that is told once. Rows and events
+that find no room wait in memory and are written with a later one; wandb is given up.
+"""
 
 from __future__ import annotations
 
@@ -8,74 +12,88 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import commands, log, manifest, records
+from lib.core.appended import AppendedFile
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import journal
 from lib.train.console import mean_loss
+from lib.train.plot import Curve
+from lib.train.tensorboard import Board
 
 
 class Metrics:
-    """Appends one JSON object per logged step; figures are not rounded."""
+    """Appends one JSON object per logged step; figures are not rounded. curve: what is drawn."""
 
     def __init__(self, experiment: Experiment, rank: int, step: int, wandb: bool = False) -> None:
         """step: where the run goes on; what an interrupted run logged after it is dropped."""
         self._active, self._experiment = rank == 0, experiment
+        self.curve = Curve()
         if self._active:
-            self._open(step)
-            self._wandb = _wandb(experiment) if wandb else None
+            self._rows = AppendedFile(experiment.metrics)
+            self._rows_may_fail = log.Tolerated(experiment.metrics.name)
+            self._board_may_fail = log.Tolerated("TensorBoard's file", Exception)
+            self._wandb_may_fail = log.Tolerated("wandb", Exception, done="used")
+            self._run: Any = None
+            if wandb:
+                package = _wandb()
+                with self._wandb_may_fail:
+                    self._run = _run_of_wandb(package, experiment)
+            self._board = _board(experiment.tensorboard)
+            self._begin(step)
 
     def rewind(self, step: int) -> None:
         """Drop what was logged after a step: the steps that follow it are run again."""
-        if self._active:
-            self._close_files()
-            self._open(step)
+        if not self._active:
+            return
+        with self._rows_may_fail:
+            self._rows.close()
+        waiting = self._rows.take_back()
+        self._begin(step)
+        for line in waiting:
+            if json.loads(line)["step"] <= step:
+                with self._rows_may_fail:
+                    self._rows.write(line)
 
     def write(self, figures: dict[str, Any]) -> None:
         """Write the figures of `figures["step"]` with the time."""
         if not self._active:
             return
-        with journal.told("a line of metrics.jsonl"):
-            self._file.write(_line({"step": figures["step"], "time": journal.now(), **figures}))
+        self.curve.add(figures)
+        with self._rows_may_fail:
+            self._rows.write(_line({"step": figures["step"], "time": journal.now(), **figures}))
         if self._board is not None:
-            for key, value in figures.items():
-                if isinstance(value, (int, float)) and key != "step":
-                    self._board.add_scalar(key, value, figures["step"])
-        if self._wandb is not None:
-            self._wandb.log(figures, step=figures["step"])
+            with self._board_may_fail:
+                self._board.write(figures)
+        if self._run is not None and not self._wandb_may_fail.is_failing:
+            with self._wandb_may_fail:
+                self._run.log(figures, step=figures["step"])
 
     def close(self) -> None:
         """Flush all sinks."""
-        if self._active:
-            self._close_files()
-            if self._wandb is not None:
-                self._wandb.finish()
-
-    def _open(self, step: int) -> None:
-        _cut(self._experiment.metrics, step)
-        self._file = self._experiment.metrics.open("a", encoding="utf-8", buffering=1)
-        self._board = _tensorboard(self._experiment.tensorboard, step)
-
-    def _close_files(self) -> None:
-        with journal.told("metrics.jsonl"):
-            self._file.close()
+        if not self._active:
+            return
+        with self._rows_may_fail:
+            self._rows.close()
         if self._board is not None:
-            self._board.close()
+            with self._board_may_fail:
+                self._board.close()
+        if self._run is not None:
+            with self._wandb_may_fail:
+                self._run.finish()
+
+    def _begin(self, step: int) -> None:
+        """Go on after a step, with what is there of the steps up to it."""
+        with log.Tolerated(f"{self._experiment.metrics.name} after step {step:,}", done="cut off"):
+            self.curve.begin(_cut(self._experiment.metrics, step))
+        if self._board is not None:
+            self._board.begin(step)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the logged objects, NaN for what was not finite; lines torn by a crash are left out.
     """
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = records.parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append({key: math.nan if value is None else value for key, value in row.items()})
-    return rows
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [row for row in map(_row, lines) if row]
 
 
 def training(rows: list[dict[str, Any]]) -> str:
@@ -94,36 +112,65 @@ def last_validation(rows: list[dict[str, Any]]) -> str:
     return f"{losses[-1][1]:.4f} at step {losses[-1][0]}"
 
 
-def _cut(path: Path, step: int) -> None:
-    """Drop the lines after `step`: the steps they tell of are about to be run again."""
-    rows = read(path)
-    kept = [_line(row) for row in rows if row["step"] <= step]
-    if path.exists():
-        manifest.write_text(path, "".join(kept))
+def _cut(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the rows after `step`, which are about to be run again; return those that stay.
+
+    They stand at the end: the file is cut, which needs no room on the disk.
+    """
+    rows, kept, ends_at, end = [], [], 0, 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        end += len(line)
+        if row := _row(line):
+            rows.append(row)
+            if row["step"] <= step:
+                kept.append(row)
+                ends_at = end
+    if kept != rows[:len(kept)]:  # not in the order of steps, as no run of ours writes them
+        manifest.write_text(path, "".join(_line(row).decode() for row in kept))
+    elif ends_at < end:
+        with path.open("r+b") as file:
+            file.truncate(ends_at)
+    return kept
 
 
-def _line(figures: dict[str, Any]) -> str:
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return what a line holds, None when it is no row."""
+    try:
+        row = records.parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    return {key: math.nan if value is None else value for key, value in row.items()}
+
+
+def _line(figures: dict[str, Any]) -> bytes:
     """Return a line of metrics.jsonl; JSON knows no NaN, so what is not finite becomes null."""
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in figures.items()}
-    return json.dumps(plain) + "\n"
+    return json.dumps(plain).encode() + b"\n"
 
 
-def _tensorboard(directory: Path, step: int) -> Any:
+def _board(directory: Path) -> Board | None:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return Board(directory)
     except ImportError:
         log.warn("no TensorBoard files: the package `tensorboard` is not installed")
-        return None
-    return SummaryWriter(str(directory), purge_step=step + 1)
+    except Exception as error:  # of packages that do not fit each other
+        log.warn(f"no TensorBoard files: {error}")
+    return None
 
 
-def _wandb(experiment: Experiment) -> Any:
+def _wandb() -> Any:
     try:
         import wandb
     except ImportError:
         raise UsageError("--wandb needs the package wandb",
                          run=commands.pip_install("wandb")) from None
+    return wandb
+
+
+def _run_of_wandb(wandb: Any, experiment: Experiment) -> Any:
     name = experiment.root.name
     return wandb.init(mode="offline", dir=str(experiment.root), project="pretraining", name=name,
                       id=name, resume="allow")

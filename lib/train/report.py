@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.tokens.loader import MicroBatch
-from lib.train import console, metrics, plot
+from lib.train import console, metrics
 from lib.train.metrics import Metrics
 from lib.train.outlook import MEASURED
 from lib.train.plan import Plan
@@ -33,6 +34,7 @@ class Report:
         self._style, self._experiment, self._plan = opts.log_style, experiment, plan
         self._rank, self._caption = rank, caption
         self._metrics = Metrics(experiment, rank, step, opts.wandb)
+        self._plot_may_fail = log.Tolerated(experiment.plot.name, Exception, done="drawn")
         self._lines, self._pace = console.Lines(plan.total_steps), Pace()
         self._bar = Progress("training", plan.total_steps, "step", done=step, times=False,
                              enabled=not opts.no_progress and sys.stderr.isatty())
@@ -102,17 +104,16 @@ class Report:
         self._bar.advance(step - self._bar.done)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the run that have a training loss."""
-        return [row for row in metrics.read(self._experiment.metrics) if "train/loss" in row]
+        """Return the rows of the run that have a training loss, as far as they can be read."""
+        with suppress(OSError):
+            return [row for row in metrics.read(self._experiment.metrics) if "train/loss" in row]
+        return []
 
     def draw(self) -> None:
-        """Draw loss.png; rank 0 alone."""
-        if self._rank != 0:
-            return
-        try:
-            plot.loss(metrics.read(self._experiment.metrics), self._experiment.plot, self._caption)
-        except Exception as error:  # a picture is no reason to end a run that has just been saved
-            log.warn(f"no {self._experiment.plot.name} this time: {error}")
+        """Draw loss.png; rank 0 alone, in any thread."""
+        if self._rank == 0:
+            with self._plot_may_fail:
+                self._metrics.curve.draw(self._experiment.plot, self._caption)
 
     def close_bar(self) -> None:
         """Take the bar away: no more steps come."""

@@ -72,7 +72,7 @@ def roll_back(run: Run) -> None:
     done several times already.
     """
     control, bad = run.world.control, run.step_guard.in_a_row
-    run.finish_save(wait=True)
+    run.saves.finish(wait=True)
     checkpoint = None
     if run.rollbacks < _MOST_ROLLBACKS:
         try:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lib.checkpoints import commit
 from lib.checkpoints.collective import gather
 from lib.checkpoints.save import capture
 from lib.core import log, units
@@ -102,8 +101,7 @@ class Run:
         self.report.step_done(self.step)
         self.profiler.after(self.step)
         self.watchdog.enter("step")
-        if self.finish_save(wait=False):
-            self.write_state("running")
+        self.saves.finish(wait=False)
         if self.step % _COLLECT_EVERY == 0:
             # At the same steps on all ranks: left alone, each would stop the others in turn.
             gc.disable()
@@ -202,18 +200,24 @@ class Run:
         """Begin to save this step, and wait for it if it is the last; all ranks must call this."""
         self.watchdog.enter("save")
         began, last = time.monotonic(), bool(stopping) or self.step == self.plan.total_steps
-        self.finish_save(wait=True)
-        copies = None if last else self.saves.copies
+        self.saves.finish(wait=True)
+        copies, facts = None if last else self.saves.copies, self._facts()
+
+        def after() -> None:
+            self.journal.state("running", **facts)
+            if not local:
+                self.report.draw()
+
         self.saves.begin(capture(self.step, self.model, self.optimizer, self._state(),
-                                 self.plan.identity(), self.world.device, copies), local)
+                                 self.plan.identity(), self.world.device, copies), local, after)
         if copies is None:
-            self.finish_save(wait=True, last=last)
+            self.saves.finish(wait=True, last=last)
         else:
             self.saves.waited = time.monotonic() - began
             log.to_file(f"step {self.step:,}: saving in the background from a copy of "
                         f"{units.size(copies.bytes)} in host memory")
-        done = self.step == self.plan.total_steps
-        self.write_state("complete" if done else "preempted" if stopping else "running")
+        if last:
+            self.write_state("preempted" if self.step < self.plan.total_steps else "complete")
         if stopping:
             self.journal.event("signal", self.step, signal=stopping)
         self.resume_timing()
@@ -232,12 +236,6 @@ class Run:
                 "bad_steps": self.step_guard.in_a_row, "rollbacks": self.rollbacks,
                 "loss_scale": self.step_guard.state(), "model_files": self.model_files}
 
-    def finish_save(self, wait: bool, last: bool = False) -> bool:
-        """Do what follows a save that has ended, see Saves.finish; return whether there was one."""
-        if ended := self.saves.finish(wait, last):
-            self.report.draw()
-        return ended
-
     def note_quarantine(self, step: int, why: str) -> None:
         """Note in events.jsonl that a checkpoint was set aside."""
         self.journal.event("quarantine", step, reason=why)
@@ -249,18 +247,18 @@ class Run:
 
     def write_state(self, status: str) -> None:
         """Write state.json."""
-        if self.world.rank != 0:
-            return
-        checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
-        self.journal.state(status=status, step=self.step, total_steps=self.plan.total_steps,
-                           tokens=self.tokens, sample_cursor=self.feed.samples(self.step),
-                           samples=self.plan.samples, checkpoints=checkpoints)
+        self.journal.state(status, **self._facts())
+
+    def _facts(self) -> dict[str, int]:
+        """Return what state.json says of this step."""
+        return {"step": self.step, "total_steps": self.plan.total_steps, "tokens": self.tokens,
+                "sample_cursor": self.feed.samples(self.step), "samples": self.plan.samples}
 
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
         self.report.close_bar()
         if self.saves.tier is not None:
-            self.saves.tier.remove()
+            self.saves.tier.remove(self.step)
         self.journal.event("complete", self.step)
         self.write_state("complete")
         if self.world.rank != 0:
@@ -283,12 +281,11 @@ class Run:
         """Note in state.json how the run ended, unless it was stopped after saving."""
         if not isinstance(error, Preempted):
             known = from_os_error(error) if isinstance(error, OSError) else error
-            with suppress(OSError):  # the disk may be full: the error itself is what matters
-                self.write_state("disk_full" if isinstance(known, DiskFullError) else "failed")
+            self.write_state("disk_full" if isinstance(known, DiskFullError) else "failed")
 
     def close(self, in_order: bool) -> None:
         """Flush the logs and leave the process group; in_order: all ranks got here."""
-        self.watchdog.close()
+        self.watchdog.enter("end")
         self.feed.close()
         if self.estimate is not None:
             self.estimate.close()
@@ -297,6 +294,7 @@ class Run:
             if in_order:  # asked to end while it was ending: not a word for the next launch
                 with suppress(OSError):
                     self.experiment.stop_file.unlink(missing_ok=True)
-            self.lease.release()
+            with suppress(OSError):  # a record that stays is known to be of a process that is gone
+                self.lease.release()
         if in_order:
             distributed.stop(self.world)

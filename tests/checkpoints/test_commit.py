@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lib.checkpoints import commit
-from lib.core import manifest
-from lib.core.errors import DiskFullError
+from lib.core import manifest, reading
+from lib.core.errors import EXIT_BUG, EXIT_USAGE, DiskFullError, StageError
 from tests.fault_points import Fault
 
 
@@ -81,16 +83,6 @@ def test_prune_keeps_multiples_and_the_best(tmp_path: Path):
     assert [c.step for c in commit.scan(tmp_path)] == [8, 7, 4, 3]
 
 
-def test_room_is_made_of_leftovers_and_old_ones(tmp_path: Path):
-    assert not commit.make_room(tmp_path)
-    for step in range(1, 4):
-        make(tmp_path, step)
-    commit.attempt_directory(tmp_path, 9)
-    assert commit.make_room(tmp_path)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000002", "step_00000003"]
-    assert not commit.make_room(tmp_path)
-
-
 def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch):
     commit.require_room(tmp_path)
     make(tmp_path, 1)
@@ -147,3 +139,30 @@ def test_a_damaged_step_saved_again_is_set_aside(tmp_path: Path):
     (make(tmp_path, 7).path / commit.COMMIT).unlink()
     assert make(tmp_path, 7).problems() == []
     assert len(list((tmp_path / "quarantine").iterdir())) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch, number: int):
+    """Nor missing, be it a file or the directory itself; and nothing is deleted on such a word."""
+    checkpoints = [make(tmp_path, step) for step in (1, 2, 3)]
+    failing = {checkpoints[1].path / commit.COMMIT, tmp_path}
+
+    def fail(self: Path, *args: object, **how: object) -> object:
+        if self in failing:
+            raise OSError(number, os.strerror(number), str(self))
+        return usual[how.pop("of")](self, *args, **how)
+
+    usual = {name: getattr(Path, name) for name in ("read_text", "iterdir")}
+    for name in usual:
+        monkeypatch.setattr(Path, name, partialmethod(fail, of=name))
+    monkeypatch.setattr(reading, "_PAUSES_S", (0.0,))
+    with pytest.raises(StageError) as caught:
+        commit.scan(tmp_path)
+    assert caught.value.code == (EXIT_USAGE if number == errno.EACCES else EXIT_BUG)
+    failing.discard(tmp_path)
+    for ask in (checkpoints[1].problems, lambda: commit.prune(tmp_path, 2)):
+        with pytest.raises(StageError, match=r"cannot be read|denied"):
+            ask()
+    commit.require_room(tmp_path)
+    failing.clear()
+    assert [c.step for c in commit.scan(tmp_path)] == [3, 2, 1]

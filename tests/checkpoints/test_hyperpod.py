@@ -106,9 +106,9 @@ def test_the_newest_is_read_back_as_it_was_written(address: str) -> None:
     assert newest(again, before=3) == (0, []), "two are kept"
     assert newest(again, identity=IDENTITY | {"inputs": {"model": "other"}}) == (0, [])
     assert newest(tier_at(address, run="3c4d")) == (0, []), "of another run"
-    again.remove()
+    again.remove(6)
     assert newest(again) == (0, [])
-    again.remove()  # when there is nothing
+    again.remove(6)  # when there is nothing
 
 
 def a_bit(client: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_service_that_does_not_answer_is_told_and_ends_nothing() -> None:
     with pytest.raises(StageError, match=r"refused"):
         save(tier, 2)
     assert newest(tier) == (0, [])
-    tier.remove()
+    tier.remove(6)
     with pytest.raises(ArtifactError, match="cannot be deleted in the cluster's memory"):
         tier.supersede(0, "the run goes on from another one")
     with service(port):
@@ -234,7 +234,7 @@ def test_a_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(StageError, match="Timeout"):
             save(tier, 2)
         assert newest(tier) == (0, [])
-        tier.remove()
+        tier.remove(6)
 
 
 def test_no_other_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

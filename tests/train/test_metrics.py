@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
+import resource
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from lib.core.paths import Experiment
 from lib.train import metrics
 from lib.train.metrics import Metrics
+from lib.train.plot import Curve
 
 
 @pytest.fixture
@@ -81,6 +88,74 @@ def test_a_loss_that_is_no_number_is_kept(experiment: Experiment) -> None:
 def test_only_rank_0_writes(experiment: Experiment) -> None:
     write(experiment, 0, range(1, 3), rank=1)
     assert list(experiment.root.iterdir()) == []
+
+
+@pytest.fixture
+def room(experiment: Experiment) -> Iterator[Callable[[int], None]]:
+    """Return a function that sets how many bytes any file may hold (-1: as many as one likes)."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_what_finds_no_room_waits_and_is_told_once(
+        experiment: Experiment, room: Callable[[int], None],
+        caplog: pytest.LogCaptureFixture) -> None:
+    """The disk takes a part of a row, then nothing; a rewind meanwhile needs no room."""
+    caplog.set_level(logging.INFO, "pipeline")
+    sink = Metrics(experiment, 0, 0)
+    sink.write({"step": 1, "train/loss": 1.0})
+    room(experiment.metrics.stat().st_size + 7)
+    for step in (2, 3, 4):
+        sink.write({"step": step, "train/loss": 1.0})
+    assert [json.loads(line)["step"] for line in experiment.metrics.open()] == [1]
+    sink.rewind(2)
+    sink.write({"step": 3, "train/loss": 3.0})
+    room(-1)
+    sink.write({"step": 4, "train/loss": 4.0})
+    sink.close()
+    rows = metrics.read(experiment.metrics)
+    assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1), (2, 1), (3, 3), (4, 4)]
+    told = [text for text in caplog.messages if "metrics.jsonl" in text]
+    assert len(told) == 2 and "metrics.jsonl cannot be written: No space" in told[0]
+    assert told[1] == "metrics.jsonl can be written again"
+
+
+def test_other_sinks_may_fail_in_any_way(experiment: Experiment,
+                                         caplog: pytest.LogCaptureFixture) -> None:
+    experiment.tensorboard.write_text("a file in the way")
+    calls: list[int] = []
+
+    def log_row(figures: dict, step: int) -> None:
+        calls.append(step)
+        raise RuntimeError("the service is gone")
+
+    sink = Metrics(experiment, 0, 0)
+    sink._run = SimpleNamespace(log=log_row, finish=lambda: 1 / 0)
+    for step in (1, 2, 3):
+        sink.write({"step": step, "train/loss": 1.0})
+    sink.close()
+    assert steps_of(experiment) == [1, 2, 3] and calls == [1]
+    assert sorted(text.split(" cannot")[0] for text in caplog.messages) \
+        == ["TensorBoard's file", "wandb"]
+
+
+def test_the_plot_has_few_points_and_the_same_course(tmp_path: Path) -> None:
+    """However many rows there are; a point of many rows has their mean."""
+    curve, rows = Curve(), 100_000
+    for step in range(1, rows + 1):
+        curve.add({"train/tokens_seen": step, "train/learning_rate": 1.0, "train/loss": step,
+                   "train/loss_mean": step, "eval/loss": 1.0})
+    assert len(curve.held_out) <= 4000 and 2000 <= len(curve.points) <= 4000
+    each = rows // len(curve.points) + 1
+    assert all(abs(point.mean_loss - point.tokens) <= each for point in curve.points)
+    assert curve.points[-1].tokens == rows
+    thread = Thread(target=curve.draw, args=(tmp_path / "loss.png", "caption"))
+    thread.start()
+    thread.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
 def test_tensorboard_has_the_figures_and_forgets_the_steps_run_again(experiment: Experiment,

@@ -1,0 +1,67 @@
+"""The watchdog ends the process whatever disks, pipes and Python itself do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HANGS = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from lib.core import failure, log
+from lib.train import watchdog
+
+failure._LAST_WORDS_S, watchdog._LOOK_EVERY_S, watchdog._FROZEN_S = 0.5, 0.05, 1.0
+where, log_file, how = sys.argv[1:]
+log.setup()
+if log_file:
+    threading.Thread(target=log.add_file, args=(Path(log_file),), daemon=True).start()
+guard = watchdog.Watchdog(0.1 / 60, Path(where))
+guard.enter("step")
+if how == "frozen":
+    ctypes.PyDLL(None).sleep(60)  # with Python's lock held
+time.sleep(60)
+"""
+
+
+def hang(where: Path, log_file: Path | str = "", how: str = "", err: int = subprocess.PIPE,
+         ) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", HANGS, str(where), str(log_file), how], cwd=ROOT,
+                            stderr=err, stdout=subprocess.DEVNULL, text=True)
+
+
+def test_it_ends_the_process_whatever_fails(tmp_path: Path) -> None:
+    """A FIFO that nobody reads stands for a disk that hangs, a full pipe for a terminal that does.
+    """
+    silent = tmp_path / "silent"
+    os.mkfifo(silent)
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    while True:
+        try:
+            os.write(writable, bytes(4096))
+        except BlockingIOError:
+            break
+    os.set_blocking(writable, True)
+    began = time.monotonic()
+    hung = [hang(silent, log_file=silent), hang(silent, log_file=silent, err=writable),
+            hang(tmp_path / "frozen", how="frozen"),
+            hang(tmp_path / "frozen", how="frozen", err=writable)]
+    usual, read_only = hang(tmp_path / "logs" / "stacks.txt"), hang(Path("/proc/no/stacks.txt"))
+    try:
+        told = [process.communicate(timeout=20)[1] for process in (usual, read_only, *hung)]
+    finally:
+        for process in (usual, read_only, *hung):
+            process.kill()
+    assert [process.returncode for process in (usual, read_only, *hung)] == [1] * 6
+    assert time.monotonic() - began < 15
+    assert all("watchdog: the step has not ended" in text for text in told[:3])
+    assert "_watch" in (tmp_path / "logs" / "stacks.txt").read_text()
+    assert "cannot be written" in told[1] and "most recent call first" in told[1]
+    assert "Timeout" in told[4] and "most recent call first" in told[4]
+    os.close(readable)
+    os.close(writable)
