@@ -364,11 +364,11 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shell_takes_what_is_printed(trained: Terminal) -> None:
     """A run that diverged goes on at a lower rate, in a real shell, from another directory."""
     shutil.rmtree("outputs/run/checkpoints/step_00000004")
-    words = [str(ROOT / TRAIN[0]), *map(str, (*TRAIN[1:], *STEPS, "--lr", 9))]
+    words = [str(ROOT / TRAIN[0]), *map(str, (*TRAIN[1:], *STEPS, "--lr", 0.09))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
         opts = load(TRAIN[0]).parse(words[1:])
-        opts.min_lr = 0.9
+        opts.min_lr = 0.009
         error = symptoms.diverged(4, 2, 3, opts, Experiment(opts.save_dir, "run"))
     done = subprocess.run(["bash", "-c", error.run], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
