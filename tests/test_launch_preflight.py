@@ -64,7 +64,7 @@ def test_alone_dry_and_wrong(tmp_path: Path):
 @pytest.mark.long
 def test_too_slow_a_network_fails(tmp_path: Path):
     done = run_stage("launch/preflight.py", "--min-bandwidth", "1e6", *PATIENT, cwd=tmp_path,
-                     ranks=2, expect=1)  # of torchrun, for any failure
+                     ranks=2, expect=1, fresh=True)  # of torchrun, for any failure
     assert "expected 1e+06" in done.stdout and "exitcode  : 6" in done.stderr
 
 
