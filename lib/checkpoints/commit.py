@@ -179,8 +179,8 @@ def give_name(attempt: Path, step: int) -> Checkpoint:
     if final.exists():  # of an earlier, damaged save of the same step: never mixed, never deleted
         quarantine(Checkpoint(final, step), "replaced by a new save of the same step")
     attempt.rename(final)
+    publish.fsync(final.parent)  # first: without its mark, what gets its old name back stays there
     (final / unfinished.mark_of(attempt).name).unlink(missing_ok=True)
-    publish.fsync(final.parent)
     return Checkpoint(final, step)
 
 
