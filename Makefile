@@ -1,6 +1,7 @@
 # make demo                the five stages on real text, from nothing to generated lines
 # make test                the quick tests          make test-slow   those of ten seconds and more
 # make test-long           half an hour more, as root: a cluster in small, every kind of damage
+# make test-faults         200 kills over stages 01 to 05: nothing may be lost (about five minutes)
 # make lint                ruff
 # make bench               every benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
@@ -16,6 +17,7 @@
 # LAUNCHER=slurm             launch/slurm.sbatch; NODES=4, and SBATCH='--partition=gpu' for sbatch
 # LAUNCHER=kubernetes        launch/kubernetes.py; NODES, KIND=trainjob, INSTANCE_TYPE=p5.48xlarge,
 #                            and KUBERNETES='--image … --pvc …' for it
+# KILLS=200 SEED=7           of test-faults; without SEED other moments each time, and it is printed
 # VENV=DIR puts the environment elsewhere; PYTHON=python3.12 makes it with another interpreter.
 # A wheelhouse/ beside this file, as an air-gap bundle has it, is installed from without a network.
 
@@ -28,6 +30,7 @@ LAUNCHER ?= local
 EXP ?= exp
 DATASET ?= hf_datasets/corpus
 NODES ?= 1
+KILLS ?= 200
 KIND ?= pytorchjob
 
 # Every machine with Python has this text: the sources of its standard library.
@@ -76,8 +79,8 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help demo test test-slow test-long lint bench validate-framework validate-setup test-quick run status \
-  logs-follow stop
+.PHONY: help demo test test-slow test-long test-faults lint bench validate-framework validate-setup \
+  test-quick run status logs-follow stop
 
 $(VENV)/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -115,6 +118,9 @@ test-long: $(VENV)/installed-dev
 
 test-slow: $(VENV)/installed-dev
 	$(PY) -m pytest -q -n 3 --dist worksteal -m slow
+
+test-faults: $(VENV)/installed-dev
+	$(PY) -m tests.random_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -98,7 +98,7 @@ class Fault:
 
     def is_ours(self, path: str) -> bool:
         """Tell whether a path is below the watched directory."""
-        return path.startswith(self.under)
+        return path.startswith(self.under) and path != self.report
 
     def _opened(self, file: Any, mode: str = "r", *args: Any, **how: Any) -> Any:
         path = str(file) if isinstance(file, int) else os.path.abspath(os.fspath(file))

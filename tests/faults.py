@@ -59,10 +59,11 @@ class Server:
         self._launches: list[Launch] = []
 
     def start(self, *argv: object, ranks: int = 1, faults: dict[int, Fault] | None = None,
-              clock: int = 0, call: str = "") -> Launch:
+              clock: int = 0, call: str = "", before: str = "tests.fault_points:disturb",
+              ) -> Launch:
         """Start stage 04. faults: by rank. clock: seconds by which it is wrong.
 
-        call: a function to call instead.
+        call: a function to call instead. before: what prepares a rank for its fault.
         """
         output = self.root / f"output_{len(self._launches):05d}.txt"
         environment = {**os.environ, **forks.CPU, "NETWORK_GUARD_REPORT": str(self._connections)}
@@ -72,7 +73,7 @@ class Server:
             launch = Launch(forks.server("stages").start(
                 str(ROOT / "04_train_fsdp.py"), argv, self.root, environment, file.fileno(),
                 file.fileno(), forks.rank_variables(ranks, free_port()) if ranks > 1 else [{}],
-                before="tests.fault_points:disturb", given=given,
+                before=before, given=given,
                 **({"call": call} if call else {})), output)
         self._launches.append(launch)
         return launch

@@ -17,8 +17,8 @@ from launch import validate
 from tests.conftest import ROOT
 from tests.training import write_corpus
 
-VERBS = ("demo", "test", "test-slow", "test-long", "validate-framework", "validate-setup",
-         "test-quick", "run", "logs-follow", "status", "stop", "bench", "lint")
+VERBS = ("demo", "test", "test-slow", "test-long", "test-faults", "validate-framework",
+         "validate-setup", "test-quick", "run", "logs-follow", "status", "stop", "bench", "lint")
 BENCHMARKS = ROOT / "benchmarks"
 LINKED = ("lib", "launch", "tests", "requirements.txt", "requirements-dev.txt", "pyproject.toml",
           *sorted(path.name for path in ROOT.glob("0[1-5]_*.py")))

@@ -1,0 +1,103 @@
+"""Stage 04 killed while it rolls back past bad steps: the same command again learns the same."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault_points import Fault, disturb, operations
+from tests.faults import Server, Undisturbed, events, run_undisturbed, valid_steps
+from tests.test_stage_04_nan import ROLLBACK, STEPS, expected, poison, tokens_of_steps, windows
+
+
+def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -> None:
+    """Count the operations from the beginning of the first rollback on."""
+    from lib.train import resume
+
+    roll_back = resume.roll_back
+
+    def begin(run: Any) -> None:
+        resume.roll_back = roll_back
+        Fault(**faults[str(rank)]).install()
+        roll_back(run)
+    disturb(rank, {}, clock)
+    resume.roll_back = begin
+
+
+class Rollback:
+    """A run with one rollback, past checkpoints of bad steps."""
+
+    def __init__(self, project: Path) -> None:
+        held = tokens_of_steps(windows(project))
+        token, (self.told, _, _) = next(
+            (t, found) for t in sorted(set.union(*held)) if t not in held[0]
+            and len((found := expected([t in tokens for tokens in held], freq=1))[0]) == 1
+            and found[0][0]["step"] > 4 and found[0][0]["diverged_at"] < STEPS - 4)
+        poison(project, token)
+        self.server = Server(project)
+        self.expected = run_undisturbed(self.server, self._options(project / "outputs"),
+                                        project / "outputs", STEPS)
+        assert self._rollbacks(project / "outputs") == self.told
+
+    def _options(self, outputs: Path) -> tuple[object, ...]:
+        return (*ROLLBACK, "--ckpt-freq", 1, "--save-dir", outputs)
+
+    def _rollbacks(self, outputs: Path) -> list[dict[str, int]]:
+        return [{key: event[key] for key in self.told[0]} for event in events(outputs)
+                if event["event"] == "rollback"]
+
+    def operations(self, parent: Path) -> list[tuple[str, str]]:
+        """Return what a rollback does up to the first save after it."""
+        report = parent / "operations.txt"
+        self.server.run(*self._options(parent / "outputs"), before=f"{__name__}:disturb_rollback",
+                        faults={0: Fault(str(parent), report=str(report))})
+        found = operations(report)
+        saving = next(number for number, (kind, path) in enumerate(found) if kind == "mkdir"
+                      and Path(path).name.startswith("step_"))
+        assert {"rename", "mkdir", "write"} <= {kind for kind, _ in found[:saving]}
+        assert [Path(path).name for kind, path in found[:saving] if kind == "rename"
+                and "step_" in path], "a checkpoint is set aside"
+        return found[:saving]
+
+    def kill_at(self, number: int, act: str, outputs: Path) -> None:
+        """Kill it at an operation of its rollback, and run it again."""
+        options = self._options(outputs)
+        self.server.run(*options, expect=-9, before=f"{__name__}:disturb_rollback",
+                        faults={0: Fault(str(outputs), number, act)})
+        assert max(valid_steps(outputs)) >= self.told[0]["step"]  # the one to go back to is there
+        self.server.run(*options)
+        Undisturbed.require_same(self.expected, outputs)
+        assert valid_steps(outputs)[:3] == [STEPS, STEPS - 1, STEPS - 2]
+        told = self._rollbacks(outputs)
+        assert told and all(one == self.told[0] for one in told)
+        shutil.rmtree(outputs)
+
+
+@pytest.fixture(scope="module")
+def rollback(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollback]:
+    """Return a run with one rollback."""
+    shutil.copytree(prepared_once, project := tmp_path_factory.mktemp("rollback") / "project")
+    made = Rollback(project)
+    yield made
+    made.server.close()
+
+
+@pytest.mark.slow
+def test_killed_at_a_few_operations_of_a_rollback(rollback: Rollback, tmp_path: Path):
+    found = rollback.operations(tmp_path)
+    for number in random.Random(0).sample(range(1, len(found) + 1), 2):
+        rollback.kill_at(number, "kill", tmp_path / f"killed_{number}" / "outputs")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("act", ["kill", "torn"])
+def test_killed_at_every_operation_of_a_rollback(rollback: Rollback, tmp_path: Path, act: str):
+    found = rollback.operations(tmp_path)
+    for number, (kind, _) in enumerate(found, 1):
+        if act == "kill" or kind == "write":
+            rollback.kill_at(number, act, tmp_path / f"killed_{number}" / "outputs")
