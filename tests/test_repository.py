@@ -220,6 +220,13 @@ def test_every_path_that_is_named_exists(path: Path) -> None:
                 and not name.endswith(".txt")]  # a text file may be one of a model
 
 
+def test_every_test_that_the_table_of_faults_names_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/faults.md").read_text("utf-8"))
+    assert len(named) > 80
+    assert not [f"{file}::{test}" for file, test in named if not (ROOT / "tests" / file).is_file()
+                or f"def {test}(" not in (ROOT / "tests" / file).read_text("utf-8")]
+
+
 def requirements(name: str) -> list[str]:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
