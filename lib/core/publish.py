@@ -163,6 +163,9 @@ class Build:
             with suppress(OSError):  # the next run deletes it
                 unfinished.remove(self.partial)
         self._lease.release(keep=is_left)
+        if isinstance(value, FileNotFoundError) and not self.partial.exists() \
+                and not self.published:
+            raise self._was_built() from value  # by who took over while this process was stopped
 
     def files(self) -> list[Path]:
         """Return what lies in the directory so far, sorted."""

@@ -297,6 +297,21 @@ def test_leftovers_of_another_node_go_when_it_has_long_been_silent(tmp_path: Pat
     assert left.exists() == (silent_s < 600)
 
 
+def test_who_slept_until_another_had_published_hears_of_it(tmp_path: Path, node) -> None:
+    """Its directory is gone: no bug, and what waits for the artifact goes on with that."""
+    target = tmp_path / "corpus"
+    node("a")
+    with pytest.raises(AlreadyBuilding, match="was built or brought back just now"), \
+            Build(target, KIND, identity(), False, resumable=True) as build:
+        build._lease._ended.set()  # stopped
+        build._lease._thread.join()
+        (build.partial / publish.OWNER).unlink()
+        node("b")
+        make(target)
+        (build.dir / "part").write_text("part")
+    assert (target / "f").read_text() == "new" and names(tmp_path) == ["corpus"]
+
+
 def test_who_lost_what_it_builds_ends_at_once(tmp_path: Path, node, monkeypatch) -> None:
     """It was stopped for so long that another took over, and must not publish."""
     ended = []
