@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -96,6 +97,7 @@ def test_a_full_disk_skips_saves_and_then_ends_the_run(
     done = server.run(*options, expect=4)
     assert done.output.count("NOT SAVED") >= 2 and "Traceback" not in done.output
     assert [e["step"] for e in events(outputs) if e["event"] == "disk_full"] == [4, 6, 8]
+    assert json.loads((outputs / "run" / "state.json").read_text())["status"] == "disk_full"
     assert valid_steps(outputs) == [2]
     ballast.unlink()
     server.run(*options)

@@ -60,8 +60,11 @@ class Journal:
             if status == "running" and self._is_over:
                 return
             checkpoints = [c.step for c in commit.scan(self.experiment.checkpoints)]
-            manifest.write_json(self.experiment.state, {
-                "status": status, **facts, "checkpoints": checkpoints, "updated": now()})
+            content = {"status": status, **facts, "checkpoints": checkpoints, "updated": now()}
+            try:
+                manifest.write_json(self.experiment.state, content)
+            except OSError:  # a full disk has room where the last one stands
+                _overwrite(self.experiment.state, json.dumps(content).encode() + b"\n")
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append a line to events.jsonl, as soon as the disk has room; any thread may call this."""
@@ -70,6 +73,12 @@ class Journal:
             with self._event_may_fail:
                 self._events.write(line.encode())
                 self._events.close()  # who looks from another machine sees it at once
+
+
+def _overwrite(path: Path, content: bytes) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.write(content)
+        file.truncate(len(content))
 
 
 def read_state(experiment: Experiment) -> dict[str, Any]:

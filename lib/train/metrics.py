@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     elif ends_at < end:
         with path.open("r+b") as file:
             file.truncate(ends_at)
+            os.fsync(file.fileno())
     return kept
 
 

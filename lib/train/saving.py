@@ -21,8 +21,8 @@ from lib.core.paths import Experiment
 from lib.train.journal import Journal
 
 _MOST_FAILURES = 3  # saves in a row for which there was no room
-_HINT = "free space there, or keep fewer by --ckpt-keep and --ckpt-keep-every (what they keep, " \
-        "and what lies in quarantine/, is never deleted); then run the same command again"
+_HINT = "free space there, or keep fewer by --ckpt-keep and --ckpt-keep-every: no room is made " \
+        "of what these keep, nor of what lies in quarantine/"
 
 
 class Saves:

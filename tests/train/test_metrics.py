@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -15,8 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lib.core import manifest
 from lib.core.paths import Experiment
 from lib.train import metrics
+from lib.train.journal import Journal, read_state
 from lib.train.metrics import Metrics
 from lib.train.plot import Curve
 
@@ -121,6 +124,21 @@ def test_what_finds_no_room_waits_and_is_told_once(
     told = [text for text in caplog.messages if "metrics.jsonl" in text]
     assert len(told) == 2 and "metrics.jsonl cannot be written: No space" in told[0]
     assert told[1] == "metrics.jsonl can be written again"
+
+
+def test_the_state_is_told_where_the_last_one_stands(experiment: Experiment, monkeypatch) -> None:
+    """When the disk has no room for another file, and after the end no more as `running`."""
+    journal = Journal(experiment, 0)
+    journal.state("running", step=1, note="longer than the one that comes")
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write_json", full)
+    journal.state("disk_full", step=2)
+    assert read_state(experiment).items() >= {"status": "disk_full", "step": 2}.items()
+    journal.state("running", step=1)
+    assert read_state(experiment)["status"] == "disk_full"
 
 
 def test_other_sinks_may_fail_in_any_way(experiment: Experiment,
