@@ -124,12 +124,13 @@ class LocalTier(Tier):
         A disk that fails to read costs this tier, and never the run, which has the shared ones.
         """
         there = {}
-        try:
+        with log.Tolerated(str(self._directory), StageError, done="read"):
             for checkpoint in commit.scan(self._directory):
-                if not checkpoint.problems():
-                    there[checkpoint.step] = checkpoint.commit()
-        except (OSError, StageError) as error:
-            log.warn(f"a checkpoint in {self._directory} is left where it is: {error}")
+                try:
+                    if not checkpoint.problems():
+                        there[checkpoint.step] = checkpoint.commit()
+                except (OSError, StageError) as error:
+                    log.warn(f"{checkpoint.path} is left where it is: {error}")
         return there
 
     def _content_problems(self, checkpoint: Checkpoint) -> tuple[list[str], bool]:

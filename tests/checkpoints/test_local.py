@@ -1,0 +1,52 @@
+"""The tier on a node's own disk: what is deleted is told, what cannot be read stays."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lib.checkpoints import commit, state
+from lib.checkpoints.local import LocalTier
+from lib.checkpoints.save import Snapshot
+from lib.core import hashing, manifest, reading
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_deletions_are_noted_and_what_cannot_be_read_is_left(
+        tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    noted: list[tuple] = []
+    left = commit.attempt_directory(tmp_path, 9).name
+    tier = LocalTier(tmp_path, group, group, lambda event, step, **facts: noted.append(
+        (event, step, facts.get("steps") or facts.get("paths"))))
+    for step in (1, 2, 3):
+        tier.write(Snapshot(step, {"model.x": torch.full((3,), step)}, state.random_states(
+            torch.device("cpu")), {"step": step}, {"options": {}}))
+    assert noted == [("clean", 0, [left]), ("prune", 3, [1])]
+
+    def fail(*arguments: object, **how: object) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    told: list[str] = []
+    monkeypatch.setattr(reading, "_PAUSES_S", ())
+    for module, name in ((manifest, "damages"), (hashing, "matches")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fail)
+            assert tier.newest_valid({"options": {}}, 0, lambda step, why: told.append(why)) is None
+    told += [text for text in caplog.messages if "left where it is" in text]
+    assert len(told) == 4 and all("does not mean that it is damaged" in why for why in told)
+    found = tier.newest_valid({"options": {}}, 0, lambda step, why: told.append(why))
+    assert found is not None and found.step == 3 and not commit.quarantined(tmp_path)
+    tier.remove(3)
+    assert noted[-1] == ("prune", 3, [3, 2]) and not tmp_path.exists()
