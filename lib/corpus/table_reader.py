@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import re
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from lib.core import units
 from lib.corpus.documents import DROPPED, DROPPED_REST, KEPT, TOO_LARGE, Documents
@@ -17,12 +16,7 @@ _LONG_ROW = 20  # lines
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 
 
-class _Line(NamedTuple):
-    """A line with its end. offset: in bytes, None where that is not known. number: from 1."""
-
-    offset: int | None
-    number: int
-    text: str
+_Line = tuple[int | None, int, str]  # offset (bytes) if it is known, number from 1, text with end
 
 
 class _Lines:
@@ -33,31 +27,32 @@ class _Lines:
         self._again: deque[_Line] = deque()
         self._number = 0
         self.row: list[_Line] = []
-        self.last = _Line(0, 0, "\n")
+        self.last: _Line = (0, 0, "\n")
 
     def begin(self) -> None:
         """Begin a row."""
         self.row = []
 
-    def read_again(self, lines: Iterable[_Line]) -> None:
+    def read_again(self, lines: list[_Line]) -> None:
         """Have lines come once more, before the others."""
-        self._again.extendleft(reversed(list(lines)))
+        self._again.extendleft(reversed(lines))
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        self.last = self._again.popleft() if self._again else self._next()
-        self.row.append(self.last)
-        return self.last.text
-
-    def _next(self) -> _Line:
-        while True:
+        if self._again:
+            self.last = self._again.popleft()
+        else:
             offset, line = next(self._lines)
             self._number += 1
-            if line is not None:
-                return _Line(offset, self._number, self._documents.decode(line))
-            self._documents.problem(*TOO_LARGE, DROPPED, offset, self._number)
+            while line is None:
+                self._documents.problem(*TOO_LARGE, DROPPED, offset, self._number)
+                offset, line = next(self._lines)
+                self._number += 1
+            self.last = offset, self._number, self._documents.decode(line)
+        self.row.append(self.last)
+        return self.last[2]
 
 
 def read_table(source: Source, documents: Documents) -> None:
@@ -75,19 +70,19 @@ def read_table(source: Source, documents: Documents) -> None:
         except csv.Error as error:
             _drop(lines, header, rows.dialect, str(error), documents)
             continue
-        if source.damage and not lines.last.text.endswith("\n"):
+        if source.damage and not lines.last[2].endswith("\n"):
             break  # the last row is cut
         if header is None:
             header = row
         elif row:
-            first = lines.row[0]
+            offset, number, _ = lines.row[0]
             if len(lines.row) >= _LONG_ROW and _are_rows(lines.row[1:], header, rows.dialect):
-                documents.problem("quote", f"this row takes lines {first.number:,} to "
-                                  f"{lines.last.number:,}, which look like rows: a quote may not "
-                                  "be closed in it", KEPT, first.offset, first.number)
-            documents.value(_document(header, row), first.offset, first.number)
+                documents.problem("quote", f"this row takes lines {number:,} to {lines.last[1]:,}, "
+                                  "which look like rows: a quote may not be closed in it", KEPT,
+                                  offset, number)
+            documents.value(_document(header, row), offset, number)
     if source.damage:
-        documents.problem("cut", source.damage, DROPPED_REST, lines.last.offset, lines.last.number)
+        documents.problem("cut", source.damage, DROPPED_REST, *lines.last[:2])
 
 
 def _drop(lines: _Lines, header: list[str] | None, dialect: csv.Dialect, error: str,
@@ -97,16 +92,17 @@ def _drop(lines: _Lines, header: list[str] | None, dialect: csv.Dialect, error: 
     A quote that is not closed takes all lines up to the next quote, or to the end. Where these are
     rows by their number of cells, only the line with the quote is dropped.
     """
-    (first, *rest), what = lines.row, f"not valid CSV: {error}"
+    (offset, number, _), *rest = lines.row
+    last, what = lines.last[1], f"not valid CSV: {error}"
     if rest and _are_rows(rest, header, dialect):
         what += f"; the {units.counted(len(rest), 'line')} that its quote took along, up to line " \
-                f"{lines.last.number:,}, are read as rows"
+                f"{last:,}, are read as rows"
         lines.read_again(rest)
     elif rest:
-        what += f"; a quote that opens in line {first.number:,} took lines {first.number:,} to " \
-                f"{lines.last.number:,} along, {units.counted(len(lines.row), 'line')} in all"
+        what += f"; a quote that opens in line {number:,} took lines {number:,} to {last:,} " \
+                f"along, {units.counted(len(lines.row), 'line')} in all"
         documents.tally.lines_lost += len(lines.row)
-    documents.problem("syntax", what, DROPPED, first.offset, first.number)
+    documents.problem("syntax", what, DROPPED, offset, number)
 
 
 def _are_rows(lines: list[_Line], header: list[str] | None, dialect: csv.Dialect) -> bool:
@@ -115,7 +111,7 @@ def _are_rows(lines: list[_Line], header: list[str] | None, dialect: csv.Dialect
         return False
     counts: list[int] = []
     with suppress(csv.Error):  # the next quote that is not closed
-        counts += (len(row) for row in csv.reader((line.text for line in lines), dialect) if row)
+        counts += (len(row) for row in csv.reader((text for *_, text in lines), dialect) if row)
     return 10 * counts.count(len(header)) >= 9 * max(1, len(counts))
 
 
