@@ -171,13 +171,13 @@ def documents(directory: Path, first: int = 0) -> Iterator[list[bytes]]:
         first -= len(column) - len(rest)
         step = max(1, min(_BATCH_ROWS, len(rest) * _BATCH_BYTES // max(1, rest.nbytes)))
         for start in range(0, len(rest), step):
-            some = _texts(rest.slice(start, step))
-            if texts and (size + sum(map(len, some)) > _BATCH_BYTES
-                          or len(texts) + len(some) > _BATCH_ROWS):
+            part = rest.slice(start, step)
+            if texts and (size + part.nbytes > _BATCH_BYTES
+                          or len(texts) + len(part) > _BATCH_ROWS):
                 yield texts
                 texts, size = [], 0
-            texts += some
-            size += sum(map(len, some))
+            texts += _texts(part)
+            size += part.nbytes
     if texts:
         yield texts
 
