@@ -59,6 +59,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.1)
     monkeypatch.setattr(lease, "PATIENCE_S", 3.0)
     monkeypatch.setattr(lease, "SETTLE_S", 0.3)
+    monkeypatch.setattr(lease, "_POLL_S", 0.2)
 
 
 def of_another_machine(path: Path, beats: int = 0) -> None:

@@ -19,7 +19,7 @@ def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = ""
     if node:
         lease.fcntl.flock = lambda *_: None
         lease._machine = lambda: node
-        lease.BEAT_S, lease.PATIENCE_S, lease.SETTLE_S = 0.1, 3.0, 0.3
+        lease.BEAT_S, lease.PATIENCE_S, lease.SETTLE_S, lease._POLL_S = 0.1, 2.0, 0.3, 0.2
     if float(pause):
         source._BATCH_ROWS, build._SAVE_PROGRESS_S = 5, 0
         write = build._Sink.write

@@ -246,8 +246,8 @@ def test_two_nodes_without_common_locks_build_one_store(tmp_path: Path, of_stage
     """Where flock is local to a node, one builds; the other waits, or goes on when it is gone."""
     cache = tmp_path / ".cache"
     whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
-    first = start(of_stage_02, tokenizer, cache, 0.1, "a")
-    second = start(of_stage_02, tokenizer, cache, 0.1, "b")
+    first = start(of_stage_02, tokenizer, cache, 0.03, "a")
+    second = start(of_stage_02, tokenizer, cache, 0.03, "b")
     outputs = [printed.read() for _, printed in (first, second)]
     assert [launch.wait() for launch, _ in (first, second)] == [[0]] * 2
     assert sorted("tokenising" in output for output in outputs) == [False, True]
