@@ -63,8 +63,10 @@ class Journal:
             content = {"status": status, **facts, "checkpoints": checkpoints, "updated": now()}
             try:
                 manifest.write_json(self.experiment.state, content)
-            except OSError:  # a full disk has room where the last one stands
-                _overwrite(self.experiment.state, json.dumps(content).encode() + b"\n")
+            except OSError:
+                # A full disk has room where the last one stands; the error told is the first.
+                if not _is_overwritten(self.experiment.state, json.dumps(content).encode()):
+                    raise
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append a line to events.jsonl, as soon as the disk has room; any thread may call this."""
@@ -75,10 +77,15 @@ class Journal:
                 self._events.close()  # who looks from another machine sees it at once
 
 
-def _overwrite(path: Path, content: bytes) -> None:
-    with path.open("r+b", buffering=0) as file:
-        file.write(content)
-        file.truncate(len(content))
+def _is_overwritten(path: Path, content: bytes) -> bool:
+    """Put other content into a file that is there; tell whether that was possible."""
+    try:
+        with path.open("r+b", buffering=0) as file:
+            done = file.write(content)
+            file.truncate(done)
+    except OSError:
+        return False
+    return done == len(content)
 
 
 def read_state(experiment: Experiment) -> dict[str, Any]:
