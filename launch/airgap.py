@@ -92,7 +92,7 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise BundleError(_DAMAGED, f"{bundle} is not a bundle (no {MANIFEST})",
                           expected="the directory that `airgap.py pack` made") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise BundleError(_DAMAGED, f"{path} is damaged", found=lacks) from None
     return content
@@ -113,6 +113,9 @@ def _require_sound(entries: list[Entry]) -> None:
                 raise ValueError(f"{text!r} leads out of its directory")
         if entry["to"] and not 0 <= entry["mode"] <= 0o777:
             raise ValueError(f"{entry['to']!r} has the mode {entry['mode']:o}")
+        numbers = [entry[key] for key in ("bytes", "offset", "mtime_ns")[:3 if entry["to"] else 1]]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"{entry['path']!r} has sizes or times that are none")
     if len({entry["path"] for entry in entries}) < len(entries):
         raise ValueError("it names a file twice")
     files = by_file(entries)

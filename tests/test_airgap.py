@@ -207,6 +207,10 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
         path.write_text(json.dumps(content))
         said = far(bundle, "unpack", "--to", tmp_path / "project", expect=3).stderr
         assert "manifest.json is damaged" in said and why in said, to
+    for deep in ('{"a":' * 100_000, json.dumps(content | {"files": -1})):
+        path.write_text(deep)
+        said = far(bundle, "verify", expect=3).stderr
+        assert "manifest.json is damaged" in said and "Traceback" not in said
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -216,7 +220,15 @@ def test_where_it_is_unpacked(pack: Callable[..., Path], tmp_path: Path,
     far(bundle, "unpack", "--to", project, "--dry-run")
     assert not project.exists()
     project.mkdir()
+    digest = airgap.manifest_digest(bundle)[:8]
+    mine = tmp_path / f"project.partial-{digest}" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    said = far(bundle, "unpack", "--to", project, expect=2).stderr
+    assert "is in the way, and this program did not make it" in said and mine.exists()
+    mine.rename(tmp_path / "mine")
     far(bundle, "unpack", "--to", project)
+    assert not mine.parent.exists()
     stamp = (project / "README.md").stat().st_mtime_ns
     (project / "outputs").mkdir()
     assert "already" in far(bundle, "unpack", "--to", project).stdout

@@ -148,6 +148,8 @@ class Build:
             self._remove_leftovers()
             if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
                 raise self._was_built()
+            if unfinished.has_links(self.dir):  # not of this stage: it would write behind them
+                unfinished.delete(self.dir)
             self.dir.mkdir(exist_ok=True)
             manifest.remove_temporary(self.dir)
         except BaseException:

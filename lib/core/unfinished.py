@@ -7,6 +7,7 @@ empty; a copy that a user gave another name, or a finished artifact beside it, d
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def remove(directory: Path, mark: Path | None = None) -> None:
         return
     mark.unlink(missing_ok=True)
     directory.rmdir()
+
+
+def has_links(directory: Path) -> bool:
+    """Tell whether a directory is, or holds, a symbolic link."""
+    return directory.is_symlink() or any(
+        Path(folder, name).is_symlink() for folder, folders, names in os.walk(directory)
+        for name in folders + names)
 
 
 def delete(path: Path) -> None:

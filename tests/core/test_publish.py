@@ -137,6 +137,23 @@ def test_a_resumable_build_goes_on_from_what_is_finished(tmp_path: Path) -> None
     assert names(tmp_path) == ["model"] and names(target) == ["f", "manifest.json", "part"]
 
 
+@pytest.mark.parametrize("name", ["content", "content/part"])
+def test_nothing_is_written_behind_a_link_in_what_is_resumed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/part").write_text("mine")
+    build = Build(tmp_path / "model", KIND, identity(), False, resumable=True)
+    build.partial.mkdir()
+    unfinished.claim(build.partial)
+    (build.partial / name).parent.mkdir(exist_ok=True)
+    (build.partial / name).symlink_to(tmp_path / "mine" / name.partition("/")[2])
+    with build:
+        assert build.files() == []
+        (build.dir / "part").write_text("ours")
+        finish(build, "ours")
+    assert names(tmp_path / "mine") == ["part"]
+    assert (tmp_path / "mine/part").read_text() == "mine"
+
+
 def test_parts_of_other_options_are_not_resumed(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with pytest.raises(OSError), Build(target, KIND, identity(1), False, resumable=True) as build:
