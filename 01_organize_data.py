@@ -71,8 +71,12 @@ def identity_of(opts: options.Options, entries: Sequence[Entry]) -> dict:
 
 def require_whole(dst: Path) -> None:
     """Raise ArtifactError when splits have lost files since they were made."""
-    splits = manifest.read(dst, KIND, "the splits")["summary"]["splits"]
-    if found := place.missing(dst, {name: split["files"] for name, split in splits.items()}):
+    splits = manifest.read(dst, KIND, "the splits")["summary"].get("splits")
+    try:
+        found = place.missing(dst, {name: int(split["files"]) for name, split in splits.items()})
+    except (AttributeError, KeyError, TypeError, ValueError):
+        found = ["manifest.json does not say how many files the splits hold"]
+    if found:
         raise ArtifactError(f"the splits {dst} are damaged", found="\n".join(found),
                             run=commands.again("--overwrite"))
 

@@ -23,6 +23,15 @@ _DISK_FAILED_ERRNOS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO
                        errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN}
 _MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
+# Names in an artifact of others may hold what a terminal obeys.
+_CONTROLS = {number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160))
+             if chr(number) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    """Return a text with control characters spelled out, but for ends of lines and tabs."""
+    return text.translate(_CONTROLS)
+
 
 class StageError(Exception):
     """What was expected, what was found, and what to do about it.
@@ -49,7 +58,7 @@ class StageError(Exception):
                 first, *rest = text.splitlines()
                 lines.append(f"  {label + ':':<9} {first}")
                 lines += [f"  {'':<9} {line}" for line in rest]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 class UsageError(StageError):

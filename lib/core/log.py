@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lib.core.appended import AppendedFile
+from lib.core.errors import visible
 
 _logger = logging.getLogger("pipeline")
 
@@ -17,7 +18,7 @@ class _Console(logging.StreamHandler):
     """Prints plain lines; warnings carry their level, other ranks than 0 their number."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
+        text = visible(record.getMessage())
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         return text if rank() == 0 else f"[rank={rank()}] {text}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import commands, log, manifest, records, units
+from lib.core import commands, log, manifest, paths, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.scan import (
     Entry,
@@ -110,17 +110,21 @@ def _of_splits(folder: Path) -> list[InputFile]:
     again = manifest.again(content, "--overwrite", dst_root=folder)
     manifest.check(folder, content, "the splits", **again, deep=True)
     files, missing, changed = [], [], 0
+    splits = content["summary"].get("splits")
+    if not isinstance(splits, dict) or any(map(records.leads_out, splits)):
+        raise ArtifactError(f"{folder / paths.MANIFEST} is damaged", **again)
     with (folder / FILE_LIST).open(encoding="ascii") as lines:
         for line in lines:
             try:
                 entry = records.parse_json(line)
                 if "split" not in entry:
                     continue
-                path, size = f"{entry['split']}/{entry['path']}", int(entry["bytes"])
+                split, size = str(entry["split"]), int(entry["bytes"])
+                path = f"{split}/{entry['path']}"
             except (ValueError, TypeError, KeyError):
                 raise ArtifactError(f"{folder / FILE_LIST} is damaged", **again) from None
             try:
-                if records.leads_out(path) or entry["split"] not in content["summary"]["splits"]:
+                if records.leads_out(path) or split not in splits:
                     raise FileNotFoundError
                 info = (folder / path).stat()
             except OSError:
@@ -128,7 +132,7 @@ def _of_splits(folder: Path) -> list[InputFile]:
                 continue
             changed += info.st_size != size
             files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns,
-                                   entry["split"]))
+                                   split))
     if missing:
         raise ArtifactError(
             f"the splits {folder} are damaged", **again,
@@ -137,7 +141,7 @@ def _of_splits(folder: Path) -> list[InputFile]:
     if changed:
         log.warn(f"{units.counted(changed, 'file')} changed since stage 01 listed them; stage 02 "
                  "reads what is there now")
-    there = sum(count_files(f"{folder}/{split}") for split in content["summary"]["splits"])
+    there = sum(count_files(f"{folder}/{split}") for split in splits)
     if extra := there - len(files):
         log.warn(f"files in {folder} that {FILE_LIST} does not list: {extra:,}; they are not read "
                  "(add them to the source and run stage 01 again)")

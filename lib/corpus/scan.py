@@ -230,5 +230,8 @@ def inputs_of(entries: Iterable[Entry]) -> dict[str, object]:
 
 def shown(path: str) -> str:
     """Return a path as valid UTF-8 on one line: other bytes and line breaks become escapes."""
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    try:
+        text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # of a damaged list: no file has such a name
+        text = ascii(path)
     return text.replace("\r", "\\r").replace("\n", "\\n")

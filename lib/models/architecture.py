@@ -21,6 +21,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.models import remote_code
 
 CONFIG = "config.json"
+_MOST = 100_000  # of anything that a model has a number of
 
 
 def read_config(model_dir: Path, trust_code: bool = False) -> PretrainedConfig:
@@ -32,6 +33,7 @@ def read_config(model_dir: Path, trust_code: bool = False) -> PretrainedConfig:
     code that fails.
     """
     content = read_content(model_dir)
+    _require_countable(model_dir / CONFIG, content)
     runs_code = trust_code and remote_code.is_needed(content) \
         and bool(remote_code.fetched(model_dir))
     if not runs_code:
@@ -120,6 +122,15 @@ def _longest_list(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {f"{name}.{i}": block for i, block in enumerate(longest)}
 
 
+def _require_countable(path: Path, content: dict[str, Any]) -> None:
+    """Raise ArtifactError for so many layers, heads or experts that none could build them."""
+    text = content.get("text_config")
+    for key, value in (content | (text if isinstance(text, dict) else {})).items():
+        if key.startswith(("num_", "n_")) and isinstance(value, int | float) and value > _MOST:
+            raise ArtifactError(f"{path} asks for what no model has", found=f"{key}: {value}",
+                                expected=f"at most {_MOST:,}")
+
+
 def _check_type(path: Path, content: dict[str, object]) -> None:
     kind = content.get("model_type")
     if not kind or not isinstance(kind, str):
@@ -137,7 +148,8 @@ def _check_type(path: Path, content: dict[str, object]) -> None:
 
 def _causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class that AutoModelForCausalLM takes; UsageError when that cannot be trained."""
-    named = ", ".join(config.architectures or ()) or "no architecture named"
+    architectures = config.architectures if isinstance(config.architectures, list) else []
+    named = ", ".join(map(str, architectures)) or "no architecture named"
     found = f"model_type {config.model_type}, {named}"
     # Encoders such as BERT have a causal class too, but look both ways unless `is_decoder` is set.
     both_ways = (config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES

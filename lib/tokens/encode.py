@@ -52,15 +52,14 @@ class Encoder:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True,
                                                            trust_remote_code=False)
+            self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+            self.bos = self._leading_bos()
         except Exception as error:  # each tokenizer class fails in a way of its own
             raise ArtifactError(f"the tokenizer in {directory} cannot be read",
                                 found=(str(error).strip() or repr(error)).splitlines()[0]
                                 ) from error
         self.directory = directory
-        vocabulary = self.tokenizer.get_vocab()
-        self.vocab_size = max(vocabulary.values()) + 1
         self.eos: int | None = self.tokenizer.eos_token_id
-        self.bos = self._leading_bos()
         self._engine: engines.Engine = engines.HuggingFace(self.tokenizer)
         self._may_cut = False
 

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from lib.core import commands, hashing, log, manifest, publish, verified
+from lib.core.errors import ArtifactError
+from lib.core.paths import MANIFEST
 from lib.tokens import build, store
 from lib.tokens.samples import IGNORED, Rows, Samples
 from lib.tokens.store import Numbers, Split, TokenStore
@@ -94,10 +96,14 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
                lambda content: verified.require(target, content, "the packs", cache_dir,
                                                 run=commands.remade(target)))
     summary = manifest.read(target, KIND, "the packs")["summary"]
-    for name, facts in summary["splits"].items():
-        log.info(f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
-                 f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
-                 "documents cut")
+    try:
+        for name, facts in summary["splits"].items():
+            log.info(f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
+                     f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
+                     "documents cut")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ArtifactError(f"{target / MANIFEST} is damaged", run=commands.remade(target),
+                            expected="the manifest that finished packs have") from None
     return {name: Packs(split, _open(target, name, tokens.reads), seq_length)
             for name, split in tokens.splits.items()}
 

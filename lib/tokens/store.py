@@ -24,7 +24,7 @@ import numpy as np
 from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
 from lib.tokens import encode
-from lib.tokens.source import Source
+from lib.tokens.source import SPLITS, Source
 
 KIND = "tokens/1"
 
@@ -119,12 +119,24 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
                             found=str(summary["label_mask"]),
                             hint="update the code, or make the store anew:",
                             run=commands.remade(path))
+    if not _is_sound(summary):
+        raise ArtifactError(f"{path / paths.MANIFEST} is damaged", run=commands.remade(path),
+                            expected="the manifest that a finished token store has")
     splits = {name: Split(open_file(path / f"{name}.tokens.bin", summary["dtype"], reads),
                           open_file(path / f"{name}.ends.bin", "int64", reads))
               for name in summary["splits"]}
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
-    fingerprint = hashing.fingerprint(content["identity"]["inputs"])
+    fingerprint = hashing.fingerprint(content["identity"].get("inputs"))
     return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits, reads)
+
+
+def _is_sound(summary: dict[str, Any]) -> bool:
+    """Tell whether a summary has the form in which it is written."""
+    splits = summary.get("splits")
+    return isinstance(splits, dict) and "train" in splits and splits.keys() <= {*SPLITS} \
+        and all(isinstance(counts, dict) for counts in splits.values()) \
+        and summary.get("dtype") in ("uint16", "uint32") \
+        and type(summary.get("vocab_size")) is int and summary["vocab_size"] > 0
 
 
 def open_file(path: Path, dtype: str, reads: str) -> Numbers:

@@ -16,6 +16,7 @@ from lib.train import earlier, symptoms
 from lib.train.run import Run
 
 _NEWER = "--resume goes on from another one"
+_NEEDED = {"tokens", "samples", "seed", "total_steps", "rollbacks", "loss_scale", "optimizer_steps"}
 _MOST_ROLLBACKS = 3  # of a run, however often it is started again
 
 
@@ -130,6 +131,11 @@ def _newest(run: Run, before: int | None = None) -> Checkpoint | None:
 def _load(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     """Fill model, optimizer and counters from a verified checkpoint; return its train state."""
     tier, device = run.saves.tier, run.world.device
+    there = checkpoint.train_state()
+    if lacking := _NEEDED - there.keys() or \
+            run.step_guard.state().keys() - there["loss_scale"].keys():
+        raise ArtifactError(f"{checkpoint.path} lacks what a run goes on from",
+                            found=f"no {', '.join(sorted(lacking))} in its train state")
     if tier and tier.holds(checkpoint):
         state = tier.load(checkpoint, run.model, run.optimizer, device)
     else:
