@@ -109,6 +109,15 @@ def kill_often(server: Server, expected: Undisturbed, parent: Path, kills: int, 
     return done
 
 
+def scenes_of(commands: Commands, stage: int, parent: Path) -> Iterator[Scene]:
+    """Yield the commands of a stage in turn, without end, each made when it is first needed."""
+    made = []
+    for command in commands.of_stage(stage):
+        made.append(Scene(command, parent / command.name))
+        yield made[-1]
+    yield from cycle(made)
+
+
 def kill_commands(commands: Commands, stage: int, parent: Path, kills: int, seed: int) -> int:
     """Kill the commands of a stage in turn until there were so many kills; return how many.
 
@@ -116,8 +125,7 @@ def kill_commands(commands: Commands, stage: int, parent: Path, kills: int, seed
     writes; the others at a random file operation, some in the middle of a write.
     """
     rng, done = random.Random(seed), 0
-    scenes = cycle([Scene(command, parent / command.name)
-                    for command in commands.of_stage(stage)])
+    scenes = scenes_of(commands, stage, parent)
     while done < kills:
         scene = next(scenes)
         project, killed = scene.copy(), True
