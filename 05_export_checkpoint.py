@@ -110,7 +110,7 @@ def write(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
                 require_there(checkpoint)
                 raise
         export.verify(model, build.dir)
-        require_there(checkpoint, identity["inputs"]["checkpoint"])
+        require_same(checkpoint, identity["inputs"]["checkpoint"])
         require_model_files(experiment, checkpoint)
         build.publish(stage="05_export_checkpoint.py", options=options.resolved(opts),
                       files=files + weights,
@@ -208,15 +208,23 @@ def require_model_files(experiment: Experiment, checkpoint: commit.Checkpoint) -
                                  f"(model_dir in {experiment.config})")
 
 
-def require_there(checkpoint: commit.Checkpoint, chosen: str = "") -> None:
-    """Raise ArtifactError when the checkpoint went away since it was chosen.
-
-    chosen: the digest of its manifest then, to tell another one in its place.
-    """
+def require_there(checkpoint: commit.Checkpoint) -> None:
+    """Raise ArtifactError when the checkpoint went away before its files were open."""
     if not checkpoint.path.exists():
         raise ArtifactError(f"{checkpoint.path} was deleted meanwhile: the run that goes on there "
                             "keeps only its newest", run=commands.again())
-    if chosen and checkpoint.commit()["manifest"] != chosen:
+
+
+def require_same(checkpoint: commit.Checkpoint, chosen: str) -> None:
+    """Raise ArtifactError when another checkpoint has taken the place of the one that was chosen.
+
+    chosen: the digest of its manifest. One that is gone was read all the same: files stay open.
+    """
+    try:
+        found = checkpoint.commit()["manifest"]
+    except FileNotFoundError:
+        return
+    if found != chosen:
         raise ArtifactError(f"{checkpoint.path} was replaced meanwhile by one of another run; "
                             "nothing was exported", run=commands.again())
 

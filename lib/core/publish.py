@@ -144,6 +144,9 @@ class Build:
                 found=f"{self.partial}" + f", {error.holder}" * bool(error.holder)) from None
         except FileNotFoundError:
             raise self._was_built() from None
+        except OSError:  # a full disk: nothing is left of the attempt
+            unfinished.remove_bare(self.partial)
+            raise
         try:
             self._remove_leftovers()
             if not self.overwrite and self.target.exists() and any(self.target.iterdir()):

@@ -55,6 +55,12 @@ def remove(directory: Path, mark: Path | None = None) -> None:
     directory.rmdir()
 
 
+def remove_bare(directory: Path) -> None:
+    """Delete a directory that holds nothing but its mark, as far as the disk lets."""
+    if list(directory.iterdir()) == [mark_of(directory)]:
+        remove(directory)
+
+
 def has_links(directory: Path) -> bool:
     """Tell whether a directory is, or holds, a symbolic link."""
     return directory.is_symlink() or any(
