@@ -257,14 +257,23 @@ def test_a_token_store(there: Terminal) -> None:
     next(Path(".cache/tokens").glob("*/manifest.json")).write_text("{")
     there.cured(*prepare)
     store = next(Path(".cache/tokens").glob("*/manifest.json"))
-    content = json.loads(store.read_text())
-    store.write_text(json.dumps(content | {"summary": content["summary"] | {"label_mask": 2}}))
-    there.cured(*prepare)
+    for wrong in ({"label_mask": 2}, {"dtype": "uint8"}):
+        summarise(store, wrong)
+        there.cured(*prepare)
     packed = (*prepare, "--packing", "documents")
     there.type(*packed)
     blank(".cache/tokens/*.packs-*/train.lengths.bin")
     error = there.fails(*packed)
     there.follow(error)
+    there.type(*packed)
+    summarise(next(Path(".cache/tokens").glob("*.packs-*/manifest.json")), {"splits": 2})
+    there.cured(*packed)
+
+
+def summarise(manifest: Path, wrong: dict[str, object]) -> None:
+    """Have the summary of a manifest say something else."""
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"summary": content["summary"] | wrong}))
 
 
 def test_a_model_from_scratch(there: Terminal) -> None:
@@ -384,7 +393,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: _raise(stage._known(ModuleNotFoundError("x", name="orjson")))
     yield lambda: _raise(architecture._code_failed(Path("m"), ModuleNotFoundError(
         "x", name="einops")))
-    yield lambda: metrics._wandb(Experiment(Path("outputs"), "x"))
+    yield metrics._wandb
     yield lambda: hyperpod._client("auto", "x", 0, 1)
     yield lambda: object.__new__(_class_with(hyperpod, "supersede")).supersede(1, "so")
     worker = object.__new__(core_workers.Worker)
