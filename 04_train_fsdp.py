@@ -121,16 +121,16 @@ def train(run: Run) -> bool:
         with timers("data"):
             batch = next(steps)
         # The loss is a sum over all label tokens of the step, and FSDP averages over the ranks.
-        scale = run.step_guard.scale * world.size / batch.label_tokens
+        scale = run.step_guard.loss_factor(world.size / batch.label_tokens)
         for number, micro_batch in enumerate(batch.micro_batches, 1):
             # Replicas exchange gradients once per step (their shards are summed in each pass).
             model.set_requires_all_reduce(number == len(batch.micro_batches))
             with timers("data"):
                 on_device = micro_batch.to(world.device)
             with timers("forward"):
-                loss = token_loss_sum(model, on_device)
+                loss = token_loss_sum(model, on_device, scale)
             with timers("backward"):
-                (loss * scale).backward()
+                loss.backward()
             step_loss += loss.detach()
         with timers("update"):
             grad_norm = run.step_guard.clip(run.optimizer, run.options.grad_clip)

@@ -19,21 +19,36 @@ _FEWEST_ROWS = 256  # smaller matrix products waste the device
 _NOISE = 0.02  # nats per token between two ways of rounding in half precision
 
 
-def token_loss_sum(model: nn.Module, batch: MicroBatch) -> Tensor:
+def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> Tensor:
     """Return the cross entropy summed over the label tokens of a micro-batch, float32 scalar.
 
-    A micro-batch whose labels are all ignored gives a zero that is still part of the graph.
+    Its gradients are those of the sum times `scale`, a power of two. That is applied before they
+    are rounded to half precision: afterwards, small ones would have vanished in float16. A
+    micro-batch whose labels are all ignored gives a zero that is still part of the graph.
     """
     inputs = attention.inputs(model, batch)
     head = model.get_output_embeddings()
     if isinstance(head.__dict__.get("forward"), LossHead):
-        return head.forward.loss_sum(model, inputs, batch.labels)
-    return _sum(model(**inputs).logits, batch.labels)
+        return head.forward.loss_sum(model, inputs, batch.labels, scale)
+    return _ScaledGradient.apply(_sum(model(**inputs).logits, batch.labels), scale)
 
 
 def _sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED,
                            reduction="sum")
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Hands a number on; its gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream * ctx.scale, None
 
 
 class LossHead:
@@ -43,7 +58,8 @@ class LossHead:
     """
 
     def __init__(self, head: nn.Module) -> None:
-        self._head, self._logits, self._labels = head, head.forward, None
+        self._head, self._logits = head, head.forward
+        self._labels, self._scale = None, 1.0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [B, T, V], or the loss sum of hidden states [B, T, H]."""
@@ -51,11 +67,12 @@ class LossHead:
             return self._logits(hidden)
         head = self._head
         return _ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, head.bias,
-                                  self._labels.flatten())
+                                  self._labels.flatten(), self._scale)
 
-    def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float,
+                 ) -> Tensor:
         """Return the loss sum of a micro-batch, which the model hands on in place of logits."""
-        self._labels = labels
+        self._labels, self._scale = labels, scale
         try:
             return model(**inputs).logits
         finally:
@@ -66,13 +83,13 @@ class _ChunkedLoss(torch.autograd.Function):
     """Cross entropy of a linear layer, some rows at a time, the gradients made on the way.
 
     Logits and gradients of a chunk exist only for the while, so the forward does what the backward
-    would have to do again; the backward only scales. Loss and gradient of the weights are summed
-    in float32.
+    would have to do again; the backward hands them on. Loss and gradient of the weights are summed
+    in float32, and the gradients scaled in it.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
-                ) -> Tensor:
+                scale: float) -> Tensor:
         """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N]."""
         rows = max(_FEWEST_ROWS, _LOGITS_AT_ONCE // len(weight))
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -91,7 +108,7 @@ class _ChunkedLoss(torch.autograd.Function):
             # d loss / d logits = softmax - one-hot, nothing where the label is ignored.
             logits.sub_(normaliser).exp_()
             logits.scatter_add_(1, target, torch.full_like(normaliser, -1.0))
-            gradient = logits.mul_(counts[:, None]).to(hidden.dtype)
+            gradient = logits.mul_(counts[:, None] * scale).to(hidden.dtype)
             torch.mm(gradient, weight, out=of_hidden[first:first + rows])
             of_weight = _added(of_weight, gradient.t() @ chunk)
             if bias is not None:
@@ -103,9 +120,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """upstream: float32 scalar."""
-        return (*(None if kept is None else kept * upstream.to(kept.dtype)
-                  for kept in ctx.saved_tensors), None)
+        """upstream: float32 scalar, 1 where the loss is what `backward` is called on."""
+        return (*(None if kept is None else kept.mul_(upstream.to(kept.dtype))
+                  for kept in ctx.saved_tensors), None, None)
 
 
 def _added(total: Tensor | None, more: Tensor) -> Tensor:

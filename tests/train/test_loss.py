@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 from lib.tokens.loader import MicroBatch
 from lib.tokens.samples import IGNORED
 from lib.train import loss
+from lib.train.optimizer import StepGuard
 
 TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -46,8 +48,8 @@ def test_chunks_give_the_loss_and_the_gradients(monkeypatch: pytest.MonkeyPatch,
     labels[::3] = IGNORED
     whole = F.cross_entropy(F.linear(*parts), labels, ignore_index=IGNORED, reduction="sum")
     expected = torch.autograd.grad(whole * 0.3, parts)
-    mine = loss._ChunkedLoss.apply(*parts, *[None] * (not bias), labels)
-    found = torch.autograd.grad(mine * 0.3, parts)
+    mine = loss._ChunkedLoss.apply(*parts, *[None] * (not bias), labels, 0.6)
+    found = torch.autograd.grad(mine * 0.5, parts)
     assert mine.item() == pytest.approx(whole.item(), rel=1e-6)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -58,7 +60,7 @@ def test_half_precision_sums_in_float32() -> None:
     hidden, weight = torch.randn(2000, 16).bfloat16(), torch.randn(300, 16).bfloat16()
     labels = torch.randint(0, 300, (2000,))
     exact = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
-    found = loss._ChunkedLoss.apply(hidden, weight, None, labels)
+    found = loss._ChunkedLoss.apply(hidden, weight, None, labels, 1.0)
     assert found.dtype == torch.float32 and found.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
@@ -89,3 +91,27 @@ def test_families(config, in_layer: bool) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     assert model(**{"input_ids": batch().input_ids}).logits.shape == (3, 20, 300)
+
+
+@pytest.mark.parametrize("in_layer", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_mean_does_not_depend_on_how_many_tokens_there_are(precision: str, in_layer: bool,
+                                                               ) -> None:
+    """A document repeated: the gradient is that of one, however many are in the step."""
+    torch.manual_seed(0)
+    masters = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+    model = copy.deepcopy(masters).to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+    if in_layer:
+        head = model.get_output_embeddings()
+        head.forward = loss.LossHead(head)
+    row, guard = batch(False), StepGuard(precision, 0.0, torch.device("cpu"))
+    adamw, norms = torch.optim.AdamW(masters.parameters()), []
+    for repeats in (1, 3, 5, 7):
+        many = MicroBatch(row.input_ids.repeat(repeats, 1), row.labels.repeat(repeats, 1))
+        scale = guard.loss_factor(1 / int((many.labels != IGNORED).sum()))
+        model.zero_grad()
+        loss.token_loss_sum(model, many, scale).backward()
+        for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        norms.append(guard.clip(adamw, 1.0).item())
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-3)
