@@ -27,6 +27,8 @@ from lib.core.errors import StageError, UsageError
 LOOPBACK = "127.0.0.1"
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
+    from argparse import ArgumentParser
+
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> None:
 
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
-    args = run.parse_args(argv)
+    args = run.parse_args(understood(argv, run.get_args_parser()))
     if args.standalone:
         args.local_addr = args.local_addr or LOOPBACK
     try:
@@ -90,6 +92,21 @@ def keep_to_loopback() -> None:
             super().__init__(host_name, port, world_size, is_master, *more, **named)
 
     distributed.TCPStore = Store
+
+
+def understood(argv: list[str], parser: ArgumentParser) -> list[str]:
+    """Return the words for a torchrun that has no --shutdown-timeout (torch 2.11), which is set.
+
+    There the time that ranks have to save and end is the default of a function.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    option = "--shutdown-timeout"
+    if option not in argv or option in parser._option_string_actions:
+        return argv
+    at = argv.index(option)
+    PContext.close.__defaults__ = (None, int(argv[at + 1]))  # death_sig, timeout
+    return argv[:at] + argv[at + 2:]
 
 
 def report(failures: dict[int, ProcessFailure]) -> int:

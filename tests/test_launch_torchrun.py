@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +50,18 @@ def test_a_number_of_ranks_that_starts_none_is_refused_in_words(tmp_path: Path, 
     done = start(tmp_path, "--nproc-per-node", count, "ranks.py")
     assert done.returncode == 2 and f"--nproc-per-node {count} starts no rank" in done.stderr
     assert "Traceback" not in done.stderr and "AssertionError" not in done.stderr
+
+
+def test_a_torchrun_without_a_shutdown_timeout_keeps_the_time_to_save(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import run as elastic
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    words = ["--nproc-per-node", "2", "--shutdown-timeout", "240", "04_train_fsdp.py", "-e", "x"]
+    assert torchrun.understood(words, elastic.get_args_parser()) == words
+    monkeypatch.setattr(PContext.close, "__defaults__", PContext.close.__defaults__)
+    assert torchrun.understood(words, ArgumentParser()) == words[:2] + words[4:]
+    assert inspect.signature(PContext.close).parameters["timeout"].default == 240
 
 
 def ended(code: int, when: int = 0) -> SimpleNamespace:

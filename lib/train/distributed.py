@@ -79,6 +79,11 @@ def stop(world: World) -> None:
 
 
 def _device(local_rank: int) -> torch.device:
+    # torchrun sets OMP_NUM_THREADS=1. On a CPU the cores are the device; beside a GPU they take the
+    # optimizer's steps of --cpu-offload.
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(threads)
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UsageError(f"process {local_rank} of this machine has no GPU of its own",
@@ -89,10 +94,6 @@ def _device(local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return device
-    # torchrun sets OMP_NUM_THREADS=1, meant for GPU work; on a CPU node the cores are the device.
-    cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    torch.set_num_threads(threads)
     log.info(f"no GPU: training on the CPU, "
              f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})")
     return torch.device("cpu")

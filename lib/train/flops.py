@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import torch
@@ -9,11 +10,17 @@ from torch import nn
 
 from lib.train.sharding import COMPUTE_DTYPES
 
-# Dense bf16/fp16 tensor-core peaks without sparsity, in FLOP/s, from the vendors' data sheets.
-_PEAKS = {"B300": 2250e12, "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12,
-          "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12,
-          "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A6000": 155e12,
-          "V100": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+# Dense bf16/fp16 tensor-core peaks without sparsity, summed in float32, in FLOP/s, from the
+# vendors' data sheets. The names are words of what the driver calls a GPU.
+_PEAKS = {"GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12,
+          "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12,
+          "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12,
+          "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12,
+          "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12,
+          "RTX PRO 6000": 503.8e12, "RTX 6000 Ada": 364e12, "RTX A6000": 155e12,
+          "RTX 5090": 209.5e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+_MIG = re.compile(r"\bMIG (\d)g\b")  # a part of a GPU, in sevenths
+_SIZE = {"cuda": 8192, "cpu": 1024}  # of products that are timed: large enough to reach the peak
 _PLANNED_FOR = "H100"
 _FP32 = 67e12  # of it, without tensor cores
 
@@ -28,7 +35,8 @@ def per_token(model: nn.Module, seq_length: int) -> float:
 
     6 N + 12 L H Q T of Chowdhery et al. 2022 ("PaLM", appendix B): N the parameters that take
     part in a matrix product for a token (of experts, only the chosen), L layers, H heads of size
-    Q, T the sequence length.
+    Q, T the sequence length. The whole square of attention is counted, as most do, though a causal
+    model computes half of it; see `causal`.
     """
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
@@ -40,9 +48,19 @@ def per_token(model: nn.Module, seq_length: int) -> float:
     for name, parameter in model.named_parameters():
         share = chosen / experts if chosen and experts and ".experts." in name else 1.0
         active += 0.0 if parameter is embedding and not tied else parameter.numel() * share
+    return 6 * active + _attention(model, seq_length)
+
+
+def causal(model: nn.Module, seq_length: int) -> float:
+    """Return the same with the half of attention that a causal model computes."""
+    return per_token(model, seq_length) - _attention(model, seq_length) / 2
+
+
+def _attention(model: nn.Module, seq_length: int) -> float:
+    config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 6 * active + 12 * config.num_hidden_layers * heads * head_size * seq_length
+    return 12 * config.num_hidden_layers * heads * head_size * seq_length
 
 
 def device_peak(device: torch.device, precision: str) -> tuple[float, str]:
@@ -50,17 +68,26 @@ def device_peak(device: torch.device, precision: str) -> tuple[float, str]:
 
     Known GPUs: their data sheet. Others and CPUs: a matrix product, timed now.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and precision != "fp32":
         name = torch.cuda.get_device_name(device)
-        for known, peak in _PEAKS.items():
-            if known in name and precision != "fp32":
-                return peak, f"data sheet of {name}"
+        if peak := listed_peak(name):
+            return peak, f"data sheet of {name}"
     # Both, since a CPU without hardware for half precision is faster in float32.
     measured = max(_measure(device, kind) for kind in {precision, "fp32"})
     return measured, "the best of timed matrix products"
 
 
-def _measure(device: torch.device, precision: str, size: int = 1024) -> float:
+def listed_peak(name: str) -> float | None:
+    """Return the FLOP/s of a GPU, or of a part of one (MIG), by its name; None for an unknown."""
+    known = [listed for listed in _PEAKS if re.search(rf"\b{listed}\b", name)]
+    if not known:
+        return None
+    part = _MIG.search(name)
+    return _PEAKS[max(known, key=len)] * (int(part[1]) / 7 if part else 1.0)
+
+
+def _measure(device: torch.device, precision: str) -> float:
+    size = _SIZE[device.type]
     # No random numbers: drawing some would move the state that dropout goes on from.
     a = torch.ones(size, size, device=device, dtype=COMPUTE_DTYPES[precision])
     best = float("inf")
