@@ -74,7 +74,7 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     from lib.train import attention, distributed, optimizer, sharding
 
     world = distributed.start()
-    model = architecture.build_on_meta(Path(model_dir), attention.choose("sdpa", "concat"))
+    model = architecture.build_on_meta(Path(model_dir), attention.choose("sdpa", "concat", "fp32"))
     sharding.shard(model, world.mesh, "fp32", False, False)
     sharding.materialise(model, world.device, False)
     adamw = optimizer.adamw(model, 0.0, (0.9, 0.95), 0.0)

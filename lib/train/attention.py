@@ -6,6 +6,7 @@ interface knows it by here. On a CPU, which has no such kernel, it goes document
 
 from __future__ import annotations
 
+import inspect
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from lib.core import commands
+from lib.core import commands, log
 from lib.core.errors import UsageError
 from lib.tokens.loader import MicroBatch
 
@@ -23,20 +24,36 @@ _VARLEN = "varlen"
 _BY_BOUNDARIES = (_VARLEN, "flash_attention_2")  # told where documents end, instead of a mask
 
 
-def choose(wanted: str, packing: str) -> str:
+def choose(wanted: str, packing: str, precision: str) -> str:
     """Return the name in transformers' attention interface for --attention.
 
     auto: sdpa for windows (it takes the fastest causal kernel there is); varlen for packed
-    documents on a GPU, where a mask would rule out the fast kernels. Raises UsageError for what
-    cannot train here.
+    documents on a GPU, where a mask would rule out the fast kernels, if the GPU and the precision
+    have that kernel. Raises UsageError for what cannot train here.
     """
     on_gpu = torch.cuda.is_available()
     if wanted == "flex" and not on_gpu:
         raise UsageError("--attention flex cannot train on a CPU",
                          run=commands.again("--attention", "sdpa"))
+    lacks = _lacks_kernel(precision) if on_gpu else ""
+    if wanted == _VARLEN and lacks:
+        raise UsageError("--attention varlen cannot train here", found=lacks,
+                         run=commands.again("--attention", "sdpa"))
     if wanted == "auto":
-        return _VARLEN if packing == "documents" and on_gpu else "sdpa"
+        if lacks and packing == "documents":
+            log.info(f"attention: sdpa with a mask, since {lacks}; that is several times slower")
+        return _VARLEN if packing == "documents" and on_gpu and not lacks else "sdpa"
     return {"flex": "flex_attention"}.get(wanted, wanted)
+
+
+def _lacks_kernel(precision: str) -> str:
+    """Say why the kernel for rows of documents cannot run on this GPU; empty where it can."""
+    if precision == "fp32":
+        return "the kernel for packed documents takes no fp32"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than what the kernel for packed " \
+               "documents needs (compute capability 8.0)"
+    return ""
 
 
 def inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
@@ -74,12 +91,23 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     window = sliding_window if sliding_window and sliding_window < length else 0
     flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # [B·T, H, D]
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn
-        out = varlen_attn(*flat, cu_seq_lens_q, cu_seq_lens_q, length, length, scale=scaling,
-                          window_size=(window - 1, 0) if window else (-1, 0), enable_gqa=True)
+        out = _by_kernel(*flat, cu_seq_lens_q, length, scaling, window)
     else:
         out = _by_document(*flat, cu_seq_lens_q.tolist(), scaling, window)
     return out.unflatten(0, (batch, length)), None
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
+               scaling: float | None, window: int) -> Tensor:
+    """Attend within each document by torch's kernel. query, key, value: [B·T, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = {"enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        groups, heads = {}, query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(heads, 1) for part in (key, value))
+    return varlen_attn(query, key, value, boundaries, boundaries, longest, longest, scale=scaling,
+                       window_size=(window - 1, 0) if window else (-1, 0), **groups)
 
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: list[int],

@@ -146,17 +146,16 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
     from lib.models import architecture
     from lib.train import attention, precision
 
-    model = architecture.build_on_meta(inputs.model_dir,
-                                       attention.choose(opts.attention, opts.packing),
-                                       opts.trust_remote_code)
+    compute = opts.precision or inputs.begun_with("precision") \
+        or ("bf16" if opts.plan_gpus else precision.default())
+    model = architecture.build_on_meta(inputs.model_dir, attention.choose(
+        opts.attention, opts.packing, compute), opts.trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if opts.seq_length and longest and opts.seq_length > longest:
         raise UsageError(f"--seq-length {opts.seq_length} is longer than the model allows",
                          expected=f"at most {longest} (max_position_embeddings in config.json)")
     seq_length = opts.seq_length or inputs.begun_with("seq_length") \
         or min(_SEQ_LENGTH, longest or _SEQ_LENGTH)
-    compute = opts.precision or inputs.begun_with("precision") \
-        or ("bf16" if opts.plan_gpus else precision.default())
     if not opts.plan_gpus:  # a plan for other machines than this one, perhaps of a run there
         precision.warn_if_emulated(compute)
         batch = plans.divide(opts, 0, plans.launched_size()).global_batch
