@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from multiprocessing.connection import Connection
+from unittest import mock
 
 import torch
 
@@ -25,15 +26,16 @@ class MemoryEstimate:
     """A trace in a process of its own: nothing of it stays, and the run does not wait for it.
 
     Must be made before the process group and before the model is sharded: it forks, which spares
-    importing everything again. The child uses no GPU. For a model so small that libraries take more
-    memory than it does, nothing is estimated.
+    importing everything again. A fork of a process that uses a GPU could not compute (torch ends it
+    in autograd), so there it imports all, and sees no GPU. For a model so small that libraries take
+    more memory than it does, nothing is estimated.
     """
 
     def __init__(self, opts: Options, setting: Setting) -> None:
         self.gib: float | None = None
         self._on_gpu = torch.cuda.is_available()
         has = memory.total(torch.device("cuda" if self._on_gpu else "cpu"))
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
         self._answer, question = context.Pipe(duplex=False)
         self._is_wanted = sum(p.numel() for p in setting.model.parameters()) >= _ESTIMATED_FROM
         if not self._is_wanted:
@@ -42,7 +44,8 @@ class MemoryEstimate:
             return
         self._child = context.Process(target=_trace, daemon=True, args=(
             question, opts, setting, self._on_gpu, has))
-        with warnings.catch_warnings():  # of threads, which the child does not use
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), \
+                warnings.catch_warnings():  # of threads, which the child does not use
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 self._child.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
@@ -171,6 +172,24 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
     told.close()
+
+
+def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
+    monkeypatch.setattr(memory_estimate, "_ESTIMATED_FROM", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = []
+    for in_use in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
+        told = memory_estimate.MemoryEstimate(Namespace(**OPTIONS), Setting(on_meta(), 64, "fp32"))
+        sees = Path(f"/proc/{told._child.pid}/environ").read_bytes().split(b"\0")
+        assert not in_use or b"CUDA_VISIBLE_DEVICES=" in sees
+        told.compared(1.0, 0.5)  # which waits for the answer
+        found.append(told.gib)
+        told.close()
+    assert found[0] and found[0] == found[1]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_dry_run_plans_memory(project: Path) -> None:
