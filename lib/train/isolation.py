@@ -10,13 +10,12 @@ from lib.core.errors import UsageError
 from lib.tokens.loader import MicroBatch, boundaries
 from lib.train import attention
 from lib.train.distributed import World
-from lib.train.loss import eval_mode
+from lib.train.loss import trial
 
 _LENGTHS = (9, 14)  # of two documents in one row
 _NOISE = 0.05  # of the logits' spread: more than rounding in half precision, less than any leak
 
 
-@torch.no_grad()
 def require(model: nn.Module, world: World) -> None:
     """Raise UsageError when the second of two packed documents depends on the first.
 
@@ -28,7 +27,7 @@ def require(model: nn.Module, world: World) -> None:
     tokens[1, _LENGTHS[0]:] = tokens[0, _LENGTHS[0]:]
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
     ends = torch.from_numpy(boundaries(positions.numpy()))
-    with eval_mode(model):
+    with trial(model):
         batches = [MicroBatch(row[None], row[None], positions, ends).to(world.device)
                    for row in tokens]
         second = [model(**attention.inputs(model, batch)).logits[0, _LENGTHS[0]:].float()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def chunk(model: nn.Module, world: World) -> str:
     generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
     tokens = torch.randint(0, head.weight.shape[0], (1, 17), generator=generator)
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:]).to(world.device)
-    with torch.no_grad(), eval_mode(model):
+    with trial(model):
         plain = token_loss_sum(model, batch) / 16
         head.forward = LossHead(head)
         try:
@@ -154,18 +155,26 @@ def chunk(model: nn.Module, world: World) -> str:
     return f"from the logits, which {model.config.model_type} models change after the output layer"
 
 
-class eval_mode:
-    """Switches dropout off for the while, and leaves no group of shards gathered."""
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for the while, and leave no group of shards gathered."""
+    model.eval()
+    try:
+        yield
+    finally:
+        sharding.reshard(model)
+        model.train()
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
 
-    def __enter__(self) -> None:
-        self._model.eval()
+@contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Try a model without leaving a trace: no dropout, no gradients, and nothing is compiled.
 
-    def __exit__(self, *_: object) -> None:
-        sharding.reshard(self._model)
-        self._model.train()
+    A graph compiled for the few tokens of a trial would be compiled again for any number of them,
+    and training would go on with that.
+    """
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), eval_mode(model):
+        yield
 
 
 @torch.no_grad()
