@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -183,7 +184,9 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
         told = memory_estimate.MemoryEstimate(Namespace(**OPTIONS), Setting(on_meta(), 64, "fp32"))
-        sees = Path(f"/proc/{told._child.pid}/environ").read_bytes().split(b"\0")
+        environ = Path(f"/proc/{told._child.pid}/environ")
+        while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
+            time.sleep(0.001)
         assert not in_use or b"CUDA_VISIBLE_DEVICES=" in sees
         told.compared(1.0, 0.5)  # which waits for the answer
         found.append(told.gib)
