@@ -339,6 +339,7 @@ def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index
     run(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(airgap.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
 def test_wheels_are_installed_without_a_network(artifacts: Path, tmp_path: Path,
                                                 index: dict[str, str]):

@@ -105,6 +105,7 @@ def test_a_full_disk_skips_saves_and_then_ends_the_run(
     undisturbed().require_same(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["on", "off"])
 def test_one_rank_without_room(server: Server, tmp_path: Path, asynchronous: str,
                                undisturbed: Callable[..., Undisturbed]):

@@ -54,6 +54,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_more_and_fewer_ranks(server: Server, tmp_path: Path):
     """2 → 1 → 3 → 2: the same samples in the same steps, and no bit of the state changes."""
     def options(experiment: str, steps: int) -> tuple[object, ...]:
@@ -79,7 +80,7 @@ def test_more_and_fewer_ranks(server: Server, tmp_path: Path):
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("number", [
     2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 20, 60, 100))])
 def test_one_of_two_is_killed_during_a_save(server: Server, tmp_path: Path, rank: int,
@@ -111,6 +112,7 @@ def test_a_rank_that_is_stopped_for_a_while(server: Server, tmp_path: Path,
     undisturbed(ranks=2).require_same(outputs)
 
 
+@pytest.mark.slow
 def test_saves_that_overlap_wait_for_each_other(server: Server, tmp_path: Path,
                                                 undisturbed: Callable[..., Undisturbed]):
     """A save for every step, each slower than many steps: no two are written at a time."""

@@ -35,7 +35,8 @@ def state(outputs: Path) -> dict:
 
 
 @pytest.mark.parametrize(("signals", "asynchronous"), [
-    (THREE, "on"), (ONE, "off"), pytest.param(ONE, "on", marks=pytest.mark.long),
+    (THREE, "on"), pytest.param(ONE, "off", marks=pytest.mark.slow),
+    pytest.param(ONE, "on", marks=pytest.mark.long),
     pytest.param(THREE, "off", marks=pytest.mark.long)])
 def test_during_a_save(server: Server, tmp_path: Path, asynchronous: str,
                        signals: Iterable[int], undisturbed: Callable[..., Undisturbed]):

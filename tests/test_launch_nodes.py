@@ -180,6 +180,7 @@ def single_node(project: Path, *options: object) -> subprocess.Popen:
                         "CUDA_VISIBLE_DEVICES": ""})
 
 
+@pytest.mark.slow
 def test_bad_input_on_one_machine_is_not_tried_again(project: Path) -> None:
     process = single_node(project, "-d", "nothing")
     output = process.communicate(timeout=LONG)[0]

@@ -135,6 +135,7 @@ distributed.stop(world)
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--standalone"], []])
 def test_on_one_machine_nothing_listens_to_others(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "ranks.py").write_text(LISTENING)

@@ -222,6 +222,7 @@ def test_bad_usage_is_told_in_words(stage, raw, tmp_path, arguments, words):
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_splits_and_the_next_one_cleans_up(stage, raw, tmp_path):
     for number in range(3000):
         (raw / f"more{number}.txt").write_text("x")

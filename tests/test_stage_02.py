@@ -138,6 +138,7 @@ def test_workers_do_not_change_a_byte(stage, tmp_path):
     assert 0.02 < len(loaded["validation"]) / len(loaded["train"]) < 0.08
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_then_the_same_bytes(stage, tmp_path):
     mixed(tmp_path / "data", 700)
     stage(SCRIPT, "--data-folder", "data", "--save-dir", "whole")

@@ -89,6 +89,7 @@ def test_a_file_of_the_right_size_but_other_content_is_refused(hub, stage: Stage
     assert not (tmp_path / TARGET).exists()
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
     repo = hub.repos[NAME]
     repo.files["model.safetensors.index.json"] += b" " * 64  # another version than a kill leaves

@@ -132,6 +132,7 @@ def run_novel(stage: StageRunner, *more: object, **how: object):
     return stage(SCRIPT, "--model-name", "org/novel", *more, **how)
 
 
+@pytest.mark.slow
 def test_code_is_fetched_only_when_trusted(hub, novel, stage: StageRunner, tmp_path):
     refused = run_novel(stage, expect=2).stderr
     assert "--trust-remote-code" in refused and not hub.paths(".py")
@@ -167,8 +168,9 @@ def test_code_of_another_repository_is_brought_along(hub, novel, stage: StageRun
     assert config["auto_map"]["AutoConfig"] == "configuration_novel.NovelConfig"
 
 
-@pytest.mark.parametrize("reference", ["/tmp/x.NovelConfig", "../x.NovelConfig", "sub/x.C",
-                                       "org/../code--x.C", ".C", "x"])
+@pytest.mark.parametrize("reference", ["../x.NovelConfig", "x", *(
+    pytest.param(path, marks=pytest.mark.slow)
+    for path in ("/tmp/x.NovelConfig", "sub/x.C", "org/../code--x.C", ".C"))])
 def test_code_that_does_not_lie_beside_the_config_is_refused(hub, novel, stage: StageRunner,
                                                              tmp_path, reference):
     novel.files |= {path: b"class NovelConfig: pass" for path in ("/tmp/x.py", "../x.py", ".py")}
@@ -180,9 +182,9 @@ def test_code_that_does_not_lie_beside_the_config_is_refused(hub, novel, stage: 
 
 
 @pytest.mark.parametrize("code, said", [
-    (b"import nopackage_x\n", "-m pip install nopackage_x"),
-    (b"raise RuntimeError('boo')\n", "RuntimeError: boo"),
-    (b"class Other: pass\n", "NovelForCausalLM"), (b"def (", "is not Python")])
+    (b"import nopackage_x\n", "-m pip install nopackage_x"), (b"def (", "is not Python"),
+    pytest.param(b"raise RuntimeError('boo')\n", "RuntimeError: boo", marks=pytest.mark.slow),
+    pytest.param(b"class Other: pass\n", "NovelForCausalLM", marks=pytest.mark.slow)])
 def test_code_that_fails_is_told(hub, novel, stage: StageRunner, tmp_path, code, said):
     novel.files["modeling_novel.py"] = code
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr

@@ -106,6 +106,7 @@ def resumed_from(project: Path) -> tuple[str, int]:
     return event["path"].partition("/")[0], event["step"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_memory_with_the_same_losses(run: Path, slots: Slots,
                                                                address: str) -> None:
     client = fill(run, address, slots)

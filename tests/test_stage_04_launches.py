@@ -23,9 +23,10 @@ def runs(project: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("first, again, another", [
-    ({"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "b"}),
-    ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
-     {"SLURM_JOB_ID": "7"})], ids=["a launcher", "Slurm"])
+    pytest.param({"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "b"},
+                 id="a launcher"),
+    pytest.param({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
+                 {"SLURM_JOB_ID": "7"}, marks=pytest.mark.slow, id="Slurm")])
 def test_a_launch_overwrites_refuses_and_stops_once(project: Path, stage: StageRunner,
                                                     first: dict, again: dict, another: dict):
     def run(environment: dict, *options: object, expect: int = 0) -> str:

@@ -46,7 +46,8 @@ def stop(project: Path, reason: str) -> str:
     return output[1]
 
 
-@pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "--max-minutes", "the stop file"])
+@pytest.mark.parametrize("reason", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGUSR1",
+                                    "--max-minutes", "the stop file"])
 def test_a_reason_to_stop_saves_and_exits_75(project: Path, reason: str) -> None:
     if reason == "SIGTERM":  # as a person starts it
         process = start(project)

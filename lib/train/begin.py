@@ -100,8 +100,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     adamw = optimizer.build(opts.optimizer, model, opts.lr, (opts.beta1, opts.beta2),
                             opts.weight_decay)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
-             f"{work.flops / 1e9:.4g} GFLOP per token with the whole square of attention, "
-             f"{flops.causal(model, setting.seq_length) / 1e9:.4g} with its causal half")
+             + flops.described(model, setting.seq_length))
     run = Run(opts, experiment, run_plan, world, model, adamw,
               StepGuard(setting.precision, opts.spike_factor,
                         torch.device("cpu") if offload else world.device),

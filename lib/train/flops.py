@@ -56,6 +56,12 @@ def causal(model: nn.Module, seq_length: int) -> float:
     return per_token(model, seq_length) - _attention(model, seq_length) / 2
 
 
+def described(model: nn.Module, seq_length: int) -> str:
+    """Say what a token takes, by both counts."""
+    return f"{per_token(model, seq_length) / 1e9:.4g} GFLOP per token with the whole square of " \
+           f"attention, {causal(model, seq_length) / 1e9:.4g} with its causal half"
+
+
 def _attention(model: nn.Module, seq_length: int) -> float:
     config = model.config.get_text_config()
     heads = config.num_attention_heads

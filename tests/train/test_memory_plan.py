@@ -58,7 +58,9 @@ def traced(model: PreTrainedModel, wanted: Case) -> memory_trace.Step:
         return memory_trace.trace(model, wanted, mesh)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", [
+    pytest.param("none", marks=pytest.mark.slow), "selective",
+    pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [
     pytest.param(LlamaConfig(**SMALL), marks=pytest.mark.slow, id="llama"),
     pytest.param(LlamaConfig(**SMALL, tie_word_embeddings=True), marks=pytest.mark.slow, id="tied"),
