@@ -85,7 +85,7 @@ def test_figures_of_a_run(run: Path):
     assert "per device 2,500 tok/s, 100 TFLOP/s, MFU 31.0 %" in said
     assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %)" in said
     assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in said
-    assert re.search(r"checkpoint +step 100, \S+ s ago; 2 kept", said)
+    assert re.search(r"checkpoint +step 100, (under )?\S+ s ago; 2 kept", said)
     assert "slowest" not in said and "warnings" not in said
     picture = [line for line in said.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")][1:]
     assert len(picture) == 8 and "7.9500" in picture[0] and "7.0500" in picture[-1]

@@ -451,6 +451,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
     yield lambda: distributed._device(3)
+    yield lambda: attention.choose("varlen", "documents", "fp32")
 
 
 class Fake:
