@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lib.core import commands, log, publish
-from lib.core.errors import UsageError
+from lib.core.errors import StageError, UsageError
 from lib.core.progress import Progress
 from lib.corpus import kinds
 from lib.corpus.scan import EMPTY, UNREADABLE, Entry, count_files, shown
@@ -54,13 +54,16 @@ class Workers:
             ) -> Iterator[Result]:
         """Yield what `work` makes of each item, in order; it gets a list of them at a time.
 
-        total: how many items there are; only a few lists are made ahead.
+        total: how many items there are; only a few lists are made ahead. Raises StageError when a
+        process died.
         """
         rest = iter(items)
         chunks = iter(lambda: list(islice(rest, _CHUNK)), [])
         if total <= _CHUNK:
             yield from chain.from_iterable(map(work, chunks))
             return
+        from concurrent.futures.process import BrokenProcessPool
+
         if self._executor is None:
             from concurrent.futures import ProcessPoolExecutor
             from multiprocessing import get_context
@@ -69,12 +72,21 @@ class Workers:
             self._executor = ProcessPoolExecutor(min(self._count, -(-total // _CHUNK)),
                                                  get_context("fork"), workers.set_up)
         flying: deque[Future[list[Result]]] = deque()
-        for chunk in chunks:
-            flying.append(self._executor.submit(work, chunk))
-            if len(flying) > 4 * self._count:
-                yield from flying.popleft().result()
-        for future in flying:
-            yield from future.result()
+        try:
+            for chunk in chunks:
+                flying.append(self._executor.submit(work, chunk))
+                if len(flying) > 4 * self._count:
+                    yield from flying.popleft().result()
+            for future in flying:
+                yield from future.result()
+        except BrokenProcessPool:
+            raise _died() from None
+
+
+def _died() -> StageError:
+    return StageError("a worker process has died",
+                      expected="signal 9 mostly means that memory ran out: fewer --num-workers",
+                      run=commands.again())
 
 
 def sniff_all(root: Path, entries: Iterable[Entry], workers: Workers, progress: bool) -> None:

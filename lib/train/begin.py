@@ -15,7 +15,7 @@ from lib.checkpoints.collective import gather, on_rank_0
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.local import LocalTier
 from lib.checkpoints.tier import Tier
-from lib.core import failure, hashing, log, units
+from lib.core import failure, hashing, log, manifest, units
 from lib.core.errors import EXIT_BUG, UsageError
 from lib.core.lease import Lease
 from lib.core.options import Options, resolved
@@ -180,6 +180,7 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
         start = f"{time.time_ns():x}"
         journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, start,
                        read_config(experiment).get("run", start), launch.marks)
+        manifest.remove_temporary(experiment.root)
         _copy_model_files(inputs.model_dir, experiment.model, opts.trust_remote_code)
         model_files.require_same(inputs)
         if left := commit.clean(experiment.checkpoints):

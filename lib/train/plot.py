@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -79,7 +78,7 @@ class Curve:
         figure = Figure(figsize=(9, 5), dpi=110)  # not pyplot's, which belongs to one thread
         FigureCanvasAgg(figure)
         _draw(figure, list(self.points), list(self.held_out), caption)
-        temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp.png")
+        temporary = path.with_name(f"{path.stem}.tmp.png")  # the run's alone, as all here is
         try:
             figure.savefig(temporary)
             temporary.replace(path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from lib.core import unfinished
-from lib.core.errors import UsageError
+from lib.core.errors import StageError, UsageError
 from lib.corpus import kinds, place
 from lib.corpus.scan import MADE, Rules, inputs_of, scan, shown, taken
 
@@ -148,3 +149,13 @@ def test_a_file_that_is_written_to_while_it_is_placed_is_told(tmp_path, monkeypa
     with place.Workers(1) as workers, \
             pytest.raises(UsageError, match=r"changed while|written to while"):
         place.place_all(root, tmp_path / "splits", [(entry, "split_00")], mode, workers, False)
+
+
+def _die(paths: list[str]) -> list[str]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return paths
+
+
+def test_a_worker_that_dies_is_told_in_words() -> None:
+    with place.Workers(1) as workers, pytest.raises(StageError, match="a worker process has died"):
+        list(workers.map(_die, ["a"] * 600, 600))
