@@ -110,9 +110,10 @@ class Experiment:
         self.exports = self.root / "export"
 
     def is_empty(self) -> bool:
-        """Tell whether the directory is missing or holds nothing but a lock."""
+        """Tell whether the directory is missing or holds no more than what a start makes first."""
+        first = (self.lock.name, f"{self.config.name}.tmp-")
         return not self.root.is_dir() or \
-            all(path.name.startswith(self.lock.name) for path in self.root.iterdir())
+            all(path.name.startswith(first) for path in self.root.iterdir())
 
     def rank_log(self, rank: int) -> Path:
         """Return the log file of a rank."""

@@ -75,8 +75,9 @@ def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, 
 
     One that is no experiment is neither written to nor moved aside, whatever was typed.
     """
-    is_ours = has_begun(experiment) or "identity" in journal.read_config(experiment)
-    if not is_ours and not experiment.is_empty():
+    # In this order: another launch may be about to make it one.
+    if not experiment.is_empty() and not has_begun(experiment) \
+            and "identity" not in journal.read_config(experiment):
         raise UsageError(f"{experiment.root} exists and is not an experiment (no config.yaml of "
                          "one)", hint="use another --experiment-name, or move it away")
     if opts.overwrite:
