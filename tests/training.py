@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -73,6 +75,14 @@ def steps_saved(root: Path, experiment: str) -> list[int]:
     """Return the steps of the checkpoints, oldest first."""
     folder = root / "outputs" / experiment / "checkpoints"
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    """Make this process a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,6 @@ class _Console(logging.StreamHandler):
         with tqdm.tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 
-
     def handleError(self, record: logging.LogRecord) -> None:
         """Drop a line that cannot be printed: nobody could be told."""
 

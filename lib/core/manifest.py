@@ -219,9 +219,13 @@ def check(directory: Path, content: dict[str, Any], what: str, run: str = "", hi
           deep: bool = False) -> None:
     """Raise ArtifactError naming every damaged file of an artifact; run, hint: what mends it."""
     if found := damages(directory, content, deep):
-        shown = "\n".join(found[:10]) + (f"\n… and {len(found) - 10} more" if found[10:] else "")
-        raise ArtifactError(f"{what} {directory} {_is(what)} damaged", found=shown, run=run,
-                            hint=hint)
+        raise damaged(directory, what, found, run=run, hint=hint)
+
+
+def damaged(directory: Path, what: str, found: list[str], **remedy: str) -> ArtifactError:
+    """Return the error for an artifact; found: what is wrong with it, a sentence each."""
+    shown = "\n".join(found[:10]) + (f"\n… and {len(found) - 10} more" if found[10:] else "")
+    return ArtifactError(f"{what} {directory} {_is(what)} damaged", found=shown, **remedy)
 
 
 def _is(what: str) -> str:

@@ -201,8 +201,9 @@ class Parser(argparse.ArgumentParser):
         if isinstance(value, list) and not isinstance(action.default, list):
             raise UsageError(f"{config}: {flag[2:]!r} takes one value, got {shown}")
         values = value if isinstance(value, list) else [value]
-        if any(records.leads_out(f"x{v}".replace("/", "")) for v in values):
-            raise UsageError(f"{config}: {flag[2:]!r} holds characters that no command line can")
+        if not all(records.is_passable(str(v)) for v in values):
+            raise UsageError(f"{config}: {flag[2:]!r} holds characters that no command line can "
+                             "hold")
         return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
 
 

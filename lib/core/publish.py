@@ -29,7 +29,8 @@ from lib.core.paths import MANIFEST
 OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
 _REPLACED = "replaced"
 _LEFT_AFTER_S = 600  # without a sign of life before another machine's leftovers are deleted
-_IN_WORDS = {"raw": "raw files", "dataset-parts": "dataset parts"}  # of kinds; others are words
+_IN_WORDS = {"raw": "raw files", "dataset-parts": "dataset parts",  # of kinds; others are words
+             "tokens": "token store"}
 _LONGEST_FLOAT = 10  # characters
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -70,12 +71,16 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
                          found="\n".join(changes),
                          hint="choose another name, or replace it:",
                          run=commands.again("--overwrite"))
-    name = kind.partition("/")[0]
-    manifest.check(given, there, f"the {_IN_WORDS.get(name, name)}",
-                   run=run or commands.again("--overwrite"))
+    manifest.check(given, there, in_words(kind), run=run or commands.again("--overwrite"))
     if not dry_run:
         _remove_leftovers(target)
     return True
+
+
+def in_words(kind: str) -> str:
+    """Return what an artifact of a kind is called in messages."""
+    name = kind.partition("/")[0]
+    return f"the {_IN_WORDS.get(name, name)}"
 
 
 def _kind_change(there: dict[str, Any], kind: str) -> list[str]:

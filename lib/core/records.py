@@ -111,13 +111,16 @@ def read_yaml(path: Path) -> Any:
 
 def leads_out(path: object) -> bool:
     """Tell whether a path is anything but that of a file inside a directory, by its parts."""
-    if not isinstance(path, str) or "\0" in path or {"", ".", ".."} & {*path.split("/")}:
-        return True
+    return not isinstance(path, str) or not is_passable(path) \
+        or bool({"", ".", ".."} & {*path.split("/")})
+
+
+def is_passable(text: str) -> bool:
+    """Tell whether the system takes a text as a path or a word of a command line."""
     try:
-        os.fsencode(path)
+        return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
-        return True
-    return False
+        return False
 
 
 def inside(root: Path, path: str) -> Path:

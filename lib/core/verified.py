@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import hashing, lease, log, manifest, paths, records, units
-from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 
 _RACY_NS = 2_000_000_000  # so much later than a file a note must be: clocks of disks are coarse
@@ -41,11 +40,8 @@ def require(directory: Path, content: dict[str, Any], what: str, cache_dir: Path
         if not always and not is_first and _is_noted(place, directory, content):
             return
         stamps = _stamps(directory, content)
-        damaged = _hash(directory, content, what, workers, progress)
-        if damaged:
-            shown = "\n".join(damaged[:10]) \
-                + (f"\n… and {len(damaged) - 10} more" if damaged[10:] else "")
-            raise ArtifactError(f"{what} {directory} is damaged", found=shown, **remedy)
+        if found := _hash(directory, content, what, workers, progress):
+            raise manifest.damaged(directory, what, found, **remedy)
         _note(place, stamps)
 
 

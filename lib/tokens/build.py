@@ -91,7 +91,7 @@ def once(target: Path, kind: str, identity: dict[str, Any], build: Callable[[], 
             waited = True
         time.sleep(_POLL_S)
     if is_builder:
-        verify(manifest.read(target, kind, "the finished"))
+        verify(manifest.read(target, kind, publish.in_words(kind)))
 
 
 def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -> None:

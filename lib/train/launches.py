@@ -35,8 +35,8 @@ def join(opts: Options, experiment: Experiment, world: World) -> Launch:
     """
     from lib.checkpoints.collective import gather
 
-    own = launcher.marks() + launcher.job_marks()
-    found = gather((has_begun(experiment), own, _known(experiment)), world.control)
+    own, known = launcher.marks() + launcher.job_marks(), _known(experiment)
+    found = gather((_is_of(known), own, known), world.control)
     again = any(begun for begun, _, _ in found)
     if again:
         act_once(opts)
@@ -46,8 +46,7 @@ def join(opts: Options, experiment: Experiment, world: World) -> Launch:
 
 def has_begun(experiment: Experiment) -> bool:
     """Tell whether an earlier process of this launch has begun the run in a directory."""
-    own = launcher.marks() + (launcher.job_marks() if launcher.is_requeued() else [])
-    return not set(own).isdisjoint(_known(experiment))
+    return _is_of(_known(experiment))
 
 
 def act_once(opts: Options) -> None:
@@ -56,6 +55,12 @@ def act_once(opts: Options) -> None:
     if words:
         log.info(f"{' and '.join(words)} acted when this launch began: it goes on now")
         opts.overwrite, opts.resume = False, "auto" if opts.resume == "never" else opts.resume
+
+
+def _is_of(known: list[str]) -> bool:
+    """Tell whether these are the marks of the launch that this process belongs to."""
+    own = launcher.marks() + (launcher.job_marks() if launcher.is_requeued() else [])
+    return not set(own).isdisjoint(known)
 
 
 def _known(experiment: Experiment) -> list[str]:

@@ -24,7 +24,7 @@ from lib.core.errors import StageError
 START_TIMEOUT = timedelta(minutes=30)  # until the processes of all ranks have started
 SILENCE_S = 300.0  # without a sign of life before a rank counts as gone
 BEAT_S = 10.0
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S, _PER_RANK_S = 0.1, 0.001  # many ranks ask seldom: one store answers them all
 _TELL_AFTER_S, _TELL_EVERY_S = 20.0, 300.0
 
 
@@ -95,9 +95,9 @@ class Meeting:
                                  hint="look at its node; the same command goes on")
         if self.rank == 0 and now > self._tell_at:
             self._tell_at = now + _TELL_EVERY_S
-            log.info(f"waiting for {units.counted(len(missing), 'rank')} that still "
-                     f"{'prepares' if len(missing) == 1 else 'prepare'}: {_shown(missing)}")
-        time.sleep(_LOOK_EVERY_S)
+            log.info(f"waiting for {units.counted(len(missing), 'rank')}, still preparing: "
+                     f"{_shown(missing)}")
+        time.sleep(max(_LOOK_EVERY_S, _PER_RANK_S * self.size))
 
     def _beat(self) -> None:
         while True:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,14 +17,6 @@ from lib.models.architecture import build_on_meta
 from lib.models.weights import load_pretrained
 from tests.conftest import ROOT
 from tests.models.two_ranks import shard
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    """Make this process a group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,

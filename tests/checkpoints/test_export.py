@@ -20,10 +20,10 @@ from lib.checkpoints.stream import Entry, TensorFile
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
 from lib.models.architecture import build_on_meta
-from tests.checkpoints.exporting import alone, run_stage_05, save_run  # noqa: F401 (a fixture)
+from tests.checkpoints.exporting import run_stage_05, save_run
 from tests.models.families import FAMILIES, make_checkpoint
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("group")
 OWN = {"README.md", "manifest.json"}
 
 

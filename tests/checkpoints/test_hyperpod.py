@@ -32,12 +32,7 @@ COMMIT = 1  # the slot after that of the only rank
 Left = list[tuple[int, str]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """Make this process a group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from lib.checkpoints import commit, state
 from lib.checkpoints.local import LocalTier
 from lib.checkpoints.save import Snapshot
 from lib.core import hashing, manifest, reading
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_deletions_are_noted_and_what_cannot_be_read_is_left(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +17,6 @@ from lib.checkpoints.save import Snapshot
 from lib.core.paths import Experiment
 from lib.train.journal import Journal
 from lib.train.saving import Saves
-
-
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_all_that_follows_a_save_is_done_in_its_thread(
