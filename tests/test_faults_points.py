@@ -38,7 +38,8 @@ def points(server: Server, saved: Path) -> list[tuple[str, str]]:
     shutil.copytree(saved, copy)
     server.run(copy, 4, 4, call=SAVE, faults={0: Fault(str(copy), report=str(report))})
     found = operations(report)
-    assert {kind for kind, _ in found} == {"write", "fsync", "rename", "mkdir", "unlink", "rmdir"}
+    assert {kind for kind, _ in found} == \
+        {"create", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"}
     return found
 
 

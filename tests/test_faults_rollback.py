@@ -97,7 +97,8 @@ def test_killed_at_a_few_operations_of_a_rollback(rollback: Rollback, tmp_path: 
 @pytest.mark.long
 @pytest.mark.parametrize("act", ["kill", "torn"])
 def test_killed_at_every_operation_of_a_rollback(rollback: Rollback, tmp_path: Path, act: str):
+    """Of the save that is written beside it, the many writes of tensors are left out."""
     found = rollback.operations(tmp_path)
-    for number, (kind, _) in enumerate(found, 1):
-        if act == "kill" or kind == "write":
+    for number, (kind, path) in enumerate(found, 1):
+        if "/dcp/" not in path and (act == "kill" or kind == "write"):
             rollback.kill_at(number, act, tmp_path / f"killed_{number}" / "outputs")
