@@ -52,13 +52,18 @@ def capture(step: int, model: nn.Module, optimizer: torch.optim.Optimizer,
     step waits until they are made.
     """
     assert all(isinstance(p, DTensor) for p in model.parameters()), "gathered parameters"
-    tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
+    tensors = tensors_of(model, optimizer)
     train_state = train_state | {"optimizer_steps": state.optimizer_steps(optimizer)}
     random_states = state.random_states(device)
     if copies is None:
         return Snapshot(step, tensors, random_states, train_state, identity)
     return Snapshot(step, copies.take(tensors, optimizer), random_states, train_state, identity,
                     copies.wait)
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint by name, sharded as they are."""
+    return state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
 
 
 def write(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Checkpoint:

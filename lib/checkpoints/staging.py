@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -11,20 +13,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lib.checkpoints import state
+from lib.checkpoints.host_memory import HostMemory, NoHostMemoryError
+from lib.core import threads, units
+from lib.models.shards import local_tensor
+
+_USABLE = 0.9  # of the free host memory: the rest is for the file cache and the data's workers
 
 
 class HostCopies:
     """Copies beside the next forward and backward pass, which only read what is copied.
 
     What comes before the tensors change waits for the copies: the optimizer's next step by itself,
-    anything else (loading a checkpoint, say) by `wait`. The memory is kept: to allocate, pin and
-    touch it again would cost as much as the copy. bytes: host memory that the copies take on this
-    rank. waited: seconds that the optimizer's next step waited on the host for the last copies.
+    anything else (loading a checkpoint, say) by `wait`. The memory is kept: to allocate, lock and
+    touch it again would cost as much as the copy. room: returns the bytes of host memory that this
+    rank can still be given. waited: seconds that the optimizer's next step waited on the host for
+    the last copies.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+    def __init__(self, room: Callable[[], float] = lambda: math.inf) -> None:
+        self._room = room
+        self._thread = threads.pool(name="staging")
+        self._memory: Future[HostMemory] | None = None
         self._on_cpu: Future[None] | None = None
         self._on_gpu: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -33,7 +42,37 @@ class HostCopies:
 
     @property
     def bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        """Return the host memory that the copies take on this rank."""
+        return sum(tensor.nbytes for tensor in self._memory.result().tensors.values())
+
+    @property
+    def are_prepared(self) -> bool:
+        """Tell whether `prepare` was called."""
+        return self._memory is not None
+
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Begin to make room for copies of these tensors, in a thread: it takes seconds."""
+        local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in local.items()}
+        self._memory = self._thread.submit(
+            self._allocate, shapes, sum(tensor.nbytes for tensor in local.values()),
+            any(tensor.is_cuda for tensor in local.values()))
+
+    def _allocate(self, shapes: dict[str, tuple[torch.Size, torch.dtype]], needed: int,
+                  locked: bool) -> HostMemory:
+        room = self._room()
+        if needed > _USABLE * room:
+            raise NoHostMemoryError(f"{units.memory(needed)} of host memory is needed on each "
+                                    f"rank, and a rank can have {units.memory(_USABLE * room)}")
+        return HostMemory(shapes, locked)
+
+    def refusal(self) -> str:
+        """Say why there is no room for the copies, nothing where there is; waits for `prepare`."""
+        try:
+            self._memory.result()
+        except NoHostMemoryError as error:
+            return str(error)
+        return ""
 
     @torch.no_grad()
     def take(self, tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer,
@@ -41,25 +80,25 @@ class HostCopies:
         """Return the tensors as they are now, sharded in the same way; the last copies are gone.
 
         They are whole after `wait`. Buffers, which a forward pass may change, are copied at once.
+        Raises NoHostMemoryError where `refusal` says so.
         """
         if self._optimizer is not optimizer:
             optimizer.register_step_pre_hook(self._before_step)
             self._optimizer = optimizer
+        if not self.are_prepared:
+            self.prepare(tensors)
+        copies = self._memory.result().tensors
         taken: dict[str, Tensor] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            buffer = self._buffers.get(name)
-            if buffer is None:
-                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self._buffers[name] = buffer
+            local, copy = local_tensor(tensor), copies[name]
             # Not `from_local`, which would move the copy back to the mesh's device.
-            taken[name] = DTensor(buffer, tensor._spec, requires_grad=False) \
-                if isinstance(tensor, DTensor) else buffer
+            taken[name] = DTensor(copy, tensor._spec, requires_grad=False) \
+                if isinstance(tensor, DTensor) else copy
             if name.startswith(state.BUFFER):
-                buffer.copy_(local)
+                copy.copy_(local)
             else:
-                pairs.append((buffer, local))
+                pairs.append((copy, local))
         self._begin(pairs)
         return taken
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lib.checkpoints import commit, state
 from lib.checkpoints.shard_file import ShardFile
-from lib.core import commands, hashing, records
+from lib.core import commands, hashing, records, threads
 from lib.core.errors import ArtifactError, StageError, from_os_error
 
 _READERS = 4  # files that a rank reads at a time
@@ -135,11 +134,13 @@ class HashingWriter(FileSystemWriter):
     The optimizer has one of its own: an export need neither read nor verify it.
 
     One thread: with more, an exception in a writer thread is lost and the save "succeeds"
-    (torch up to 2.13, pytorch 191391).
+    (torch up to 2.13, pytorch 191391). Nothing copied ahead: torch would do that on a stream of the
+    thread's, and wait for another one before the bytes are hashed.
     """
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, sync_files=True, thread_count=1, overwrite=False)
+        super().__init__(directory, sync_files=True, thread_count=1,
+                         per_thread_copy_ahead=0, overwrite=False)
         self.fs = _HashingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -193,7 +194,7 @@ class StrictReader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        with ThreadPoolExecutor(_READERS) as readers:
+        with threads.pool(_READERS, "reader") as readers:
             for _ in readers.map(lambda name: self._read(name, by_file[name], planner), by_file):
                 pass  # but raise what a thread raised
         done: Future[None] = Future()

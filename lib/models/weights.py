@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lib.core import threads
 from lib.core.errors import ArtifactError
 from lib.models import keys, resolve
 from lib.models.initialise import restore_buffers
@@ -43,7 +43,7 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
         def fill(names: list[str]) -> bool:
             recipes = [plan.recipes[name] for name in names if name in plan.recipes]
             return _fill(tensors[names[0]], recipes, checkpoint)
-        with ThreadPoolExecutor(_READERS) as readers:
+        with threads.pool(_READERS, "reader") as readers:
             whole = list(readers.map(fill, names_of))
         _raise_if_any(model_dir, [
             f"{' and '.join(names)} hold different values, but config.json ties them; set "

@@ -10,13 +10,13 @@ So ranks and micro-batches only divide a range that is the same for every world 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from lib.core import threads
 from lib.tokens.order import Division
 from lib.tokens.samples import IGNORED, Rows, Samples
 
@@ -30,8 +30,9 @@ _ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out 
 class MicroBatch:
     """input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t].
 
-    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32
-    [documents + 1], where those begin and end in the B·T tokens; None without position_ids.
+    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32,
+    where documents begin and end in the B·T tokens, and the end again and again behind them, so
+    that all batches of a loader have as many; None without position_ids.
     """
 
     input_ids: torch.Tensor
@@ -79,7 +80,8 @@ class Loader:
         d = self.division
         numbers = self._numbers(step)
         parts = numbers.reshape(d.accumulation, d.world_size, d.micro_batch)[:, d.rank]
-        batches = [micro_batch(self.samples.rows(part), self.pin) for part in parts]
+        batches = [micro_batch(self.samples.rows(part), self.pin, self.samples.most_documents)
+                   for part in parts]
         return Step(batches, *self.samples.counts(numbers))
 
     def _numbers(self, step: int) -> np.ndarray:
@@ -95,7 +97,7 @@ class Loader:
 
 def read_ahead(steps: Iterator[Step]) -> Iterator[Step]:
     """Yield steps, the next one being made by a thread while one is in use."""
-    with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
+    with threads.pool(name="loader") as reader:
         ahead = reader.submit(next, steps, None)
         while (ready := ahead.result()) is not None:
             ahead = reader.submit(next, steps, None)
@@ -113,20 +115,28 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
     per_round = d.micro_batch * d.world_size
     for start in range(0, total, per_round):
         numbers = start + d.rank * d.micro_batch + np.arange(d.micro_batch)
-        batch = micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), pin=False)
+        batch = micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), False,
+                            samples.most_documents)
         # A copy: labels and inputs of a window are views of the same tokens.
         left_out = torch.from_numpy(numbers >= total)[:, None]
         yield replace(batch, labels=batch.labels.masked_fill(left_out, IGNORED))
 
 
-def boundaries(positions: np.ndarray) -> np.ndarray:
-    """Return where documents begin and end in the tokens of rows, from positions that restart."""
-    return np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+def boundaries(positions: np.ndarray, documents: int) -> np.ndarray:
+    """Return where documents begin and end in the tokens of rows, from positions that restart.
+
+    int32 [documents + 1]: where there are fewer, the others are empty and at the end. A kernel
+    compiled for one number would be compiled again for another, and then for any.
+    """
+    begins = np.flatnonzero(positions == 0)
+    return np.pad(begins, (0, documents + 1 - len(begins)), constant_values=positions.size
+                  ).astype(np.int32)
 
 
-def micro_batch(rows: Rows, pin: bool) -> MicroBatch:
-    """Return rows as tensors, in pinned memory if asked for."""
-    ends = None if rows.positions is None else boundaries(rows.positions)
+def micro_batch(rows: Rows, pin: bool, most_documents: int = 1) -> MicroBatch:
+    """Return rows as tensors, in pinned memory if asked for. most_documents: in a row."""
+    ends = None if rows.positions is None else \
+        boundaries(rows.positions, len(rows.positions) * most_documents)
     tensors = (None if part is None else torch.from_numpy(part) for part in (*rows, ends))
     # Contiguous where it is pinned: a copy to the device of anything else would wait.
     return MicroBatch(*(part.contiguous().pin_memory() if pin and part is not None else part

@@ -136,6 +136,7 @@ class Mixture(Samples):
                  ) -> None:
         self.names, self.parts, self.weights = list(names), list(parts), list(weights)
         self._first = np.cumsum([0, *map(len, parts)])
+        self.most_documents = max(part.most_documents for part in parts)
 
     def __len__(self) -> int:
         return int(self._first[-1])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ class Packs(Samples):
 
     def __len__(self) -> int:
         return max(0, len(self._index["packs"]) - 1)
+
+    @cached_property
+    def most_documents(self) -> int:
+        """Return the most pieces of a pack and, one more, its padding."""
+        return int(np.diff(self._index["packs"][:]).max(initial=0)) + 1
 
     def rows(self, samples: np.ndarray) -> Rows:
         """Return the samples as inputs, labels and positions, int64 [samples, T] each."""

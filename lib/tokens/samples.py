@@ -21,7 +21,12 @@ class Rows(NamedTuple):
 
 
 class Samples(ABC):
-    """Samples numbered from 0: windows of the token stream, packs of documents, or a mixture."""
+    """Samples numbered from 0: windows of the token stream, packs of documents, or a mixture.
+
+    most_documents: in a sample, its padding counted as one.
+    """
+
+    most_documents = 1
 
     @abstractmethod
     def __len__(self) -> int:

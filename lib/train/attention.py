@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lib.core import commands, log
 from lib.core.errors import UsageError
 from lib.tokens.loader import MicroBatch
 
 _VARLEN = "varlen"
+CAUSAL = "causal"  # sdpa for rows of one document each, which need no mask
 _BY_BOUNDARIES = (_VARLEN, "flash_attention_2")  # told where documents end, instead of a mask
 
 
@@ -114,7 +115,7 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: list[int
                  scaling: float | None, window: int) -> Tensor:
     """Attend within each document by itself. query, key, value: [B·T, H, D]."""
     done = []
-    for first, last in pairwise(boundaries):
+    for first, last in pairwise(sorted(set(boundaries))):  # without the empty ones
         parts = [part[first:last].transpose(0, 1)[None] for part in (query, key, value)]
         mask = None
         if window and last - first > window:
@@ -126,9 +127,13 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: list[int
     return torch.cat(done)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The boundaries say it all."""
+def _causal(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+            attention_mask: Tensor | None, **others: Any) -> tuple[Tensor, None]:
+    """Attend as sdpa does without a mask."""
+    return sdpa_attention_forward(module, query, key, value, None, **others)
 
 
+# Neither has an entry in AttentionMaskInterface: transformers makes no mask then, and does not ask
+# the device on the way whether the positions are those of packed documents.
 AttentionInterface.register(_VARLEN, _varlen)
-AttentionMaskInterface.register(_VARLEN, _no_mask)
+AttentionInterface.register(CAUSAL, _causal)

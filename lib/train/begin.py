@@ -118,6 +118,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         journal.event("start", 0, ranks=world.size)
     if opts.packing == "documents":
         isolation.require(model, world)
+    else:
+        isolation.spare_mask(model, setting.seq_length, world)
     log.info(f"loss: {loss.chunk(model, world)}")
     run.report = Report(opts, experiment, run_plan, world.rank, run.step,
                         f"{experiment.root.name}: {model.config.model_type}, {world.size} × "

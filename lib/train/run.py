@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.checkpoints.collective import gather
-from lib.checkpoints.save import capture
+from lib.checkpoints.save import capture, tensors_of
 from lib.core import log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.lease import Lease
@@ -102,6 +102,8 @@ class Run:
         self.profiler.after(self.step)
         self.watchdog.enter("step")
         self.saves.finish(wait=False)
+        if self._save_every() < self.plan.total_steps:
+            self._prepare_copies()
         if self.step % _COLLECT_EVERY == 0:
             # At the same steps on all ranks: left alone, each would stop the others in turn.
             gc.disable()
@@ -189,18 +191,26 @@ class Run:
 
         Between those, to the other tier. All ranks must call this.
         """
-        opts = self.options
-        every = opts.ckpt_local_freq or max(1, opts.ckpt_freq // _LOCAL_PER_SHARED)
-        if stopping or self.step % opts.ckpt_freq == 0 or self.step == self.plan.total_steps:
+        is_last = self.step == self.plan.total_steps
+        if stopping or self.step % self.options.ckpt_freq == 0 or is_last:
             self.save(stopping)
-        elif self.saves.tier is not None and self.step % every == 0:
+        elif self.step % self._save_every() == 0:
             self.save(local=True)
+
+    def _save_every(self) -> int:
+        """Return the steps between checkpoints of either tier."""
+        opts = self.options
+        if self.saves.tier is None:
+            return opts.ckpt_freq
+        return opts.ckpt_local_freq or max(1, opts.ckpt_freq // _LOCAL_PER_SHARED)
 
     def save(self, stopping: str = "", local: bool = False) -> None:
         """Begin to save this step, and wait for it if it is the last; all ranks must call this."""
         self.watchdog.enter("save")
         began, last = time.monotonic(), bool(stopping) or self.step == self.plan.total_steps
         self.saves.finish(wait=True)
+        self._prepare_copies()
+        self.saves.require_copies(self.world.control)
         copies, facts = None if last else self.saves.copies, self._facts()
 
         def after() -> None:
@@ -221,6 +231,12 @@ class Run:
         if stopping:
             self.journal.event("signal", self.step, signal=stopping)
         self.resume_timing()
+
+    def _prepare_copies(self) -> None:
+        """Begin, once, to make room in host memory for what is saved in the background."""
+        copies = self.saves.copies
+        if copies is not None and not copies.are_prepared:
+            copies.prepare(tensors_of(self.model, self.optimizer))
 
     def _state(self) -> dict[str, Any]:
         """Return all state that is not a tensor; all ranks must call this."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
+import torch
 import torch.distributed as dist
 
 from lib.checkpoints import commit
-from lib.checkpoints.collective import on_rank_0
+from lib.checkpoints.collective import gather, on_rank_0
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, write
 from lib.checkpoints.staging import HostCopies
 from lib.checkpoints.tier import Tier
-from lib.core import log, units
+from lib.core import log, threads, units
 from lib.core.errors import DiskFullError, StageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
+from lib.train import memory
 from lib.train.journal import Journal
 
 _MOST_FAILURES = 3  # saves in a row for which there was no room
@@ -30,21 +32,32 @@ class Saves:
 
     All that follows a save is done in its thread, by rank 0. waited: seconds that the steps were
     held up by the save in the background. tier: frequent ones beside the shared, None without
-    --ckpt-local-dir or --ckpt-hyperpod. copies: None when a save is written before the next step
-    (--ckpt-async off).
+    --ckpt-local-dir or --ckpt-hyperpod. copies: where the state is copied to, None when a
+    save is written before the next step (--ckpt-async off, or no room for copies).
     """
 
     def __init__(self, opts: Options, experiment: Experiment, journal: Journal,
                  group: dist.ProcessGroup, tier: Tier | None) -> None:
         self._opts, self._experiment, self._journal = opts, experiment, journal
         self._group, self.tier, self._local = group, tier, False
-        self.copies = HostCopies() if opts.ckpt_async else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self.copies = HostCopies(lambda: memory.room(torch.device("cpu"))) if opts.ckpt_async \
+            else None
+        self._thread = threads.pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
         self._step, self._failures = 0, 0
         self.waited: float | None = None
         self._prune_may_fail = log.Tolerated("old checkpoints", OSError, StageError,
                                              done="deleted")
+
+    def require_copies(self, control: dist.ProcessGroup) -> None:
+        """Save without copies from now on if a rank has no room for them; all ranks call this."""
+        if self.copies is None:
+            return
+        refusals = gather(self.copies.refusal(), control)
+        if refused := [rank for rank, why in enumerate(refusals) if why]:
+            self.copies = None
+            log.warn(f"checkpoints are written before the next step, not in the background: "
+                     f"{refusals[refused[0]]} (rank {refused[0]})")
 
     def begin(self, snapshot: Snapshot, local: bool = False,
               after: Callable[[], None] = lambda: None) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.checkpoints import staging
+from lib.checkpoints.host_memory import HostMemory
 from lib.checkpoints.staging import HostCopies
+from lib.core.paths import Experiment
+from lib.train.journal import Journal
+from lib.train.saving import Saves
 
 SLOWNESS = 0.5  # seconds for a copy
 
@@ -75,3 +83,39 @@ def test_a_copy_that_fails_is_told_before_anything_changes(trained, monkeypatch)
         with pytest.raises(RuntimeError, match="no memory"):
             waiting()
     assert torch.equal(tensors["model.weight"], before)
+
+
+def test_memory_for_copies_is_exact_and_locked_as_a_whole(monkeypatch: pytest.MonkeyPatch):
+    """torch's own allocator would take the next power of two for each tensor."""
+    locked: list[int] = []
+    driver = SimpleNamespace(cudaHostRegister=lambda _, size, __: locked.append(size) or 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    shapes = {"a": (torch.Size([1000, 9]), torch.float32), "b": (torch.Size([]), torch.int64),
+              "c": (torch.Size([0, 4]), torch.float32), "d": (torch.Size([77]), torch.uint8)}
+    memory = HostMemory(shapes, locked=True)
+    exact = sum(t.nbytes for t in memory.tensors.values())
+    assert exact == 36_000 + 8 + 77 and len(locked) == 1 and exact <= locked[0] < exact + 4 * 512
+    for name, (shape, dtype) in shapes.items():
+        tensor = memory.tensors[name].fill_(ord(name))
+        assert (tensor.shape, tensor.dtype) == (shape, dtype)
+        assert tensor.untyped_storage().size() == tensor.nbytes  # or DCP would copy it once more
+    assert all(bool((t == ord(name)).all()) for name, t in memory.tensors.items())
+
+
+@pytest.mark.parametrize(("code", "room", "why"), [
+    (2, 1e9, "does not page-lock"), (0, 100.0, "0.1 KiB of host memory is needed")])
+def test_without_room_or_locks_a_save_is_written_before_the_next_step(
+        trained, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture, code: int, room: float, why: str):
+    tensors, _ = trained
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(
+        cudaHostRegister=lambda *_: code))
+    monkeypatch.setattr(staging, "HostMemory", lambda shapes, _: HostMemory(shapes, code != 0))
+    experiment = Experiment(tmp_path, "exp")
+    saves = Saves(SimpleNamespace(ckpt_async=True), experiment, Journal(experiment, 0), group, None)
+    saves.copies = HostCopies(lambda: room)
+    saves.copies.prepare(tensors)
+    saves.require_copies(group)
+    assert saves.copies is None
+    said = caplog.text
+    assert re.search(why, said) and "written before the next step" in said

@@ -1,0 +1,63 @@
+"""Threads work on the GPU of whoever made them; shown with a stand-in for torch's cuda module."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+
+from lib.checkpoints.staging import HostCopies
+from lib.checkpoints.storage import HashingWriter, StrictReader
+from lib.core import threads
+from lib.tokens.loader import read_ahead
+
+GPU = 3
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Let this process look as if it used GPU 3; return by name of a thread which GPU it took."""
+    taken: dict[str, int] = {}
+
+    def take(device: int) -> None:
+        taken[threading.current_thread().name.rpartition("_")[0]] = device
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    return taken
+
+
+def test_a_thread_takes_the_gpu_of_its_maker(on_gpu: dict[str, int]):
+    with threads.pool(name="mine") as pool:
+        pool.submit(int).result()
+    assert on_gpu == {"mine": GPU}
+
+
+def test_threads_that_touch_tensors_do(on_gpu: dict[str, int], tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch):
+    """Copies, saves, loads and the reading ahead; and what lives on a GPU is copied by one thread.
+    """
+    weight = torch.nn.Parameter(torch.ones(3))
+    copies = HostCopies()
+    taken = copies.take({"model.weight": weight}, torch.optim.SGD([weight], lr=1.0))
+    copies.wait()
+    list(read_ahead(iter([1, 2])))
+
+    def overlapping(*_: object, **__: object) -> None:
+        pytest.fail("torch would copy on a stream of its own")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(filesystem, "_OverlappingCpuLoader", overlapping)
+        dcp.save(taken, storage_writer=HashingWriter(tmp_path / "dcp"), no_dist=True)
+    dcp.load(taken, storage_reader=StrictReader(tmp_path / "dcp"), no_dist=True)
+    assert on_gpu == {"staging": GPU, "loader": GPU, "reader": GPU}
+
+
+def test_without_a_gpu_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("no GPU is here"))
+    with threads.pool() as pool:
+        assert pool.submit(int).result() == 0
