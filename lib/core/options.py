@@ -287,6 +287,14 @@ def on_off(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"expected on or off, got {text!r}") from None
 
 
+def auto_on_off(text: str) -> bool | None:
+    """Parse `auto`, as None, `on` or `off`."""
+    try:
+        return None if text.lower() == "auto" else on_off(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected auto, on or off, got {text!r}") from None
+
+
 def span(text: str) -> tuple[int, int]:
     """Parse `START:END`, two whole numbers from 1 in order."""
     first, _, last = text.partition(":")

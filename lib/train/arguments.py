@@ -149,8 +149,12 @@ def _speed(parser: Parser) -> None:
                        choices=("none", "selective", "full"),
                        help="activations to compute again in the backward pass instead of keeping "
                             "them: none, selective (the cheap ones) or full (all of a block)")
-    group.add_argument("--compile", type=options.on_off, default=False, metavar="on|off",
-                       help="compile the decoder blocks; the first step then takes a minute longer")
+    group.add_argument("--compile", type=options.auto_on_off, metavar="auto|on|off",
+                       help="compile the decoder blocks; the first step then takes a minute longer "
+                            "(default: auto, on with a GPU where the model allows it)")
+    group.add_argument("--deterministic", type=options.on_off, default=False, metavar="on|off",
+                       help="on a GPU: the same bits each time, also after a resume, at a price in "
+                            "speed that is printed")
     group.add_argument("--attention", default="auto",
                        choices=("auto", "sdpa", "varlen", "flash_attention_2", "flex"),
                        help="auto: varlen for packed documents on a GPU, else sdpa")

@@ -94,7 +94,7 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     if query.is_cuda:
         out = _by_kernel(*flat, cu_seq_lens_q, length, scaling, window)
     else:
-        out = _by_document(*flat, cu_seq_lens_q.tolist(), scaling, window)
+        out = _by_document(*flat, cu_seq_lens_q, scaling, window)
     return out.unflatten(0, (batch, length)), None
 
 
@@ -111,11 +111,12 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
                        window_size=(window - 1, 0) if window else (-1, 0), **groups)
 
 
-def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: list[int],
+@torch.compiler.disable  # or each way in which documents share a row were compiled anew
+def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor,
                  scaling: float | None, window: int) -> Tensor:
     """Attend within each document by itself. query, key, value: [B·T, H, D]."""
     done = []
-    for first, last in pairwise(sorted(set(boundaries))):  # without the empty ones
+    for first, last in pairwise(boundaries.unique().tolist()):  # without the empty ones
         parts = [part[first:last].transpose(0, 1)[None] for part in (query, key, value)]
         mask = None
         if window and last - first > window:

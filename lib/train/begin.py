@@ -28,6 +28,7 @@ from lib.tokens.encode import TOKENIZER_FILES
 from lib.train import (
     blocks,
     checks,
+    compiling,
     distributed,
     feed,
     flops,
@@ -62,7 +63,7 @@ from lib.train.watchdog import Watchdog
 _SHARED_WITHIN_S = 60.0
 _ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "ckpt_async", "eval_freq", "eval_batches",
           "resume", "overwrite", "shard_size", "cpu_offload", "activation_checkpointing", "compile",
-          "attention", "rollback_after", "resume_with_changes", "ckpt_local_freq",
+          "attention", "deterministic", "rollback_after", "resume_with_changes", "ckpt_local_freq",
           "ckpt_hyperpod")
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
@@ -92,7 +93,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         world.size, peak, where, "GPU" if world.device.type == "cuda" else "rank"))
 
     offload = opts.cpu_offload and world.device.type == "cuda"
-    blocks.prepare(model, opts.activation_checkpointing, opts.compile)
+    compiler = compiling.compiler(opts.compile, world.device)
+    blocks.prepare(model, opts.activation_checkpointing, compiler)
     small = not offload and sharding.may_stay_gathered(model, memory.total(world.device))
     log.info("sharded: " + sharding.shard(model, world.mesh, setting.precision, offload, small))
     before = memory.usage(world.device)["memory/current_gib"]
@@ -120,7 +122,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         isolation.require(model, world)
     else:
         isolation.spare_mask(model, setting.seq_length, world)
-    log.info(f"loss: {loss.chunk(model, world)}")
+    log.info(f"loss: {loss.chunk(model, world, compiler)}")
     run.report = Report(opts, experiment, run_plan, world.rank, run.step,
                         f"{experiment.root.name}: {model.config.model_type}, {world.size} × "
                         f"{world.device.type}")

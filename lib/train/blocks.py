@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from lib.models.architecture import decoder_layers
+from lib.train.compiling import Compiler
 
 # What selective checkpointing keeps: the results that are dear to compute again. The rest (norms,
 # activations, rotations) costs memory traffic alone.
@@ -32,18 +33,18 @@ _KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_groupe
 _BIASED = {"aten::bmm", "aten::_grouped_mm"}
 
 
-def prepare(model: nn.Module, recompute: str, compiled: bool) -> None:
+def prepare(model: nn.Module, recompute: str, compiler: Compiler | None) -> None:
     """Wrap the forward of every decoder block; must come before sharding.
 
-    recompute: none, selective (what is cheap) or full (all but the block's input).
+    recompute: none, selective (what is cheap) or full (all but the block's input). compiler: None
+    to leave them as they are.
     """
     for block in decoder_layers(model).values():
         forward = block.forward
         if recompute != "none":
             forward = _recomputing(forward, _kept(block) if recompute == "selective" else None)
-        if compiled:
-            # Sizes are the same in every step but for the number of packed documents.
-            forward = torch.compile(forward)
+        if compiler is not None:
+            forward = compiler.wrap(forward)
         if forward is not block.forward:
             block.forward = forward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from lib.tokens.loader import MicroBatch
 from lib.tokens.samples import IGNORED
 from lib.train import attention, distributed, sharding
+from lib.train.compiling import Compiler
 from lib.train.distributed import World
 
-_LOGITS_AT_ONCE = 1 << 26  # numbers: half a gigabyte with their copies; more is no faster
+# Logits that exist at a time, by device. With their copies they take 2 GiB on a GPU, where small
+# products leave units idle, and half a GiB on a CPU, where more is no faster.
+AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 26}
 _FEWEST_ROWS = 256  # smaller matrix products waste the device
 _NOISE = 0.02  # nats per token between two ways of rounding in half precision
 
@@ -58,8 +61,10 @@ class LossHead:
     There, inside the layer, the sharded weights are gathered; the logits of all tokens never exist.
     """
 
-    def __init__(self, head: nn.Module) -> None:
-        self._head, self._logits = head, head.forward
+    def __init__(self, head: nn.Module, at_once: int, compiler: Compiler | None = None) -> None:
+        """at_once: logits that may exist at a time."""
+        self._head, self._logits, self._at_once = head, head.forward, at_once
+        self._gradient = _gradient if compiler is None else compiler.wrap(_fused, _gradient)
         self._labels, self._scale = None, 1.0
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -68,7 +73,8 @@ class LossHead:
             return self._logits(hidden)
         head = self._head
         return _ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, head.bias,
-                                  self._labels.flatten(), self._scale)
+                                  self._labels.flatten(), self._scale, self._at_once,
+                                  self._gradient)
 
     def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float,
                  ) -> Tensor:
@@ -90,30 +96,33 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
-                scale: float) -> Tensor:
+                scale: float, at_once: int, gradient_of: Callable[..., tuple[Tensor, Tensor]],
+                ) -> Tensor:
         """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N]."""
-        rows = max(_FEWEST_ROWS, _LOGITS_AT_ONCE // len(weight))
+        # Chunks as alike as can be: for another size the gradient would be compiled once more.
+        rows = max(_FEWEST_ROWS, -(-len(labels) // -(-len(labels) * len(weight) // at_once)))
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with_gradients = any(ctx.needs_input_grad)
         of_hidden = torch.empty_like(hidden) if with_gradients else None
-        of_weight = of_bias = None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) \
+            if with_gradients and rows < len(labels) else None
+        of_bias = None
         for first in range(0, len(labels), rows):
             chunk, target = hidden[first:first + rows], labels[first:first + rows]
-            logits = F.linear(chunk, weight, bias).float()
-            counts = target != IGNORED
-            target = torch.where(counts, target, 0)[:, None]
-            normaliser = torch.logsumexp(logits, 1, keepdim=True)
-            loss += ((normaliser - logits.gather(1, target))[:, 0] * counts).sum()
+            logits = F.linear(chunk, weight, bias)
+            counts = (target != IGNORED).float()
+            target = target.clamp(min=0)
             if not with_gradients:
+                loss += (F.cross_entropy(logits.float(), target, reduction="none") * counts).sum()
                 continue
-            # d loss / d logits = softmax - one-hot, nothing where the label is ignored.
-            logits.sub_(normaliser).exp_()
-            logits.scatter_add_(1, target, torch.full_like(normaliser, -1.0))
-            gradient = logits.mul_(counts[:, None] * scale).to(hidden.dtype)
+            chunk_loss, gradient = gradient_of(logits, target, counts, counts * scale)
+            loss += chunk_loss
+            del logits
             torch.mm(gradient, weight, out=of_hidden[first:first + rows])
-            of_weight = _added(of_weight, gradient.t() @ chunk)
+            of_weight = _added(of_weight, gradient, chunk)
             if bias is not None:
-                of_bias = _added(of_bias, logits.sum(0))
+                of_chunk = gradient.sum(0, dtype=torch.float32)
+                of_bias = of_chunk if of_bias is None else of_bias.add_(of_chunk)
         if with_gradients:
             ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype),
                                   None if of_bias is None else of_bias.to(bias.dtype))
@@ -123,15 +132,53 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """upstream: float32 scalar, 1 where the loss is what `backward` is called on."""
         return (*(None if kept is None else kept.mul_(upstream.to(kept.dtype))
-                  for kept in ctx.saved_tensors), None, None)
+                  for kept in ctx.saved_tensors), None, None, None, None)
 
 
-def _added(total: Tensor | None, more: Tensor) -> Tensor:
-    """Sum chunks in float32; a single one stays as it is."""
-    return more if total is None else total.float().add_(more)
+def _gradient(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor,
+              ) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy summed over rows that count, and its gradient by the logits.
+
+    logits: [n, V]; target: int64 [n]; counts: 1 or 0 of each row, float32 [n]; factor: what its
+    gradient is multiplied by, float32 [n]. The gradient, softmax less one-hot, has the logits'
+    dtype.
+    """
+    dtype, logits = logits.dtype, logits.float()
+    normaliser = torch.logsumexp(logits, 1)
+    at = torch.arange(len(target), device=target.device), target
+    loss = ((normaliser - logits[at]) * counts).sum()
+    logits.sub_(normaliser[:, None]).exp_()
+    # Not scatter_add_, which is done in any order on a GPU; each row has one target.
+    logits[at] -= 1.0
+    return loss, logits.mul_(factor[:, None]).to(dtype)
 
 
-def chunk(model: nn.Module, world: World) -> str:
+def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor,
+           ) -> tuple[Tensor, Tensor]:
+    """Return the same as `_gradient`, in the words that a compiler makes two passes of."""
+    numbers = logits.float()
+    normaliser = torch.logsumexp(numbers, 1)
+    picked = numbers.gather(1, target[:, None])[:, 0]
+    is_target = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
+    softmax = (numbers - normaliser[:, None]).exp()
+    gradient = (softmax - is_target.float()) * factor[:, None]
+    return ((normaliser - picked) * counts).sum(), gradient.to(logits.dtype)
+
+
+def _added(total: Tensor | None, gradient: Tensor, chunk: Tensor) -> Tensor:
+    """Add gradientᵀ · chunk to a sum in float32; None: the product is all there is.
+
+    gradient: [n, V]; chunk: [n, H]. On a GPU the product is summed where the sum lies; elsewhere
+    torch has no such operation for half precision (2.11 to 2.13).
+    """
+    if total is None:
+        return gradient.t() @ chunk
+    if chunk.is_cuda and chunk.dtype != torch.float32:
+        return torch.addmm(total, gradient.t(), chunk, out_dtype=torch.float32, out=total)
+    return total.add_(gradient.t() @ chunk)
+
+
+def chunk(model: nn.Module, world: World, compiler: Compiler | None = None) -> str:
     """Compute the loss within the output layer if that gives the same; return a sentence about it.
 
     Some families change the logits after that layer (a cap, a factor), so it is tried. All ranks
@@ -143,7 +190,7 @@ def chunk(model: nn.Module, world: World) -> str:
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:]).to(world.device)
     with trial(model):
         plain = token_loss_sum(model, batch) / 16
-        head.forward = LossHead(head)
+        head.forward = LossHead(head, AT_ONCE[world.device.type], compiler)
         try:
             chunked = token_loss_sum(model, batch) / 16
             same = chunked.ndim == 0 and bool((plain - chunked).abs() < _NOISE)

@@ -18,7 +18,7 @@ from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.models import training_memory
-from lib.train import memory, memory_plan, plan, startup
+from lib.train import compiling, memory, memory_plan, plan, startup
 from lib.train.memory_plan import USABLE, Estimates, Turn
 from lib.train.memory_trace import Case, Step
 from lib.train.memory_tracker import Bytes
@@ -69,7 +69,8 @@ class Fit:
         device = torch.device("cuda", local_rank % torch.cuda.device_count()) if on_gpu else cpu
         case = memory_plan.case_of(opts, setting, plan.launched_size(), on_gpu,
                                    memory.total(device))
-        return cls(setting, case, memory.room(device), memory.room(cpu), on_gpu, opts.compile)
+        return cls(setting, case, memory.room(device), memory.room(cpu), on_gpu,
+                   compiling.is_wanted(opts.compile, device))
 
     def excess(self) -> Bytes:
         """Return by kind what the run needs where that is more than there is; else nothing."""

@@ -37,7 +37,8 @@ def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: floa
     return Case(ranks, shard_size, opts.batch_size, setting.seq_length, setting.precision,
                 opts.activation_checkpointing, per_step > opts.batch_size * ranks, offload,
                 not offload and sharding.may_stay_gathered(setting.model, has),
-                by_mask and opts.packing == "documents", optimizer=opts.optimizer)
+                by_mask and opts.packing == "documents", optimizer=opts.optimizer,
+                on_gpu=on_gpu)
 
 
 class Estimates:
@@ -98,8 +99,8 @@ def tell(opts: Options, setting: Setting) -> None:
              f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g} GiB, the "
              "rest is for CUDA, NCCL, fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
-    if opts.compile:
-        log.info("  traced without --compile, which needs somewhat less")
+    if opts.compile is not False:
+        log.info("  traced as if not compiled, which needs somewhat more")
     # In a file the rows themselves show that it goes on.
     shown = not opts.no_progress and sys.stderr.isatty()
     with Progress("tracing steps", None, " traces", shown) as progress:

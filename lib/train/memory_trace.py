@@ -43,6 +43,7 @@ class Case:
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
     pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
     have without a varlen kernel. chunked: the output layer makes the loss. optimizer: its kind.
+    on_gpu: else on a CPU, which takes smaller pieces of some things at a time.
     """
 
     ranks: int
@@ -57,6 +58,7 @@ class Case:
     masked: bool = False
     chunked: bool = True
     optimizer: str = "adamw"
+    on_gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,11 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
 def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
     """Return the memory of a step of a model on the meta device, which stays as it is."""
     model = copy.deepcopy(model)
-    blocks.prepare(model, case.recompute, compiled=False)
+    blocks.prepare(model, case.recompute, None)
     sharding.shard(model, mesh, case.precision, keep_gathered=case.keep_gathered)
     if case.chunked:
         head = model.get_output_embeddings()
-        head.forward = loss.LossHead(head)
+        head.forward = loss.LossHead(head, loss.AT_ONCE["cuda" if case.on_gpu else "cpu"])
     with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case.masked), \
             mock.patch.dict(adamw8bit.AT_ONCE, clear=True):  # as on a GPU, not many small pieces
         tracker = Tracker(SHARDED if case.offload else ())
@@ -175,7 +177,7 @@ def makes_loss(model: PreTrainedModel) -> bool:
     """Tell whether the model hands on what its output layer returns, so that it can be the loss."""
     model = copy.deepcopy(model).to(torch.bfloat16)  # all that grouped products know
     head, returned = model.get_output_embeddings(), []
-    head.forward = loss.LossHead(head)
+    head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
     head.register_forward_hook(lambda _, __, out: returned.append(out))
     with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, masked=False):
         model.to_empty(device="cpu")

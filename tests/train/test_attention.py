@@ -44,7 +44,7 @@ def test_the_kernel_is_asked_in_the_words_of_its_version(monkeypatch: pytest.Mon
     """The kernel itself needs a GPU; what takes its place knows as many heads as it is given."""
     def attend(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, window: tuple,
                ) -> Tensor:
-        return attention._by_document(query, key, value, boundaries.tolist(), None, window[0] + 1)
+        return attention._by_document(query, key, value, boundaries, None, window[0] + 1)
 
     def new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
             window_size=(-1, -1), enable_gqa=False):
@@ -60,5 +60,5 @@ def test_the_kernel_is_asked_in_the_words_of_its_version(monkeypatch: pytest.Mon
     torch.manual_seed(0)
     query, key, value = torch.randn(20, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
     found = attention._by_kernel(query, key, value, torch.tensor([0, 7, 20]), 20, None, window)
-    expected = attention._by_document(query, key, value, [0, 7, 20], None, window)
+    expected = attention._by_document(query, key, value, torch.tensor([0, 7, 20]), None, window)
     torch.testing.assert_close(found, expected)

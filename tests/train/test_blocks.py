@@ -17,8 +17,10 @@ from transformers import (
     PretrainedConfig,
 )
 
+from lib.core.errors import UsageError
 from lib.tokens.loader import MicroBatch
-from lib.train import blocks, isolation, loss
+from lib.train import blocks, compiling, isolation, loss
+from lib.train.compiling import Compiler
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -37,7 +39,7 @@ def test_gradients_stay(config: PretrainedConfig, recompute: str) -> None:
         if name.endswith("bias"):  # zero at first, and adding zero twice is no mistake
             torch.nn.init.normal_(parameter)
     again = copy.deepcopy(kept)
-    blocks.prepare(again, recompute, compiled=False)
+    blocks.prepare(again, recompute, None)
     tokens = torch.randint(0, 96, (2, 24))
     for model in (kept, again):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -59,7 +61,7 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
     model = AutoModelForCausalLM.from_config(LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2), attn_implementation="sdpa")
-    blocks.prepare(model, "none", compiled=True)
+    blocks.prepare(model, "none", Compiler(required=True))
     here = SimpleNamespace(device=torch.device("cpu"))
     loss.chunk(model, here)
     isolation.require(model, here)
@@ -76,3 +78,40 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
     sizes = [node for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"
              and isinstance(node.meta["example_value"], torch.SymInt)]
     assert not sizes
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, required: bool,
+                                               caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks and output layer: told once, and the gradients are those of the plain model."""
+    def broken(*_: object) -> None:
+        raise RuntimeError("no compiler is here\nmore")
+
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    model = copy.deepcopy(plain)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    torch._dynamo.reset()
+    compiler = Compiler(required)
+    blocks.prepare(model, "full", compiler)
+    here = SimpleNamespace(device=torch.device("cpu"))
+    assert "in the output layer" in loss.chunk(model, here, compiler)
+    tokens = torch.randint(0, 96, (2, 25))
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
+    if required:
+        with pytest.raises(UsageError, match="cannot be compiled"):
+            loss.token_loss_sum(model, batch)
+        return
+    for _ in range(2):
+        loss.token_loss_sum(model, batch).backward()
+    loss.token_loss_sum(plain, batch, 2.0).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    said, = (text for text in caplog.messages if "compile" in text)
+    assert "no compiler is here" in said and "\n" not in said
+
+
+def test_on_a_gpu_models_are_compiled_unless_asked_not_to() -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert [compiling.is_wanted(option, device) for option in (None, True, False)
+            for device in (gpu, cpu)] == [True, False, True, True, False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from lib.train.optimizer import StepGuard
 
 TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+Gradient = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 HERE = SimpleNamespace(device=torch.device("cpu"))
 
 
@@ -35,12 +37,12 @@ def batch(ignored: bool = False) -> MicroBatch:
     return MicroBatch(tokens[:, :-1], torch.full_like(labels, IGNORED) if ignored else labels)
 
 
+@pytest.mark.parametrize("gradient", [loss._gradient, loss._fused], ids=["eager", "fused"])
 @pytest.mark.parametrize("rows", [1000, 7, 1])
 @pytest.mark.parametrize("bias", [True, False])
-def test_chunks_give_the_loss_and_the_gradients(monkeypatch: pytest.MonkeyPatch, rows: int,
-                                                bias: bool) -> None:
+def test_chunks_give_the_loss_and_the_gradients(
+        monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool, gradient: Gradient) -> None:
     monkeypatch.setattr(loss, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(loss, "_LOGITS_AT_ONCE", rows * 50)
     torch.manual_seed(0)
     parts = [torch.randn(40, 16), torch.randn(50, 16)] + [torch.randn(50)] * bias
     parts = [part.double().requires_grad_() for part in parts]
@@ -48,7 +50,7 @@ def test_chunks_give_the_loss_and_the_gradients(monkeypatch: pytest.MonkeyPatch,
     labels[::3] = IGNORED
     whole = F.cross_entropy(F.linear(*parts), labels, ignore_index=IGNORED, reduction="sum")
     expected = torch.autograd.grad(whole * 0.3, parts)
-    mine = loss._ChunkedLoss.apply(*parts, *[None] * (not bias), labels, 0.6)
+    mine = loss._ChunkedLoss.apply(*parts, *[None] * (not bias), labels, 0.6, rows * 50, gradient)
     found = torch.autograd.grad(mine * 0.5, parts)
     assert mine.item() == pytest.approx(whole.item(), rel=1e-6)
     for one, other in zip(found, expected, strict=True):
@@ -60,7 +62,7 @@ def test_half_precision_sums_in_float32() -> None:
     hidden, weight = torch.randn(2000, 16).bfloat16(), torch.randn(300, 16).bfloat16()
     labels = torch.randint(0, 300, (2000,))
     exact = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
-    found = loss._ChunkedLoss.apply(hidden, weight, None, labels, 1.0)
+    found = loss._ChunkedLoss.apply(hidden, weight, None, labels, 1.0, 1 << 16, loss._gradient)
     assert found.dtype == torch.float32 and found.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
@@ -103,7 +105,7 @@ def test_the_mean_does_not_depend_on_how_many_tokens_there_are(precision: str, i
     model = copy.deepcopy(masters).to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
     if in_layer:
         head = model.get_output_embeddings()
-        head.forward = loss.LossHead(head)
+        head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
     row, guard = batch(False), StepGuard(precision, 0.0, torch.device("cpu"))
     adamw, norms = torch.optim.AdamW(masters.parameters()), []
     for repeats in (1, 3, 5, 7):

@@ -144,7 +144,7 @@ def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any]) -> None:
     wanted = case(ranks=1, seq_length=128, **changes)
     estimated = Estimates(on_meta()).step(wanted)
     model = on_meta()
-    blocks.prepare(model, wanted.recompute, compiled=False)
+    blocks.prepare(model, wanted.recompute, None)
     with alone() as mesh:
         sharding.shard(model, mesh, wanted.precision, keep_gathered=wanted.keep_gathered)
         with Tracker() as tracker:
@@ -152,7 +152,7 @@ def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any]) -> None:
             for parameter in model.parameters():
                 local_tensor(parameter).zero_()
             head = model.get_output_embeddings()
-            head.forward = loss.LossHead(head)
+            head.forward = loss.LossHead(head, loss.AT_ONCE["cuda"])
             real = memory_trace.record(model, wanted, tracker)
     assert estimated.total == pytest.approx(real.total, rel=0.02)
     for kind, size in real.largest.items():

@@ -1,0 +1,71 @@
+"""Between two log steps the host never waits for the device: no number is read from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lib.tokens.loader import MicroBatch, boundaries
+from lib.train import attention, isolation, loss, optimizer, sharding
+from lib.train.distributed import World
+from lib.train.optimizer import StepGuard
+
+CPU = torch.device("cpu")
+# What hands a number, or a size that depends on numbers, to the host.
+WAITING = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero",
+           "aten::masked_select", "aten::unique_dim", "aten::equal"}
+
+
+class Watched(TorchDispatchMode):
+    """Fails where an operation makes the host wait."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
+                           named: Any = None) -> Any:
+        assert function._schema.name not in WAITING, function
+        return function(*arguments, **(named or {}))
+
+
+@pytest.fixture
+def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let attention over documents be one operation, as on a GPU; here without boundaries."""
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+        return query + (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
+    monkeypatch.setattr(attention, "_by_document", attend)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("packed", [False, True], ids=["windows", "documents"])
+def test_three_steps(group: dist.ProcessGroup, by_kernel: None, packed: bool, kind: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2),
+        attn_implementation="varlen" if packed else "sdpa")
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    sharding.shard(model, mesh, "bf16")
+    world = World(0, 1, CPU, mesh, group, group)
+    if not packed:
+        isolation.spare_mask(model, 24, world)
+    loss.chunk(model, world)
+    steps = optimizer.build(kind, model, 1e-3, (0.9, 0.95), 0.1)
+    guard, total = StepGuard("bf16", 30.0, CPU), torch.zeros((), dtype=torch.float64)
+    tokens, positions = torch.randint(0, 96, (2, 25)), torch.arange(24).remainder(9).repeat(2, 1)
+    documents = (positions, torch.from_numpy(boundaries(positions.numpy(), 8))) if packed else ()
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], *documents)
+    for number in range(4):
+        with Watched() if number else torch.enable_grad():  # the first step makes the states
+            scale = guard.loss_factor(1 / 48)
+            optimizer.set_learning_rate(steps, 1e-3 / (number + 1))
+            value = loss.token_loss_sum(model, batch.to(CPU), scale)
+            value.backward()
+            total += value.detach()
+            guard.clip(steps, 1.0)
+            steps.step()
+            steps.zero_grad(set_to_none=True)
+    assert guard.read().steps == 0 and total.isfinite()
