@@ -29,6 +29,7 @@ from lib.train import (
     blocks,
     checks,
     compiling,
+    determinism,
     distributed,
     feed,
     flops,
@@ -43,6 +44,7 @@ from lib.train import (
     sharding,
     startup,
 )
+from lib.train.compiling import Compiler
 from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
 from lib.train.launches import Launch
@@ -77,6 +79,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     none is valid.
     """
     estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
+    if opts.deterministic:
+        determinism.require()
     world = distributed.start(opts.shard_size, meeting)
     launch = launches.join(opts, experiment, world)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
@@ -92,13 +96,11 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     _print_head(opts, inputs, run_plan, data, work, Hardware(
         world.size, peak, where, "GPU" if world.device.type == "cuda" else "rank"))
 
-    offload = opts.cpu_offload and world.device.type == "cuda"
+    if opts.deterministic:
+        log.info(f"deterministic: {determinism.cost(world.device, setting.precision)}")
     compiler = compiling.compiler(opts.compile, world.device)
-    blocks.prepare(model, opts.activation_checkpointing, compiler)
-    small = not offload and sharding.may_stay_gathered(model, memory.total(world.device))
-    log.info("sharded: " + sharding.shard(model, world.mesh, setting.precision, offload, small))
     before = memory.usage(world.device)["memory/current_gib"]
-    sharding.materialise(model, world.device, offload)
+    offload = _shard(opts, setting, world, compiler)
     adamw = optimizer.build(opts.optimizer, model, opts.lr, (opts.beta1, opts.beta2),
                             opts.weight_decay)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
@@ -115,13 +117,9 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     if world.rank == 0:
         run.model_files = _digests(experiment.model)
     if not resume.resume(run, inputs.named):
-        _first_weights(opts, inputs, model)
-        torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
+        _first_weights(opts, inputs, model, world)
         journal.event("start", 0, ranks=world.size)
-    if opts.packing == "documents":
-        isolation.require(model, world)
-    else:
-        isolation.spare_mask(model, setting.seq_length, world)
+    isolation.settle(model, opts.packing, setting.seq_length, world)
     log.info(f"loss: {loss.chunk(model, world, compiler)}")
     run.report = Report(opts, experiment, run_plan, world.rank, run.step,
                         f"{experiment.root.name}: {model.config.model_type}, {world.size} × "
@@ -131,6 +129,16 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     run.write_state("running")
     run.tell_estimate()
     return run
+
+
+def _shard(opts: Options, setting: Setting, world: World, compiler: Compiler | None) -> bool:
+    """Shard the model and give it memory, without content; tell whether that is the host's."""
+    model, offload = setting.model, opts.cpu_offload and world.device.type == "cuda"
+    blocks.prepare(model, opts.activation_checkpointing, compiler)
+    small = not offload and sharding.may_stay_gathered(model, memory.total(world.device))
+    log.info("sharded: " + sharding.shard(model, world.mesh, setting.precision, offload, small))
+    sharding.materialise(model, world.device, offload)
+    return offload
 
 
 def _tier(opts: Options, run: str, world: World, journal: Journal) -> Tier | None:
@@ -256,7 +264,7 @@ def _digests(directory: Path) -> dict[str, str]:
             for path in sorted(directory.iterdir()) if path.is_file()}
 
 
-def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:
+def _first_weights(opts: Options, inputs: Inputs, model: nn.Module, world: World) -> None:
     began = time.monotonic()
     if inputs.scratch:
         initialise(model, opts.seed)
@@ -266,3 +274,4 @@ def _first_weights(opts: Options, inputs: Inputs, model: nn.Module) -> None:
     count = sum(p.numel() for p in model.parameters())
     log.info(f"weights: {units.count(count)} parameters {startup.weights_of(opts, inputs)} in "
              f"{units.duration(time.monotonic() - began)}")
+    torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks

@@ -19,6 +19,14 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 _NOISE = 0.05  # of the logits' spread: more than rounding in half precision, less than any leak
 
 
+def settle(model: nn.Module, packing: str, seq_length: int, world: World) -> None:
+    """Require what --packing needs of attention, or spare it what it does not need."""
+    if packing == "documents":
+        require(model, world)
+    else:
+        spare_mask(model, seq_length, world)
+
+
 def require(model: nn.Module, world: World) -> None:
     """Raise UsageError when the second of two packed documents depends on the first.
 

@@ -24,6 +24,10 @@ def explained(error: BaseException, opts: Options, experiment: Experiment) -> St
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         return _out_of_memory(text, opts, experiment)
+    if "does not have a deterministic implementation" in text:
+        return UsageError("--deterministic on cannot train this model", found=text.splitlines()[0],
+                          expected="operations that give the same bits each time",
+                          run=commands.again("--deterministic", "off"))
     if isinstance(error, dist.DistError) or \
             re.search(r"Connection (closed|reset) by peer", text):
         return _lost_rank(text)

@@ -31,6 +31,13 @@ def test_too_large_an_allocation_names_the_knobs_in_order() -> None:
     assert later.expected.startswith("in this order: a smaller --seq-length")
 
 
+def test_an_operation_without_a_deterministic_way() -> None:
+    told = explained(RuntimeError("index_add_cuda_ does not have a deterministic implementation, "
+                                  "but you set 'torch.use_deterministic_algorithms(True)'.\nmore"))
+    assert told.code == 2 and told.found.startswith("index_add_cuda_")
+    assert "--deterministic off" in told.run
+
+
 def test_a_lost_rank() -> None:
     broken = explained(RuntimeError("[pair.cc:544] Connection closed by peer [10.0.0.7]:1234"))
     assert "broke" in broken.problem and "10.0.0.7" in broken.found
