@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch._dynamo.exc import TorchDynamoException
 
 from lib.checkpoints import commit, hyperpod, storage
 from lib.core import hashing, offline, publish, stage, stamps
@@ -46,7 +47,7 @@ from lib.models import (
 from lib.models.design import Design
 from lib.models.identity import CODE_DIGESTS
 from lib.tokens import build
-from lib.train import attention, distributed, metrics, symptoms
+from lib.train import attention, compiling, distributed, metrics, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -449,6 +450,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     run = Experiment(Path("outputs"), "run")
     yield lambda: _raise(symptoms.explained(RuntimeError("can't allocate memory"), opts, run))
     yield lambda: _raise(symptoms.explained(RuntimeError("Connection reset by peer"), opts, run))
+    strict = RuntimeError("x does not have a deterministic implementation")
+    yield lambda: _raise(symptoms.explained(strict, opts, run))
+    yield lambda: compiling.Compiler(True)._give_up(TorchDynamoException("x"))
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
     yield lambda: distributed._device(3)
