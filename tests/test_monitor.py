@@ -161,6 +161,40 @@ def test_warnings_of_every_rank(run: Path):
         "2026-01-01 10:00:02  rank 12: RuntimeError: out of luck"]
 
 
+def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **more: object) -> str:
+    """Return what a rank leaves when the watchdog ends it. entries: group, number, pending."""
+    rows = [{"profiling_name": "nccl:all_gather", "process_group": [group, f"mesh_{group}"],
+             "collective_seq_id": number, "time_created_ns": place, "pending": pending}
+            for place, (group, number, pending) in enumerate(entries)]
+    neighbours = [2 * (rank // 2), 2 * (rank // 2) + 1]
+    return json.dumps({"rank": rank, "time": time.time(), "entries": rows,
+                       "groups": {"0": list(range(members)), "1": neighbours}} | more)
+
+
+@pytest.mark.parametrize(("dumps", "said"), [
+    # Rank 2 is behind; rank 3 left nothing. Its neighbour waits for it elsewhere.
+    ([recorded(0, ("0", 7, False), ("0", 8, True), ("1", 3, True)), recorded(1, ("0", 8, True)),
+      recorded(2, ("0", 7, False), ("1", 4, True))],
+     "ranks 0, 1 hung in nccl:all_gather, number 8 of group mesh_0, and waited for ranks 2, 3"),
+    ([recorded(rank, ("0", 8, True)) for rank in range(4)],
+     "ranks 0, 1, 2, 3 hung in nccl:all_gather, number 8 of group mesh_0, which all ranks have "
+     "come to: look at the network"),
+    ([recorded(0, ("0", 8, True), members=2), recorded(1, ("0", 9, False), time=1.0)],
+     "rank 0 hung in nccl:all_gather, number 8 of group mesh_0, and waited for rank 1"),
+    ([recorded(0, ("0", 8, False))], ""),
+    (["{", "[]", '{"rank": []}', recorded(0, time="now"), recorded(0, entries=[{}]),
+      recorded(0, groups=[1])], "")],
+    ids=["late", "network", "an older hang", "nothing pending", "damaged"])
+def test_who_waited_for_whom(run: Path, dumps: list[str], said: str):
+    for number, text in enumerate(dumps):
+        (run / "logs" / f"rank_{number:05d}.collectives.json").write_text(text)
+    shown = [line.strip() for line in once(run).splitlines() if "hung in" in line]
+    assert shown == [said] * bool(said)
+    later = time.time() + 5
+    os.utime(run / "config.yaml", (later, later))  # a launch has begun since
+    assert "hung in" not in once(run)
+
+
 def test_silence_and_death(run: Path):
     def age(path: Path, seconds: float) -> None:
         os.utime(path, (time.time() - seconds, time.time() - seconds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import kill_all, stage_command, start_stage
+from tests.conftest import kill_all, run_stage, stage_command, start_stage
 from tests.training import SEQ_LENGTH, metrics, steps_saved
 
 ENDLESS = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
@@ -76,6 +77,10 @@ def test_a_rank_that_hangs_ends_the_others_with_their_stacks(project: Path) -> N
     assert "watchdog: the step has not ended for 0.1 minutes" in output
     stacks = (project / "outputs" / "run" / "logs" / "rank_00000.stacks.txt").read_text()
     assert "in train" in stacks and "Thread" in stacks
+    seen = run_stage("launch/monitor.py", "run", "--once", cwd=project).stdout
+    told = next(line for line in seen.splitlines() if "waited for" in line)
+    assert re.search(r"rank 0 hung in gloo:\w+, number \d+ of group \w+, and waited for rank 1$",
+                     told.strip())
 
 
 def _environment(pid: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from launch.common import collectives
 from lib.core import lease, records
 from lib.core.paths import Experiment, step_of
 
@@ -125,8 +126,18 @@ class RunFiles:
         for path, rank in logs:
             found += [(line[:19], f"rank {rank}: {line[20:]}") for line in self._complaints(path)]
         found += [("", f"stacks of a rank that hung: {path}")
-                  for path in sorted(self.experiment.logs.glob("*.stacks.txt"))]
+                  for path in self._of_this_launch("*.stacks.txt")]
+        if said := collectives.waiting(self._of_this_launch("*.collectives.json")):
+            found.append(("", said))
         return [f"{when}  {what}".strip() for when, what in sorted(found)[-_WARNINGS:]]
+
+    def _of_this_launch(self, pattern: str) -> list[Path]:
+        """Return files of logs/ that are newer than what the last launch wrote first."""
+        def changed(path: Path) -> float:
+            return path.stat().st_mtime if path.exists() else 0.0
+        began = changed(self.experiment.config)
+        return [path for path in sorted(self.experiment.logs.glob(pattern))
+                if changed(path) >= began]
 
     def _complaints(self, path: Path) -> list[str]:
         """Return the warnings at the end of a log, which is read again only when it has grown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import time
@@ -32,6 +33,7 @@ from lib.train import (
     determinism,
     distributed,
     feed,
+    flight_recorder,
     flops,
     isolation,
     launches,
@@ -43,6 +45,7 @@ from lib.train import (
     resume,
     sharding,
     startup,
+    watchdog,
 )
 from lib.train.compiling import Compiler
 from lib.train.distributed import World
@@ -81,7 +84,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
     if opts.deterministic:
         determinism.require()
-    world = distributed.start(opts.shard_size, meeting)
+    world = distributed.start(opts.shard_size, meeting, watchdog.longest(opts.watchdog_minutes))
     launch = launches.join(opts, experiment, world)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  data.samples, world.rank)
@@ -124,11 +127,26 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     run.report = Report(opts, experiment, run_plan, world.rank, run.step,
                         f"{experiment.root.name}: {model.config.model_type}, {world.size} × "
                         f"{world.device.type}")
-    run.watchdog = Watchdog(opts.watchdog_minutes,
-                            experiment.rank_log(world.rank).with_suffix(".stacks.txt"))
+    run.watchdog = _watchdog(opts, experiment.rank_log(world.rank))
     run.write_state("running")
     run.tell_estimate()
+    _collect_together()
     return run
+
+
+def _watchdog(opts: Options, rank_log: Path) -> Watchdog:
+    return Watchdog(opts.watchdog_minutes, rank_log.with_suffix(".stacks.txt"),
+                    lambda: flight_recorder.dump(rank_log.with_suffix(".collectives.json")))
+
+
+def _collect_together() -> None:
+    """From now on all ranks collect garbage in the same steps, see Run.step_done.
+
+    Left alone, each would stop the others in turn. What there is now is never looked at again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
 
 
 def _shard(opts: Options, setting: Setting, world: World, compiler: Compiler | None) -> bool:

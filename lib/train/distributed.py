@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -12,7 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
+from lib.train import flight_recorder
 from lib.train.meeting import START_TIMEOUT, Meeting
+
+_LONGER = timedelta(minutes=5)
+_PCI = Path("/sys/bus/pci/devices")
+_ENVIRONMENT = {
+    # Groups of gloo connect to whom they talk to: else each of 1,024 ranks to all the others.
+    "TORCH_GLOO_LAZY_INIT": "1",
+    # Segments that grow leave no gaps between them; pages are locked by eight threads.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_use_cuda_host_register:True,"
+                          "pinned_num_register_threads:8",
+}
 
 
 @dataclass(frozen=True)
@@ -40,26 +53,35 @@ def meet() -> Meeting | None:
     return Meeting() if "RANK" in os.environ else None
 
 
-def start(shard_size: int | None = None, meeting: Meeting | None = None) -> World:
+def start(shard_size: int | None = None, meeting: Meeting | None = None, patience: float = 0.0,
+          ) -> World:
     """Join the process group; all ranks must call this.
 
     shard_size: ranks per replica, which must divide their number; None: all share one. meeting:
-    made by `meet` earlier; None to make it now.
+    made by `meet` earlier; None to make it now. patience: seconds after which a watchdog ends the
+    process; a collective may wait for longer, so that the watchdog speaks first.
     """
+    flight_recorder.enable()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     _keep_to_loopback()
+    timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
     # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if meeting := meeting or meet():
         dist.init_process_group(backend, store=meeting.join(), rank=meeting.rank,
-                                world_size=meeting.size, timeout=START_TIMEOUT)
+                                world_size=meeting.size, timeout=timeout)
     else:  # without torchrun: a group of one that needs no port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     size, names = (dist.get_world_size(),), ("shard",)
     if shard_size and shard_size < size[0]:
         size, names = (size[0] // shard_size, shard_size), ("replicate", "shard")
     mesh = init_device_mesh(device.type, size, mesh_dim_names=names)
-    control, saving = (dist.new_group(backend="gloo", timeout=START_TIMEOUT) for _ in range(2))
+    for group in mesh.get_all_groups():  # torch gives NCCL's ten minutes
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    control, saving = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
+                       for name in ("control", "saving"))
     return World(dist.get_rank(), dist.get_world_size(), device, mesh, control, saving)
 
 
@@ -83,7 +105,6 @@ def _device(local_rank: int) -> torch.device:
     # optimizer's steps of --cpu-offload.
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    torch.set_num_threads(threads)
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UsageError(f"process {local_rank} of this machine has no GPU of its own",
@@ -93,10 +114,29 @@ def _device(local_rank: int) -> torch.device:
                              run=f"CUDA_VISIBLE_DEVICES= {commands.again()}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        _stay_near(device)
+        torch.set_num_threads(threads)
         return device
+    torch.set_num_threads(threads)
     log.info(f"no GPU: training on the CPU, "
              f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})")
     return torch.device("cpu")
+
+
+def _stay_near(device: torch.device) -> None:
+    """Run on the cores of the GPU's memory node alone: copies between nodes are slower.
+
+    What threads and processes are started later stays there too. Nothing where the system does not
+    say which they are, or where this process may use none of them.
+    """
+    gpu = torch.cuda.get_device_properties(device)
+    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    with suppress(OSError, ValueError):
+        spans = (_PCI / place / "local_cpulist").read_text(encoding="ascii").strip().split(",")
+        ends = [[int(end) for end in span.split("-")] for span in spans]
+        near = {core for first, *last in ends for core in range(first, (last or [first])[0] + 1)}
+        if near := near & os.sched_getaffinity(0):
+            os.sched_setaffinity(0, near)
 
 
 def total(values: list[float], world: World) -> list[float]:

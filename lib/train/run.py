@@ -105,8 +105,6 @@ class Run:
         if self._save_every() < self.plan.total_steps:
             self._prepare_copies()
         if self.step % _COLLECT_EVERY == 0:
-            # At the same steps on all ranks: left alone, each would stop the others in turn.
-            gc.disable()
             gc.collect()
 
     def figures(self, loss: float, mean_loss: float, grad_norm: torch.Tensor,

@@ -61,14 +61,25 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     fully_shard(model, **options)
     dtypes = {p.dtype for p in model.parameters()}
     assert dtypes == {torch.float32}, f"masters must be float32, got {dtypes}"
-    for before, after in pairwise(blocks):
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
+    _prefetch(embedding, blocks, last)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
            f"{units.counted(mesh.size(-1), 'rank')}{replicas}; float32 masters and reductions" \
            f"{' in host memory' if offload else ''}, {precision} compute" \
            f"{'; small enough to stay gathered until backward' if keep_gathered else ''}"
+
+
+def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Module]) -> None:
+    """Gather each group while the one before it computes, in both directions.
+
+    The backward pass of the embedding needs no weights. One group with the output layer, it has
+    been whole since it was used; so has that layer when the backward pass begins with it.
+    """
+    ends = [] if embedding in last else last[:1]
+    for before, after in pairwise([embedding, *blocks, *ends]):
+        before.set_modules_to_forward_prefetch([after])
+    for before, after in pairwise([*blocks, *last[:1]]):
+        after.set_modules_to_backward_prefetch([before])
 
 
 def may_stay_gathered(model: nn.Module, device_bytes: float) -> bool:

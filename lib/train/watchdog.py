@@ -14,6 +14,7 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,11 +31,12 @@ class Watchdog:
     """Follows which section the training is in and since when, until the process ends.
 
     minutes: how long a step may take, other sections a multiple of it; 0 for no watchdog.
-    stacks: the file that tells where every thread stood.
+    stacks: the file that tells where every thread stood. last_word: called before the end.
     """
 
-    def __init__(self, minutes: float, stacks: Path) -> None:
-        self._seconds, self._stacks = minutes * 60, stacks
+    def __init__(self, minutes: float, stacks: Path,
+                 last_word: Callable[[], None] = lambda: None) -> None:
+        self._seconds, self._stacks, self._last_word = minutes * 60, stacks, last_word
         self.enter("first step")
         if minutes:
             self._outlet = _outlet()
@@ -62,6 +64,7 @@ class Watchdog:
             lambda: failure.record("Watchdog", EXIT_BUG, text),
             lambda: os.write(2, f"[rank={log.rank()}] error: {text}\n".encode()),
             self._write_stacks,
+            self._last_word,
             lambda: log.error(text))
 
     def _write_stacks(self) -> None:
@@ -72,6 +75,11 @@ class Watchdog:
         except OSError as error:
             os.write(2, f"{self._stacks} cannot be written ({error.strerror}):\n".encode())
             faulthandler.dump_traceback(2, all_threads=True)
+
+
+def longest(minutes: float) -> float:
+    """Return the seconds that a section may take at most."""
+    return minutes * 60 * max(_PATIENCE.values())
 
 
 def _outlet() -> int:

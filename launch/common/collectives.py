@@ -1,0 +1,73 @@
+"""Who waits for whom, from the collectives that ranks were in when the watchdog ended them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from lib.core import records
+
+_ONE_HANG_S = 600.0  # files written further apart are of different hangs
+
+Collective = tuple[str, int, str]  # group, number within it, name
+
+
+def waiting(files: list[Path]) -> str:
+    """Return a sentence about the collective that the most ranks were in; empty without any.
+
+    files: logs/rank_*.collectives.json, as lib/train/flight_recorder.py writes them.
+    """
+    dumps = [dump for path in files if (dump := _read(path))]
+    newest = max((dump["time"] for dump in dumps), default=0.0)
+    dumps = [dump for dump in dumps if newest - dump["time"] < _ONE_HANG_S]
+    inside: dict[Collective, set[int]] = defaultdict(set)
+    reached: dict[tuple[str, int], int] = {}  # (group, rank) → the last it came to
+    members: dict[str, set[int]] = {}
+    for dump in dumps:
+        rank, pending = dump["rank"], [e for e in dump["entries"] if e["pending"]]
+        members |= {name: set(ranks) for name, ranks in dump["groups"].items()}
+        for entry in dump["entries"]:
+            at = entry["process_group"][0], rank
+            reached[at] = max(reached.get(at, 0), entry["collective_seq_id"])
+        if pending:
+            first = min(pending, key=lambda e: e["time_created_ns"])
+            group, number = first["process_group"][0], first["collective_seq_id"]
+            inside[group, number, first["profiling_name"]].add(rank)
+    if not inside:
+        return ""
+    (group, number, name), ranks = max(inside.items(), key=lambda item: len(item[1]))
+    late = {r for r in members.get(group, ranks) if reached.get((group, r), 0) < number}
+    where = f"in {name}, number {number:,} of group {_described(dumps, group)}"
+    if not late:
+        return f"{_ranks(ranks)} hung {where}, which all ranks have come to: look at the network"
+    return f"{_ranks(ranks)} hung {where}, and waited for {_ranks(late)}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return what a rank wrote, None if it is torn or no such thing."""
+    try:
+        dump = records.read_json(path)
+        assert isinstance(dump["rank"], int) and isinstance(dump["time"], float)
+        assert all(isinstance(rank, int) for ranks in dump["groups"].values() for rank in ranks)
+        for entry in dump["entries"]:
+            assert isinstance(entry["collective_seq_id"], int)
+            assert isinstance(entry["time_created_ns"], int)
+            assert isinstance(entry["profiling_name"], str) and len(entry["process_group"]) == 2
+            assert all(isinstance(word, str) for word in entry["process_group"])
+            entry["pending"] = bool(entry["pending"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        return None
+    return dump
+
+
+def _described(dumps: list[dict[str, Any]], group: str) -> str:
+    """Return what torch calls a group, or its number."""
+    return statistics.mode(entry["process_group"][1] for dump in dumps for entry in dump["entries"]
+                           if entry["process_group"][0] == group)
+
+
+def _ranks(ranks: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) != 1)} {shown}"
