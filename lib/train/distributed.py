@@ -129,9 +129,9 @@ def _stay_near(device: torch.device) -> None:
     What threads and processes are started later stays there too. Nothing where the system does not
     say which they are, or where this process may use none of them.
     """
-    gpu = torch.cuda.get_device_properties(device)
-    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):
+        gpu = torch.cuda.get_device_properties(device)
+        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         spans = (_PCI / place / "local_cpulist").read_text(encoding="ascii").strip().split(",")
         ends = [[int(end) for end in span.split("-")] for span in spans]
         near = {core for first, *last in ends for core in range(first, (last or [first])[0] + 1)}
