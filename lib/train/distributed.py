@@ -19,13 +19,9 @@ from lib.train.meeting import START_TIMEOUT, Meeting
 
 _LONGER = timedelta(minutes=5)
 _PCI = Path("/sys/bus/pci/devices")
-_ENVIRONMENT = {
-    # Groups of gloo connect to whom they talk to: else each of 1,024 ranks to all the others.
-    "TORCH_GLOO_LAZY_INIT": "1",
-    # Segments that grow leave no gaps between them; pages are locked by eight threads.
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_use_cuda_host_register:True,"
-                          "pinned_num_register_threads:8",
-}
+# Segments that grow leave no gaps between them; pages are locked by eight threads.
+_ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True," \
+             "pinned_num_register_threads:8"
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,10 @@ def start(shard_size: int | None = None, meeting: Meeting | None = None, patienc
     process; a collective may wait for longer, so that the watchdog speaks first.
     """
     flight_recorder.enable()
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    # Gloo connects to whom it talks to; else each of 1,024 ranks to all the others.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     _keep_to_loopback()
     timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
