@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -168,14 +169,27 @@ def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor,
 def _added(total: Tensor | None, gradient: Tensor, chunk: Tensor) -> Tensor:
     """Add gradientᵀ · chunk to a sum in float32; None: the product is all there is.
 
-    gradient: [n, V]; chunk: [n, H]. On a GPU the product is summed where the sum lies; elsewhere
-    torch has no such operation for half precision (2.11 to 2.13).
+    gradient: [n, V]; chunk: [n, H].
     """
     if total is None:
         return gradient.t() @ chunk
-    if chunk.is_cuda and chunk.dtype != torch.float32:
+    if chunk.is_cuda and _adds_in_place(chunk.device, chunk.dtype):
         return torch.addmm(total, gradient.t(), chunk, out_dtype=torch.float32, out=total)
     return total.add_(gradient.t() @ chunk)
+
+
+@cache
+def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether products of half precision can be summed in float32 where the sum lies.
+
+    Tried, for torch knows it on GPUs alone, and not each (2.11 to 2.13).
+    """
+    ones, total = (torch.ones(16, 16, device=device, dtype=kind) for kind in (dtype, torch.float32))
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
 
 
 def chunk(model: nn.Module, world: World, compiler: Compiler | None = None) -> str:

@@ -117,3 +117,18 @@ def test_the_mean_does_not_depend_on_how_many_tokens_there_are(precision: str, i
             master.grad = parameter.grad.float()
         norms.append(guard.clip(adamw, 1.0).item())
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-3)
+
+
+@pytest.mark.parametrize(("found", "used"), [(17.0, True), (1.0, False), (None, False)])
+def test_sums_in_place_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch,
+                                                      found: float | None, used: bool) -> None:
+    def addmm(total: torch.Tensor, *_: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor,
+              ) -> torch.Tensor:
+        assert out is total and out_dtype == total.dtype == torch.float32
+        if found is None:
+            raise NotImplementedError("no such kernel")
+        return out.fill_(found)
+    loss._adds_in_place.cache_clear()
+    monkeypatch.setattr(torch, "addmm", addmm)
+    assert loss._adds_in_place(torch.device("cpu"), torch.bfloat16) == used
+    loss._adds_in_place.cache_clear()
