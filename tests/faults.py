@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import time
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 import pytest
 
+from launch.common.run_files import Lines
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from tests import forks
@@ -129,9 +129,8 @@ def valid_steps(outputs: Path, experiment: str = "run") -> list[int]:
 
 
 def events(outputs: Path, experiment: str = "run") -> list[dict[str, Any]]:
-    """Return the rows of events.jsonl."""
-    path = outputs / experiment / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the rows of events.jsonl, without those that a kill has torn."""
+    return Lines(outputs / experiment / "events.jsonl").update()
 
 
 def pinned(core: int = 0) -> Callable[[], None]:

@@ -52,6 +52,6 @@ def test_killed_at_many_operations(commands: Commands, tmp_path: Path, stage: in
     for command in commands.of_stage(stage):
         scene = Scene(command, tmp_path / command.name)
         last = [scene.operations - number for number in LAST]
-        others = random.Random(stage).sample(range(1, min(last)), 40)
+        others = random.Random(stage).sample(range(1, min(last)), 12)
         kill_at(scene, [*others, *last])
-        kill_at(scene, others[:20], "torn")
+        kill_at(scene, others[:6], "torn")
