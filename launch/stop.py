@@ -5,13 +5,16 @@
   python launch/stop.py outputs/exp --slurm    and name the jobs of Slurm that would start it again
 
 It leaves the file outputs/exp/stop, which the run obeys after the step at hand, wherever it runs. A
-run that is not running is told so, and no file is left for its next start, unless a launcher on
-this machine is about to start it again. Exit codes: 0, also when there was nothing to stop; 2 when
-there is no such run.
+run that is not running is told so, and no file is left for its next start. Where a launcher on this
+machine prepares it, or is about to start it again, the launcher is asked to end; a process that
+prepares it without one is named. Exit codes: 0, also when there was nothing to stop; 2 when there
+is no such run.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -23,8 +26,6 @@ from launch.common import stage_04
 from launch.common.run_files import RunFiles
 from lib.core import log, options, paths, stage
 from lib.core.errors import StageError, UsageError
-
-_OVER = ("complete", "preempted", "disk_full")  # what no launcher tries again
 
 
 def main(argv: list[str]) -> None:
@@ -50,18 +51,29 @@ def main(argv: list[str]) -> None:
         log.info(f"{root} is running{_step(run)}: it finishes its step, saves a checkpoint and "
                  "ends with exit code 75")
         log.info("the command that started it goes on from there")
-    elif not run.status().startswith(_OVER) and (launcher := launcher_of(root.resolve())):
-        if not opts.dry_run:
-            run.experiment.stop_file.touch()
-        log.info(f"{root} is not running ({run.status()}), but its launcher, process {launcher}, "
-                 "will start it again: it then ends after its first step, saved")
     else:
-        if not opts.dry_run:
-            run.experiment.stop_file.unlink(missing_ok=True)
-        log.info(f"nothing to stop: {root} is not running ({run.status()}){_step(run)}")
+        stop_before_it_runs(run, root, opts.dry_run)
     for job, state in jobs(root.name) if opts.slurm else []:
         if state != "RUNNING" or not is_running(run):
             log.info(f"job {job} of that name is {state.lower()} in Slurm; scancel {job} ends it")
+
+
+def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
+    """End the launcher of a run that is not running, name what prepares it, or say there is none.
+    """
+    if not dry_run:
+        run.experiment.stop_file.unlink(missing_ok=True)
+    process, is_launcher = at_work_on(root.resolve())
+    if is_launcher:
+        if not dry_run:
+            os.kill(process, signal.SIGTERM)
+        log.info(f"{root} is not running ({run.status()}): its launcher, process {process}, which "
+                 "prepares it or was about to start it again, is asked to end")
+    elif process:
+        log.info(f"{root} is not running ({run.status()}): process {process} prepares it, and "
+                 f"nothing is lost where that is ended: kill {process}")
+    else:
+        log.info(f"nothing to stop: {root} is not running ({run.status()}){_step(run)}")
 
 
 def is_running(run: RunFiles) -> bool:
@@ -69,18 +81,23 @@ def is_running(run: RunFiles) -> bool:
     return run.status().startswith(("running", "starting"))
 
 
-def launcher_of(root: Path) -> int:
-    """Return the process of a launcher on this machine that works on a run, 0 without one."""
+def at_work_on(root: Path) -> tuple[int, bool]:
+    """Return the process on this machine that is to train a run, and whether it is a launcher.
+
+    It is the one that a person started, where it has started others; 0 when there is none.
+    """
+    found: dict[int, tuple[int, bool]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, StageError, ValueError):
             words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
-            if len(words) > 1 and Path(words[1]).name == "supervise.py":
-                names = [Path(word).name for word in words]
-                found = stage_04.parse(words[names.index(stage_04.SCRIPT) + 1:])
-                where = (entry / "cwd").readlink() / found.save_dir / found.experiment_name
-                if where.resolve() == root:
-                    return int(entry.name)
-    return 0
+            names = [Path(word).name for word in words]
+            asked = stage_04.parse(words[names.index(stage_04.SCRIPT) + 1:])
+            where = (entry / "cwd").readlink() / asked.save_dir / asked.experiment_name
+            if names[0].startswith("python") and where.resolve() == root:
+                parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
+                found[int(entry.name)] = int(parent), names[1] == "supervise.py"
+    first = [pid for pid, (parent, _) in found.items() if parent not in found]
+    return max(((pid, found[pid][1]) for pid in first), key=lambda one: one[1], default=(0, False))
 
 
 def jobs(name: str) -> list[tuple[str, str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import itertools
 import os
 import signal
@@ -13,9 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lib.core import reading
 from tests import forks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +73,25 @@ def no_foreign_sockets(as_it_was: None, reports: Iterator[Path], monkeypatch: py
     yield
     if report.exists():
         pytest.fail(f"connected beyond this machine:\n{report.read_text()}")
+
+
+@pytest.fixture
+def failing_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that has the disk fail so many of the next reads of raw text."""
+    left = [0]
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def read(file: io.FileIO, *more: Any) -> Any:
+            if left[0]:
+                left[0] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(file, *more)
+        return read
+    monkeypatch.setattr(reading, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(reading, "io", SimpleNamespace(FileIO=SimpleNamespace(
+        __init__=io.FileIO.__init__, readinto=failing(io.FileIO.readinto),
+        readall=failing(io.FileIO.readall))))
+    return lambda times: left.__setitem__(0, times)
 
 
 def stage_command(script: str, *arguments: object, ranks: int = 0) -> list[str]:

@@ -173,7 +173,8 @@ def test_figures_and_logs_may_fail_at_any_time(server: Server, tmp_path: Path,
     board = EventAccumulator(str(outputs / "run" / "tb"))
     board.Reload()
     assert [scalar.step for scalar in board.Scalars("train/loss")] == list(range(1, STEPS + 1))
-    server.run(*run_options(tmp_path / "never"), faults={0: Fault(
-        str(tmp_path / "never"), 1, "EROFS", times=10**6,
-        kinds=("write", "mkdir"), match="metrics.jsonl|events.jsonl|run/state.json|/logs|/tb")})
+    done = server.run(*run_options(tmp_path / "never", "--profile", "3:3"), faults={0: Fault(
+        str(tmp_path / "never"), 1, "EROFS", times=10**6, kinds=("write", "mkdir"),
+        match="metrics.jsonl|events.jsonl|run/state.json|/logs|/tb|/profile")})
+    assert "run/profile cannot be written: Read-only file system" in done.output
     assert valid_steps(tmp_path / "never")[0] == STEPS

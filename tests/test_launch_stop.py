@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,13 +69,45 @@ def test_a_run_that_its_launcher_is_about_to_start_again_is_stopped_then(
         while "restart 1 of 3" not in process.stdout.readline():
             assert process.poll() is None
         text = said(Path("outputs/run"), capsys)
-        assert f"its launcher, process {process.pid}, will start it again" in text
-        assert Path("outputs/run/stop").exists()
-    finally:
-        process.terminate()
+        assert f"its launcher, process {process.pid}, which" in text and "asked to end" in text
         process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 75
     assert "nothing to stop" in said(Path("outputs/run"), capsys)
     assert not Path("outputs/run/stop").exists()
+
+
+@pytest.mark.parametrize("status", ["complete", "failed", "preempted"])
+def test_a_launch_that_prepares_a_run_once_more_is_stopped(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+        status: str) -> None:
+    """No file could stop it: the next launch to begin deletes one that is not its own."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("outputs/run")
+    process = start(tmp_path, "print('preparing', flush=True); time.sleep(600)")
+    try:
+        while "preparing" not in process.stdout.readline():
+            assert process.poll() is None
+        state(run, status)
+        (run / "stop").touch()
+        assert "is asked to end" in said(run, capsys, "--dry-run") and (run / "stop").exists()
+        assert f"process {process.pid}" in said(run, capsys) and not (run / "stop").exists()
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode in (75, 0)
+
+
+def test_what_prepares_a_run_without_a_launcher_is_named(run: Path, capsys: pytest.CaptureFixture,
+                                                         tmp_path: Path) -> None:
+    (tmp_path / "04_train_fsdp.py").write_text("import time; print(flush=True); time.sleep(600)")
+    with subprocess.Popen([sys.executable, "04_train_fsdp.py", "-e", "exp", "-d", "corpus"],
+                          stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        text = said(run, capsys)
+        assert f"process {process.pid} prepares it" in text and process.poll() is None
+        process.kill()
 
 
 def test_jobs_that_would_start_it_again_are_named(

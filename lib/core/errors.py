@@ -128,7 +128,7 @@ def from_os_error(error: OSError) -> StageError | None:
     if error.errno in _DISK_FULL_ERRNOS:
         return DiskFullError(f"no room to write{where} ({error.strerror})",
                              expected="free space there (`df -h`), then run the same command again")
-    if error.errno in _DISK_FAILED_ERRNOS:
+    if is_of_disk(error):
         return StageError(f"a disk or file system failed{where} ({error.strerror})",
                           expected="a sound one (`dmesg` tells more)",
                           hint="the same command goes on from what was finished")
@@ -144,3 +144,9 @@ def is_missing(error: OSError) -> bool:
     Any other one (of the disk, of a network file system, of permissions) says nothing of the file.
     """
     return error.errno in _MISSING_ERRNOS
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Tell whether an error says that a disk or a mount failed, and nothing of what a file holds.
+    """
+    return isinstance(error, OSError) and error.errno in _DISK_FAILED_ERRNOS

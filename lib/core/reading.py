@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import platform
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from lib.core.errors import StageError, UsageError, from_os_error, is_missing
+from lib.core.errors import StageError, UsageError, from_os_error, is_missing, is_of_disk
 
 Result = TypeVar("Result")
 
 _PAUSES_S = (0.5, 1.0, 2.5)  # between the attempts; a mount that was lost is mostly back by then
 
 
-def patiently(read: Callable[[], Result]) -> Result:
+def patiently(read: Callable[[], Result], path: object = "") -> Result:
     """Return what `read` returns, tried again for some seconds while a disk fails to read.
 
+    path: the file, for an error that does not name it.
     Raises the OSError of a file that is not there, UsageError when it may not be read, and
     StageError when it cannot be read to the end: what it holds is not known then.
     """
@@ -30,15 +32,53 @@ def patiently(read: Callable[[], Result]) -> Result:
             if isinstance(known, UsageError):
                 raise known from error
             if pause is None:
-                raise _unreadable(error) from error
+                raise _unreadable(error, path) from error
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _unreadable(error: OSError) -> StageError:
-    what = f"{error.filename} " if error.filename else "a file "
-    return StageError(f"{what}cannot be read ({error.strerror or error}); that does not mean that "
-                      "it is damaged, and nothing was moved or deleted",
+class PatientFile(io.FileIO):
+    """A file for reading, of which a disk that fails for a moment costs nothing.
+
+    Opening and reading are tried again as by `patiently`, which raises StageError in the end; other
+    errors are raised at once.
+    """
+
+    def __init__(self, path: str) -> None:
+        _tried(lambda: io.FileIO.__init__(self, path), path)
+
+    def readinto(self, target: Any) -> int:
+        """Fill as much of a buffer as there is; 0 at the end."""
+        return self._read(lambda: io.FileIO.readinto(self, target))
+
+    def readall(self) -> bytes:
+        """Return all that is left."""
+        return self._read(lambda: io.FileIO.readall(self))
+
+    def _read(self, read: Callable[[], Result]) -> Result:
+        at = self.tell()
+
+        def again() -> Result:
+            self.seek(at)
+            return read()
+
+        return _tried(again, str(self.name))
+
+
+def _tried(read: Callable[[], Result], path: str) -> Result:
+    """Return what `read` returns, patiently if a disk fails; path: for the error."""
+    try:
+        return read()
+    except OSError as error:
+        if not is_of_disk(error):
+            raise
+    return patiently(read, path)
+
+
+def _unreadable(error: OSError, path: object) -> StageError:
+    return StageError(f"{error.filename or path or 'a file'} cannot be read "
+                      f"({error.strerror or error}); that does not mean that it is damaged, and "
+                      "nothing was moved or deleted",
                       found=f"on {platform.node()}, several times in some seconds",
                       hint="see to the disk or the mount there (`dmesg` tells more); the same "
                            "command then goes on")

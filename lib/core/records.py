@@ -58,15 +58,23 @@ def parse_yaml(text: str) -> Any:
         if len(text.encode()) > LARGEST_YAML:
             raise ValueError(f"it holds more than {LARGEST_YAML} bytes")
         _require_small(yaml.parse(text, Loader=loader))
-        return yaml.load(text, Loader=loader)  # a safe one, the same in C
+        return _built(text, loader)
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark, _CONTENT.sub("", error.problem or "")
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(where + problem) from None
     except (yaml.YAMLError, UnicodeError):
         raise ValueError("it holds characters that YAML does not allow") from None
-    except (KeyError, TypeError, AttributeError, OverflowError):  # `!!bool x`
-        raise ValueError("a value does not have the type that it names") from None
+
+
+def _built(text: str, loader: type) -> Any:
+    """Return what a YAML text holds; ValueError for `!!int x` and `2020-13-45`."""
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=loader)  # a safe one, the same in C
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        raise ValueError("a value is not of the type that it names or looks like") from None
 
 
 def _require_small(events: Iterable[Any]) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, manifest, records
-from lib.core.errors import ArtifactError
+from lib.core import hashing, manifest, reading, records
+from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import shards, work
 from lib.corpus.dedup import DIGEST_BYTES, Seen
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE, Shape, Tally, problem_line
@@ -223,11 +223,14 @@ def _recall(directory: Path) -> dict[str, Any]:
     """Cut a directory back to its last note of progress and return that, {} after a clean start."""
     shards.bring_back(directory)
     try:
-        noted = records.read_json(directory / _PROGRESS)
+        noted = reading.patiently(lambda: records.read_json(directory / _PROGRESS),
+                                  directory / _PROGRESS)
         if any(records.inside(directory, name).stat().st_size < size
                for name, size in noted["files"].items()):
             noted = {}  # a power cut took what the note vouches for
-    except (OSError, ValueError, KeyError, ArtifactError):
+    except (OSError, ValueError, KeyError, ArtifactError) as error:
+        if is_of_disk(error):
+            raise
         noted = {}
     shutil.rmtree(directory / PARTS, ignore_errors=True)
     files = noted.get("files", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import commands, log, manifest, paths, records, units
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError, UsageError, is_missing
 from lib.corpus.scan import (
     Entry,
     Rules,
@@ -125,9 +126,11 @@ def _of_splits(folder: Path) -> list[InputFile]:
                 raise ArtifactError(f"{folder / FILE_LIST} is damaged", **again) from None
             try:
                 if records.leads_out(path) or split not in splits:
-                    raise FileNotFoundError
+                    raise FileNotFoundError(errno.ENOENT, "", path)
                 info = (folder / path).stat()
-            except OSError:
+            except OSError as error:
+                if not is_missing(error):
+                    raise
                 missing.append(path)
                 continue
             changed += info.st_size != size

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lib.core import commands, log, publish
-from lib.core.errors import StageError, UsageError
+from lib.core.errors import StageError, UsageError, is_of_disk
 from lib.core.progress import Progress
 from lib.corpus import kinds
 from lib.corpus.scan import EMPTY, UNREADABLE, Entry, count_files, shown
@@ -105,20 +105,21 @@ def sniff_all(root: Path, entries: Iterable[Entry], workers: Workers, progress: 
 
 
 def _kinds(paths: list[str]) -> list[str]:
-    """Return what files hold, "" for one that cannot be read."""
+    """Return what files hold, "" for one that cannot be read; OSError when a disk fails."""
     found = []
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY)
-        except OSError:
+            try:
+                head = os.read(descriptor, kinds.HEAD_BYTES)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if is_of_disk(error):
+                raise OSError(error.errno, error.strerror, path) from error
             found.append("")
-            continue
-        try:
-            found.append(kinds.sniff(path, os.read(descriptor, kinds.HEAD_BYTES)))
-        except OSError:
-            found.append("")
-        finally:
-            os.close(descriptor)
+        else:
+            found.append(kinds.sniff(path, head))
     return found
 
 

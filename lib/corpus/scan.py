@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import manifest, unfinished
+from lib.core.errors import is_of_disk
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 
@@ -65,15 +66,15 @@ class Scan:
         self._output = str(output.resolve()) if output else None
 
     def entries(self) -> Iterator[Entry]:
-        """Walk the tree; OSError only when the root itself cannot be read."""
+        """Walk the tree; OSError only when a disk fails, or the root itself cannot be read."""
         stack = [("", _identity(self.root.stat()), ())]
         while stack:
             prefix, here, above = stack.pop()
             above = (*above, here)
             try:
                 listing = os.scandir(self.root / prefix)
-            except OSError:
-                if not prefix:
+            except OSError as error:
+                if not prefix or is_of_disk(error):
                     raise
                 yield Entry(prefix, skipped=UNREADABLE)
                 continue
@@ -94,6 +95,8 @@ class Scan:
                     return Entry(path, skipped=reason)
                 info = item.stat()
         except OSError as error:
+            if is_of_disk(error) and not (self._exclude and _matches(self._exclude, path)):
+                raise
             reason = {errno.ENOENT: DANGLES, errno.ELOOP: LOOPS}.get(error.errno, UNREADABLE)
             return Entry(path, skipped=reason)
         if not stat.S_ISDIR(info.st_mode):

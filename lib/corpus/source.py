@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import BinaryIO
 
+from lib.core.reading import PatientFile
 from lib.corpus import encoding, inflate, kinds
 
 # A document (or file) larger than this is never in memory as a whole; one that has to be, because
@@ -79,7 +80,7 @@ class Source:
     def seekable(self) -> Iterator[BinaryIO]:
         """Open the content so that it can be read in any order; what is compressed is unpacked."""
         if not self._inflated:
-            with open(self._path, "rb") as file:  # noqa: PTH123
+            with io.BufferedReader(PatientFile(self._path)) as file:
                 yield file
             return
         with tempfile.TemporaryFile(dir=self.scratch) as file:
@@ -141,7 +142,7 @@ class Source:
 
 def _opened(path: str) -> BinaryIO:
     """Open a file for reading; a small one is in memory at once, without a buffer of its own."""
-    raw = io.FileIO(path)
+    raw = PatientFile(path)
     try:
         if os.fstat(raw.fileno()).st_size > _BUFFER:
             return io.BufferedReader(raw, _BUFFER)

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, publish, records, unfinished
+from lib.core import commands, hashing, log, manifest, publish, reading, records, unfinished
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.corpus import inputs, work
@@ -91,9 +91,10 @@ def _recall(unit: Unit) -> Done | None:
 
 def _read(unit: Unit) -> Done | None:
     try:
-        record = records.read_json(unit.part(_RECORD))
+        record = reading.patiently(lambda: records.read_json(unit.part(_RECORD)),
+                                   unit.part(_RECORD))
         return Done(**record | {"unit": unit, "tally": Tally.from_json(record["tally"])})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # of one that is not there, or is torn
         return None
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lib.core import records
-from lib.core.errors import ArtifactError
+from lib.core.errors import ArtifactError, is_of_disk
 from lib.models import resolve
 from lib.models.identity import INDEX, WEIGHTS
 from lib.models.recipes import Part, Shape
@@ -88,6 +88,8 @@ class Checkpoint:
             self.problems.append(f"missing: the file {path.name}")
             return False
         except (SafetensorError, OSError) as error:
+            if is_of_disk(error):
+                raise
             self.problems.append(f"damaged: the file {path.name} ({error})")
             return False
         length = int.from_bytes(file.read(8), "little")

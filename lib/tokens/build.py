@@ -17,12 +17,13 @@ from lib.core import (
     log,
     manifest,
     publish,
+    reading,
     records,
     stamps,
     units,
     verified,
 )
-from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 from lib.tokens import source as sources
 from lib.tokens import store
@@ -109,7 +110,7 @@ def _build(source: Source, encoder: Encoder, target: Path, identity: dict[str, A
     with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
         try:
             counts, began = _fill(build, source, encoder, num_workers, progress)
-        except StageError:  # nothing that could go on from what is there
+        except (ArtifactError, UsageError):  # nothing that could go on from what is there
             build.resumable = False
             raise
     seconds = time.monotonic() - began
@@ -244,8 +245,8 @@ class _Sink:
 
 def _read_progress(path: Path) -> dict[str, Any]:
     try:
-        noted = records.read_json(path)
-    except (OSError, ValueError):
+        noted = reading.patiently(lambda: records.read_json(path), path)
+    except (OSError, ValueError):  # of one that is not there, or is torn
         return {}
     counts = [noted.get(key, 0) for key in ("documents", "tokens")] if isinstance(noted, dict) \
         else [None]

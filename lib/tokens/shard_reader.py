@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from lib.core import log, units
+from lib.core.reading import PatientFile
 from lib.tokens.shards import COMPRESSIONS, Piece
 
 _BLOCK_BYTES = 1 << 20
@@ -47,7 +48,7 @@ def read(path: Path, piece: Piece, place: int | None, field: str,
         yield from _rows(path, piece, place or 0, field)
         return
     compression = COMPRESSIONS.get(path.suffix.lower())
-    with path.open("rb") as plain:
+    with io.BufferedReader(PatientFile(str(path))) as plain:
         inflated = _Inflated(plain, compression) if compression else None
         file = io.BufferedReader(inflated, _BLOCK_BYTES) if inflated else plain
         if inflated and place:
@@ -142,7 +143,7 @@ def _decompressed(file: BinaryIO, compression: str) -> Any:
 def _rows(path: Path, piece: Piece, place: int, field: str) -> Iterator[Block]:
     from pyarrow.parquet import ParquetFile
 
-    with ParquetFile(path) as parquet:
+    with io.BufferedReader(PatientFile(str(path))) as file, ParquetFile(file) as parquet:
         if field not in parquet.schema_arrow.names:
             raise NoColumn(f"no column `{field}`, it has {', '.join(parquet.schema_arrow.names)}")
         first, end = 0, parquet.num_row_groups if piece.end is None else piece.end

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, records, stamps
-from lib.core.errors import ArtifactError, UsageError
+from lib.core import commands, hashing, log, manifest, reading, records, stamps
+from lib.core.errors import ArtifactError, UsageError, is_of_disk
 from lib.core.paths import MANIFEST
 from lib.tokens import shards
 
@@ -211,6 +212,8 @@ def _columns(directory: Path, mapped: bool) -> Iterator[Any]:
                 for batch in stream:
                     yield batch.column("text")
     except (OSError, ValueError, KeyError, TypeError) as error:  # a shard that is cut or mangled
+        if is_of_disk(error):
+            raise OSError(error.errno, os.strerror(error.errno), str(directory)) from error
         raise ArtifactError(f"dataset {directory} cannot be read", found=str(error)) from error
 
 
@@ -264,7 +267,8 @@ def _require_shards(directory: Path) -> None:
     except (KeyError, TypeError):
         raise ArtifactError(f"{directory / 'state.json'} is damaged",
                             expected="what `save_to_disk` writes") from None
-    if missing := [name for name in named if not (directory / name).is_file()]:
+    there = {path.name for path in directory.glob("*.arrow") if path.is_file()}  # and nowhere else
+    if missing := [name for name in named if name not in there]:
         raise ArtifactError(f"dataset {directory} is damaged",
                             found=f"{len(missing)} of {len(named)} shards are missing, "
                                   f"{missing[0]} the first")
@@ -272,7 +276,7 @@ def _require_shards(directory: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(records.read_json(path))
+        return dict(reading.patiently(lambda: records.read_json(path), path))
     except (OSError, ValueError, TypeError) as error:
         raise ArtifactError(f"dataset {path.parent} is damaged",
                             found=f"no readable {path.name} ({error})") from None

@@ -81,7 +81,7 @@ class Meeting:
         if not missing:
             return
         if launcher.is_gone():
-            raise StageError("the launcher that started this rank has gone")
+            raise without_launcher()
         now = time.monotonic()
         for rank in missing:
             beat = self._shared.get(f"alive/{rank}") if self._shared.check([f"alive/{rank}"]) \
@@ -107,6 +107,12 @@ class Meeting:
                 return
             if self._here.wait(BEAT_S):
                 return
+
+
+def without_launcher() -> StageError:
+    """Return the error of a rank that nobody would ever end or start again."""
+    return StageError("the launcher that started this rank has gone",
+                      hint="the same command goes on")
 
 
 def _shown(ranks: list[int]) -> str:

@@ -27,6 +27,7 @@ class Profiler:
         self._stem = directory / f"rank_{rank:05d}.steps_{self._first}-{self._last}"
         self._on_gpu = device.type == "cuda"
         self._recording: profile | None = None
+        self._may_fail = log.Tolerated(str(directory), OSError, RuntimeError)
 
     def has_passed(self, step: int) -> bool:
         """Tell whether a run that goes on after `step` begins too late, and recorded nothing yet.
@@ -44,20 +45,24 @@ class Profiler:
         self._recording.start()
 
     def after(self, step: int) -> None:
-        """Write what was recorded when `step` was the last of the span."""
+        """Write what was recorded when `step` was the last of the span; that may fail."""
         if self._recording is None or step < self._last:
             return
-        self._recording.stop()
+        recording, self._recording = self._recording, None
+        recording.stop()
+        with self._may_fail:
+            self._write(recording)
+        if self._on_gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, recording: profile) -> None:
         self._stem.parent.mkdir(parents=True, exist_ok=True)
-        self._recording.export_chrome_trace(f"{self._stem}.json.gz")
-        averages = self._recording.key_averages()
+        recording.export_chrome_trace(f"{self._stem}.json.gz")
         order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
-        Path(f"{self._stem}.txt").write_text(averages.table(sort_by=order, row_limit=_ROWS),
-                                             encoding="utf-8")
+        Path(f"{self._stem}.txt").write_text(
+            recording.key_averages().table(sort_by=order, row_limit=_ROWS), encoding="utf-8")
         if self._on_gpu:
             snapshot(Path(f"{self._stem}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        self._recording = None
         log.info(f"profile: {self._stem}.json.gz and .txt")
 
 

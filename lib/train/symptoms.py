@@ -9,11 +9,11 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from lib.core import commands, log
+from lib.core import commands, launcher, log
 from lib.core.errors import StageError, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.train import earlier, journal, profiling
+from lib.train import earlier, journal, meeting, profiling
 from lib.train.plan import launched_size
 
 _MORE = "docs/troubleshooting.md says more"
@@ -30,7 +30,7 @@ def explained(error: BaseException, opts: Options, experiment: Experiment) -> St
                           run=commands.again("--deterministic", "off"))
     if isinstance(error, dist.DistError) or \
             re.search(r"Connection (closed|reset) by peer", text):
-        return _lost_rank(text)
+        return meeting.without_launcher() if launcher.is_gone() else _lost_rank(text)
     return None
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from lib.corpus import doubts, json_reader, source
+from lib.core.errors import StageError
+from lib.corpus import doubts, inputs, json_reader, source, work
 from lib.corpus.documents import Shape
 
 
@@ -299,3 +302,30 @@ def test_a_truncated_archive_keeps_what_is_whole(read, suffix, compress):
                  if source == "d.yaml" + suffix]
     assert yaml_rows == [f"text {i * 7919 % 10007}" for i in range(len(yaml_rows))] != []
     assert outcome.dataset.tally.failed == set(cut)
+
+
+# --- disks that fail ------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet",
+                                  "a.arrow"])
+def test_a_disk_that_fails_to_read_costs_no_document(read, name, failing_reads, tmp_path):
+    """For a moment: the same rows. For good: the build stops and names the file."""
+    rows = [f"text {number} " * 60 for number in range(400)]
+    lines, arrow = "".join(json.dumps({"a": row}) + "\n" for row in rows).encode(), io.BytesIO()
+    columns = pa.table({"a": rows})
+    if name.endswith("parquet"):
+        pq.write_table(columns, arrow, row_group_size=100)
+    elif name.endswith("arrow"):
+        with pa.ipc.new_file(arrow, columns.schema) as file:
+            file.write_table(columns, 100)
+    data = {"txt": "\n".join(rows).encode(), "jsonl": lines, "gz": gzip.compress(lines),
+            "zst": pa.compress(lines, "zstd", asbytes=True)}.get(name[2:].split(".")[-1])
+    data = data or arrow.getvalue()
+    failing_reads(2)
+    outcome = read({name: data})
+    assert outcome.rows == (["\n".join(rows)] if name == "a.txt" else rows)
+    assert not outcome.problems
+    failing_reads(1000)
+    with pytest.raises(StageError, match=f"{name} cannot be read .* does not mean that it is dam"):
+        work.process(work.units(tmp_path / "data", *inputs.find(tmp_path / "data", False)[:1],
+                                tmp_path / "out", Shape())[0])

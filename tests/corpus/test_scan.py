@@ -7,13 +7,14 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lib.core import unfinished
 from lib.core.errors import StageError, UsageError
 from lib.corpus import kinds, place
-from lib.corpus.scan import MADE, Rules, inputs_of, scan, shown, taken
+from lib.corpus.scan import MADE, Rules, Scan, inputs_of, scan, shown, taken
 
 
 def verdicts(root: Path, *args, **rules) -> dict[str, str]:
@@ -74,6 +75,23 @@ def test_an_unreadable_directory_is_noted(tmp_path, monkeypatch):
         return real(path)
     monkeypatch.setattr(os, "scandir", scandir)
     assert verdicts(tmp_path) == {"a.txt": "", "closed/": "unreadable"}
+
+
+def test_a_disk_that_fails_ends_the_scan_but_for_what_is_excluded(tmp_path, monkeypatch):
+    """What it holds is not known then, and leaving it out would lose it."""
+    for name in ("a.txt", "bad.txt"):
+        (tmp_path / name).write_text("x")
+
+    def fail(*_, **how):
+        raise OSError(errno.ESTALE, "Stale file handle", str(tmp_path / "bad.txt"))
+    bad = SimpleNamespace(name="bad.txt", path=str(tmp_path / "bad.txt"), stat=fail)
+    with pytest.raises(OSError, match="Stale"):
+        Scan(tmp_path, Rules())._look(bad, "bad.txt", ())
+    assert Scan(tmp_path, Rules(exclude=("bad*",)))._look(bad, "bad.txt", ()).skipped == \
+        "unreadable"
+    monkeypatch.setattr(os, "read", fail)
+    with pytest.raises(OSError, match="Stale"):
+        place._kinds([str(tmp_path / "a.txt")])
 
 
 def test_the_identity_of_the_input_moves_with_it_and_sees_changes(tmp_path):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import pytest
 
-from lib.core.errors import ArtifactError, UsageError
+from lib.core import reading, records
+from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.tokens import build, source, store
 from lib.tokens.windows import Windows
 from tests import forks
@@ -178,6 +182,33 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path, of_stage_02: P
     files = [[entry["digest"] for entry in json.loads((p / "manifest.json").read_text())["files"]]
              for p in (path, whole)]
     assert files[0] == files[1]
+
+
+def test_a_disk_that_fails_to_read_costs_no_work(tmp_path: Path, of_stage_02: Path,
+                                                 tokenizer: Path, caplog, monkeypatch) -> None:
+    """What was tokenised before stays, as does a note of progress that cannot be read."""
+    monkeypatch.setattr(source, "_BATCH_ROWS", 5)
+    monkeypatch.setattr(build, "_SAVE_PROGRESS_S", 0)
+    monkeypatch.setattr(reading, "_PAUSES_S", ())
+    cache, documents, read = tmp_path / ".cache", source.documents, records.read_json
+
+    def torn(*given: object) -> Iterator[list[bytes]]:
+        yield from itertools.islice(documents(*given), 4)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(of_stage_02))
+
+    def failing(path: Path) -> object:
+        if path.name.endswith("progress.json"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(path)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+        patch.setattr(source, "documents", torn)
+        prepare(of_stage_02, tokenizer, cache)
+    with monkeypatch.context() as patch, pytest.raises(StageError, match=r"progress.json cannot"):
+        patch.setattr(records, "read_json", failing)
+        prepare(of_stage_02, tokenizer, cache)
+    caplog.set_level("INFO", logger="pipeline")
+    prepare(of_stage_02, tokenizer, cache)
+    assert "going on after 20 documents" in caplog.text
 
 
 def test_a_rank_that_waits_does_not_build(tmp_path: Path, of_stage_02: Path, tokenizer: Path,

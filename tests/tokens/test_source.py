@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
+import pyarrow
 import pytest
 
-from lib.core.errors import ArtifactError, UsageError
+from lib.core import reading, records
+from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.tokens import source
 
 from .conftest import TEXTS
@@ -138,6 +142,42 @@ def test_a_damaged_foreign_dataset_is_told(tmp_path: Path, damage: str) -> None:
         first_shard(path).unlink()
     else:
         (path / "dataset_dict.json").write_text('{"splits"')
+    with pytest.raises(ArtifactError, match="is damaged"):
+        source.open_source(path)
+
+
+def test_a_disk_that_fails_is_not_called_damage(tmp_path: Path, monkeypatch) -> None:
+    path = save_dict(tmp_path / "d", train=["a"] * 100)
+    read, fails = records.read_json, [1]
+
+    def failing(path: Path) -> object:
+        if path.name == "state.json" and fails[0]:
+            fails[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+    monkeypatch.setattr(records, "read_json", failing)
+    monkeypatch.setattr(reading, "_PAUSES_S", (0.0,))
+    found = source.open_source(path)
+    fails[0] = 2
+    with pytest.raises(StageError, match=r"state.json cannot be read .* not mean that it is da"):
+        source.open_source(path)
+
+    def lost(file: object) -> None:
+        raise OSError(errno.ESTALE, "Error reading bytes from file")
+    monkeypatch.setattr(pyarrow.ipc, "open_stream", lost)
+    with pytest.raises(OSError, match=r"Stale file handle: .*train"):
+        texts(found.splits["train"])
+
+
+@pytest.mark.parametrize("name", ["../../mine/data-00000-of-00001.arrow", "data.bin"])
+def test_no_text_is_read_that_is_not_of_the_dataset(tmp_path: Path, name: str) -> None:
+    """What its fingerprint does not know, because it lies elsewhere or is no shard, is refused."""
+    path = save_dict(tmp_path / "d", train=["a"] * 100)
+    save_dict(tmp_path / "mine", train=["secret"])
+    shutil.copy(first_shard(path), path / "train/data.bin")
+    state = json.loads((path / "train/state.json").read_text())
+    state["_data_files"] = [{"filename": f"../{name}" if name.startswith(".") else name}]
+    (path / "train/state.json").write_text(json.dumps(state))
     with pytest.raises(ArtifactError, match="is damaged"):
         source.open_source(path)
 

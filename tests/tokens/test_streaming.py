@@ -221,6 +221,17 @@ def test_a_shard_that_shrank_is_told(tmp_path: Path):
         assert sum(map(len, read)) == there
 
 
+def test_a_disk_that_fails_to_read_costs_no_document(mixed, failing_reads):
+    """For a moment: the same documents. For good: the run ends, and passes nothing over."""
+    expected = documents(stream_of(mixed[0]))
+    failing_reads(2)
+    stream = stream_of(mixed[0])
+    assert documents(stream) == expected and not stream.left.counts
+    failing_reads(1000)
+    with pytest.raises(StageError, match="does not mean that it is damaged"):
+        documents(stream_of(mixed[0]))
+
+
 def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
     monkeypatch.setattr(shards.log, "warn", told.append)

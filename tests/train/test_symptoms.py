@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lib.core import launcher
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import symptoms
@@ -38,13 +39,16 @@ def test_an_operation_without_a_deterministic_way() -> None:
     assert "--deterministic off" in told.run
 
 
-def test_a_lost_rank() -> None:
+def test_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = explained(RuntimeError("[pair.cc:544] Connection closed by peer [10.0.0.7]:1234"))
     assert "broke" in broken.problem and "10.0.0.7" in broken.found
     late = explained(torch.distributed.DistBackendError("Watchdog caught collective operation "
                                                         "timeout: WorkNCCL(SeqNum=7)"))
     assert "timed out" in late.problem and "logs/rank_" in late.expected
     assert explained(RuntimeError("shapes do not match")) is None
+    monkeypatch.setattr(launcher, "is_gone", lambda: True)
+    alone = explained(torch.distributed.DistNetworkError("Broken pipe"))
+    assert alone.problem == "the launcher that started this rank has gone"
 
 
 def test_no_number_at_the_first_step() -> None:
