@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,21 @@ from lib.core import manifest
 from lib.core.errors import UsageError
 from lib.models import remote_code
 from lib.models.architecture import build_on_meta
-from tests.conftest import StageRunner
+from tests.conftest import ROOT, StageRunner, run_stage
 from tests.training import VOCABULARY, project  # noqa: F401  (a fixture)
 
 CODE = Path(__file__).parent / "models" / "novel"
 TRAIN = ("04_train_fsdp.py", "-d", "corpus", "--max-steps", 1, "--seq-length", 32, "-b", 2)
 TRUST = "--trust-remote-code"
+WORKER = """
+import functools, os, sys
+sys.path.insert(0, sys.argv[1])
+os.environ.pop("PYTHONSAFEPATH")
+from lib.core.workers import Worker
+worker = Worker("w", functools.partial, sorted)
+worker.send([1])
+print(worker.receive())
+"""
 
 
 @pytest.fixture
@@ -103,3 +115,18 @@ def test_no_command_that_runs_code_is_given_to_be_pasted():
     assert list(told) == ["hint"] and TRUST in told["hint"]
     for stage_name in ("/tmp/evil.py", "../03_evil.py", "", None, 5):
         assert list(manifest.again({**made, "stage": stage_name})) == ["hint"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks there first")
+def test_no_code_of_the_working_directory_runs(tmp_path: Path):
+    """Whoever works within a directory of data runs none of its files, under no name."""
+    for name in ("lib/__init__.py", "xxhash.py", "socket.py", "multiprocessing/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/a.jsonl").write_text('{"text": "x"}\n')
+    run_stage("02_build_hf_dataset.py", "--data-folder", "raw", cwd=tmp_path, fresh=True)
+    done = subprocess.run([sys.executable, "-c", WORKER, str(ROOT)], cwd=tmp_path,
+                          env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True)
+    assert done.stdout == "[1]\n", done.stderr
+    assert not (tmp_path / "ran").exists()

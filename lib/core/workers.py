@@ -6,10 +6,11 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,7 +34,8 @@ class Worker:
         self._connection, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, prepare, arguments), name=name,
                                         daemon=True)
-        self._process.start()
+        with imports_as_here():
+            self._process.start()
         there.close()
         # Before multiprocessing would wait for what its SIGTERM does not end.
         atexit.register(self.close)
@@ -87,6 +89,25 @@ def _serve(tasks: Connection, prepare: Callable[..., Callable[[Any], Any]],
             except Exception:  # what others raise may not survive the way back
                 answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}"), None
             tasks.send(answer)
+
+
+@contextmanager
+def imports_as_here() -> Iterator[None]:
+    """Have the Python processes that start within look for modules where this one does.
+
+    Without it they look in the working directory first (and do with Python 3.10), which may be one
+    of data, with files of any name.
+    """
+    ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.pop(name, None) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def set_up(ignored: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:

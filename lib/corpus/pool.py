@@ -86,15 +86,8 @@ def _context() -> BaseContext:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads at its import
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lib.corpus.pool", "lib.corpus.readers", "pyarrow"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([path for path in sys.path if path])
-    try:
+    with workers.imports_as_here():
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
     return context
 
 
