@@ -1,0 +1,137 @@
+"""What an item changes in a stage before it runs, and the script that runs a stage so changed.
+
+  python tests/gpu/hooks.py save_nothing 04_train_fsdp.py -e exp …
+
+They stand in for what a test cannot wait for or cause from outside: a rank that hangs, a GPU that
+is full. `save_nothing` leaves out checkpoints of tens of gigabytes where only speed is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_SYNC, GRAPH = "three steps without a host sync", "compiled a graph with"
+_FRACTION = 0.02  # of the GPU's memory
+
+
+def nothing() -> None:
+    """Leave the stage as it is."""
+
+
+def save_nothing() -> None:
+    """Train without any checkpoint."""
+    from lib.train.run import Run
+
+    Run.save_if_due = lambda run, stopping: None
+
+
+def forbid_host_syncs() -> None:
+    """Raise an error where the host waits for the GPU within the steps 4 to 6."""
+    import torch
+
+    def done(step: int) -> None:
+        if torch.cuda.is_available() and step in (3, 6):
+            torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
+        if step == 6:
+            print(NO_SYNC, flush=True)
+
+    save_nothing()
+    _after_steps(done)
+
+
+def tell_graphs() -> None:
+    """Print a line for each graph that is compiled, with how many of its sizes are symbolic."""
+    import torch
+    from torch._inductor.compile_fx import compile_fx
+
+    def compiled(graph: Any, inputs: Any, **options: Any) -> Any:
+        symbolic = sum(isinstance(node.meta.get("example_value"), torch.SymInt)
+                       for node in graph.graph.nodes if node.op == "placeholder")
+        print(f"{GRAPH} {symbolic} symbolic sizes", flush=True)
+        return compile_fx(graph, inputs, **options)
+
+    save_nothing()
+    torch.compile = functools.partial(torch.compile, backend=compiled)
+
+
+def fill_memory() -> None:
+    """Let the run be out of the device's memory: at once with little, on a CPU in step 2."""
+    import torch
+
+    def fail(step: int) -> None:
+        if step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(_FRACTION)
+    else:
+        _after_steps(fail)
+
+
+def slow_steps() -> None:
+    """Let each step last so long that a signal comes before the last one."""
+    _after_steps(lambda step: time.sleep(0.3))
+
+
+def hang() -> None:
+    """Let the last rank stand still after step 3."""
+    last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+
+    def wait(step: int) -> None:
+        if step == 3 and int(os.environ.get("RANK", "0")) == last:
+            time.sleep(3600)
+
+    _after_steps(wait)
+
+
+def tell_memory() -> None:
+    """Print after step 2 which processes hold memory of which GPU, as the driver sees it."""
+    from tests.gpu import machine
+
+    def tell(step: int) -> None:
+        if step == 8 and os.environ.get("RANK", "0") == "0":
+            time.sleep(2)  # a save began after step 4, and its threads have done all they do
+            print(f"contexts {machine.contexts()}", flush=True)
+
+    _after_steps(tell)
+
+
+def _after_steps(act: Callable[[int], None]) -> None:
+    """Call `act` with the number of each step that is done."""
+    from lib.train.run import Run
+
+    step_done = Run.step_done
+
+    def then(run: Run, step: Any) -> None:
+        step_done(run, step)
+        act(run.step)
+
+    Run.step_done = then
+
+
+def main(hook: str, script: str, *arguments: str) -> None:
+    """Run a stage with a hook, in a process that may have imported everything already."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    from lib.core import offline
+
+    if "transformers" in sys.modules:  # in a fork: its parent was offline before it imported them
+        offline.enable = lambda: None
+    else:
+        offline.enable()
+        offline.enable = lambda: None
+    globals()[hook]()
+    sys.argv = [str(ROOT / script), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

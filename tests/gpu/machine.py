@@ -1,0 +1,54 @@
+"""What a machine has: GPUs, versions, and who holds memory of which GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from typing import Any
+
+_PACKAGES = ("transformers", "triton", "numpy", "xxhash", "orjson", "torchao", "datasets")
+
+
+def describe() -> dict[str, Any]:
+    """Return hardware and versions; initialises CUDA where there is a GPU."""
+    import torch
+
+    found: dict[str, Any] = {
+        "gpus": 0, "cores": len(os.sched_getaffinity(0)),
+        "host_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(), "torch": torch.__version__,
+        **{name: _version(name) for name in _PACKAGES}}
+    if not torch.cuda.is_available():
+        return found
+    about = torch.cuda.get_device_properties(0)
+    torch.zeros(8, device="cuda").sum().item()  # it also computes
+    driver = _smi("--query-gpu=driver_version,power.limit", "-i", "0")
+    return found | {"gpus": torch.cuda.device_count(), "gpu": about.name,
+                    "gpu_gib": round(about.total_memory / 2**30, 1),
+                    "capability": f"{about.major}.{about.minor}", "cuda": torch.version.cuda,
+                    "cudnn": torch.backends.cudnn.version(),
+                    "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+                    "driver, power limit": driver[0] if driver else None}
+
+
+def contexts() -> list[tuple[str, str]]:
+    """Return (GPU, process) for each process that holds memory of a GPU."""
+    return [tuple(line.split(", ")) for line in _smi("--query-compute-apps=gpu_uuid,pid")]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _smi(*arguments: str) -> list[str]:
+    try:
+        return subprocess.run(["nvidia-smi", "--format=csv,noheader", *arguments], timeout=30,
+                              capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []

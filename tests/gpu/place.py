@@ -1,0 +1,197 @@
+"""Where an item runs: the kit, its own directory, the device, and stages as processes.
+
+An item either computes in its own process or runs stages: a process that has used a GPU, or torch's
+threads, cannot fork one that does. Where both are needed, the stages come first.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gpu import hooks
+from tests.process_tree import tree
+
+ROOT = hooks.ROOT
+FIGURES = "figures.json"
+_TAIL = 3000  # characters of what a stage printed that are told when it failed
+_REFUSED = re.compile(r"error: (unknown option .*|.*invalid choice.*|-b.*got 'auto')")
+_POLL_S = 0.05
+
+
+class NotHere(Exception):
+    """This machine, or this version of the code, lacks what an item needs; the text says what."""
+
+
+@dataclass
+class Place:
+    """device: cuda, or cpu in a rehearsal. start: how processes start, fork or spawn.
+
+    gpus: how many there are. figures: what an item has measured, written down at once.
+    """
+
+    kit: Path
+    work: Path
+    out: Path
+    device: str
+    gpus: int = 0
+    start: str = "fork"
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def size(self, on_gpu: Any, rehearsed: Any) -> Any:
+        """Return one thing for a GPU and another for a rehearsal."""
+        return on_gpu if self.on_gpu else rehearsed
+
+    def note(self, **figures: Any) -> None:
+        """Keep what was measured, also when the item fails later."""
+        self.figures |= figures
+        (self.work / FIGURES).write_text(json.dumps(self.figures), encoding="utf-8")
+
+    def need(self, there: object, what: str) -> None:
+        """Raise NotHere where something is missing."""
+        if not there:
+            raise NotHere(what)
+
+    def model(self, name: str, **changes: Any) -> Path:
+        """Return the directory of a model, the small one in a rehearsal; changes: of its config."""
+        source = self.kit / "models" / (name if self.on_gpu else "small")
+        if not changes:
+            return source
+        target = self.work / "models" / "-".join(map(str, (source.name, *changes.values())))
+        if not target.exists():
+            shutil.copytree(source, target)
+            config = json.loads((source / "config.json").read_text())
+            (target / "config.json").write_text(json.dumps(config | changes))
+        return target
+
+    def train(self, name: str, *options: object, expect: int = 0, **how: Any) -> Stage:
+        """Run stage 04 to its end; see `begin`."""
+        return self.begin(name, *options, **how).ended(expect)
+
+    def begin(self, name: str, *options: object, model: str | Path = "small", hook: str = "nothing",
+              **how: Any) -> Stage:
+        """Start stage 04 with weights drawn from the seed; a later option wins over these."""
+        directory = model if isinstance(model, Path) else self.model(model)
+        return self.launch("04_train_fsdp.py", "-e", name, "-d", self.kit / "data", "-m", directory,
+                           "--from-scratch", "--save-dir", self.work / "outputs", "--cache-dir",
+                           self.kit / ".cache", "--no-progress", "--log-freq", 1, "--eval-freq", 0,
+                           "--eval-batches", 1, "--ckpt-freq", 10**6, *options, hook=hook, **how)
+
+    def launch(self, script: str, *arguments: object, hook: str = "nothing", ranks: int = 0,
+               fresh: bool = False, command: Sequence[object] = (),
+               env: dict[str, str] | None = None) -> Stage:
+        """Start a stage. ranks > 0: by torchrun. fresh: as a new interpreter. command: instead of
+        torchrun.
+        """
+        if "-e" in arguments:
+            name = arguments[arguments.index("-e") + 1]
+        else:
+            name = "stage"
+        experiment, output = self.work / "outputs" / name, self.work / f"{name}.log"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    f"--nproc-per-node={ranks}"]
+        words = [hook, script, *map(str, arguments)]
+        if not (ranks or fresh or command):
+            context = multiprocessing.get_context(self.start)
+            process = context.Process(target=_become, args=(words, self.work, output, env or {}))
+            process.start()
+            return Stage(process, experiment, output)
+        words = [str(ROOT / "tests/gpu/hooks.py"), *words] if hook != "nothing" else \
+            [str(ROOT / script), *words[2:]]
+        launcher = list(map(str, command)) or (torchrun if ranks else [sys.executable])
+        words = words[1:] if command else words
+        with output.open("a") as file:
+            process = subprocess.Popen([*launcher, *words], cwd=self.work, stdout=file,
+                                       stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
+        return Stage(process, experiment, output)
+
+
+def _become(words: list[str], cwd: Path, output: Path, env: dict[str, str]) -> None:
+    """Turn a process into a stage that prints to a file."""
+    with output.open("a") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.chdir(cwd)
+    os.environ.update(env)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    hooks.main(*words)
+
+
+class Stage:
+    """A stage that was started. experiment: where its run lies. began: seconds, monotonic."""
+
+    def __init__(self, process: Any, experiment: Path, output: Path) -> None:
+        self._process, self.experiment, self._output = process, experiment, output
+        self._offset = 0
+        self.pid, self.began = process.pid, time.monotonic()
+
+    @property
+    def printed(self) -> str:
+        """Return all that this and earlier launches of the run have printed."""
+        return self._output.read_text(errors="replace")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl."""
+        path = self.experiment / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] \
+            if path.exists() else []
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["train/loss"] for row in self.rows]
+
+    def wait_for(self, step: int) -> None:
+        """Return when a step has been logged; AssertionError when the run ends before."""
+        while not self.rows or self.rows[-1]["step"] < step:
+            assert self._code() is None, f"ended before step {step}:\n{self.printed[-_TAIL:]}"
+            time.sleep(_POLL_S)
+
+    def ended(self, expect: int | None = 0) -> Stage:
+        """Wait for the end and check the exit code; NotHere for an option this version lacks."""
+        while (code := self._code()) is None:
+            time.sleep(_POLL_S)
+        printed = self.printed
+        if code and code != expect and (refused := _REFUSED.search(printed)):
+            raise NotHere(f"not in this version: {refused[1]}")
+        assert expect is None or code == expect, \
+            f"exit code {code}, expected {expect}:\n{printed[-_TAIL:]}"
+        return self
+
+    def signal(self, number: int) -> Stage:
+        """Send a signal to the process that was started."""
+        os.kill(self.pid, number)
+        return self
+
+    def _code(self) -> int | None:
+        if isinstance(self._process, subprocess.Popen):
+            return self._process.poll()
+        return self._process.exitcode
+
+
+def kill(pid: int) -> None:
+    """Kill a process, its session, and all that descend from it."""
+    found = list(tree(pid))
+    with suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+    for each in found:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
