@@ -2,8 +2,11 @@
 # make test                the quick tests          make test-slow   those of ten seconds and more
 # make test-long           half an hour more, as root: a cluster in small, every kind of damage
 # make test-faults         200 kills over stages 01 to 05: nothing may be lost (about five minutes)
+# make gpu-kit             gpu_kit/, for a machine with a GPU and no network (a minute, 30 MB)
+# make test-gpu            there: that all is right on the GPU; without one, on the CPU in small
+# make bench-gpu           there: how fast it is (each of these takes eight minutes at most)
 # make lint                ruff
-# make bench               every benchmark, one after the other (the better part of an hour)
+# make bench               every other benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
 # make validate-setup      this machine, and everything that is prepared here
 # make test-quick          a run of about a minute from raw text to an export, with LAUNCHER
@@ -79,8 +82,8 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help demo test test-slow test-long test-faults lint bench validate-framework validate-setup \
-  test-quick run status logs-follow stop
+.PHONY: help demo test test-slow test-long test-faults lint bench gpu-kit test-gpu bench-gpu \
+  validate-framework validate-setup test-quick run status logs-follow stop
 
 $(VENV)/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -111,7 +114,7 @@ demo: $(VENV)/installed
 	  --prompt '    def __init__(self, loop' --prompt '        if self._'
 
 test: $(VENV)/installed-dev
-	$(PY) -m pytest -q -n 3 --dist worksteal -m 'not slow and not long'
+	$(PY) -m pytest -q -n 3 --dist worksteal -m 'not slow and not long and not gpu'
 
 test-long: $(VENV)/installed-dev
 	$(PY) -m pytest -m long
@@ -126,7 +129,19 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 
 bench: $(VENV)/installed-dev
-	@for script in benchmarks/*.py; do echo "$(PY) $$script"; $(PY) $$script || exit 1; done
+	@for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do \
+	  echo "$(PY) $$script"; $(PY) $$script || exit 1; done
+
+gpu-kit: $(VENV)/installed-dev
+	$(PY) -m tests.gpu.kit
+
+# Not the pinned versions, but those of an image whose torch fits its driver.
+test-gpu:
+	$(ANY_PY) benchmarks/gpu.py correctness
+
+bench-gpu:
+	$(ANY_PY) benchmarks/gpu.py mfu
+	$(ANY_PY) benchmarks/gpu.py rest
 
 validate-framework:
 	$(ANY_PY) launch/validate.py framework

@@ -18,7 +18,8 @@ from tests.conftest import ROOT
 from tests.training import write_corpus
 
 VERBS = ("demo", "test", "test-slow", "test-long", "test-faults", "validate-framework",
-         "validate-setup", "test-quick", "run", "logs-follow", "status", "stop", "bench", "lint")
+         "validate-setup", "test-quick", "run", "logs-follow", "status", "stop", "bench", "lint",
+         "gpu-kit", "test-gpu", "bench-gpu")
 BENCHMARKS = ROOT / "benchmarks"
 LINKED = ("lib", "launch", "tests", "requirements.txt", "requirements-dev.txt", "pyproject.toml",
           *sorted(path.name for path in ROOT.glob("0[1-5]_*.py")))

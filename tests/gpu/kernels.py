@@ -27,19 +27,20 @@ def error(found: Tensor, expected: Tensor) -> float:
 def loss_head(place: Place) -> None:
     """The output layer's own loss and gradients against those of float32 logits, tied and not."""
     for dtype, most in ((torch.bfloat16, ROUNDED), (torch.float32, EXACT)):
-        found = _loss_head_alone(place, dtype)
-        place.note(**{f"untied, {dtype}: {name}": value for name, value in found.items()})
-        assert max(found.values()) < most, found
+        for compiled in place.size((True, False), (False,)):
+            found = _loss_head_alone(place, dtype, compiled)
+            place.note(**{f"{dtype}, {'compiled' if compiled else 'eager'}": found})
+            assert max(found.values()) < most, found
     for tied in (True, False):
         found = _loss_of_model(place, tied)
-        place.note(**{f"model, {'tied' if tied else 'untied'}: {name}": value
-                      for name, value in found.items()})
+        place.note(**{f"model, {'tied' if tied else 'untied'}": found})
         assert found["loss"] < EXACT and max(found.values()) < 3 * ROUNDED, found
 
 
-def _loss_head_alone(place: Place, dtype: torch.dtype) -> dict[str, float]:
+def _loss_head_alone(place: Place, dtype: torch.dtype, compiled: bool) -> dict[str, float]:
     from lib.tokens.samples import IGNORED
-    from lib.train.loss import LossHead
+    from lib.train.compiling import Compiler
+    from lib.train.loss import AT_ONCE, LossHead
 
     rows, width, vocabulary = place.size((4096, 2048, 128_256), (600, 64, 1000))
     torch.manual_seed(0)
@@ -53,7 +54,8 @@ def _loss_head_alone(place: Place, dtype: torch.dtype) -> dict[str, float]:
     wanted = torch.autograd.grad(expected * 0.5, plain)
     del logits
     hidden.requires_grad_()
-    head.forward = LossHead(head)
+    head.forward = LossHead(head, place.size(AT_ONCE["cuda"], rows * vocabulary // 3),
+                            Compiler(required=True) if compiled else None)
     loss = head.forward.loss_sum(lambda states: SimpleNamespace(logits=head(states)),
                                  {"states": hidden}, labels, 0.5)
     loss.backward()

@@ -34,6 +34,11 @@ def describe() -> dict[str, Any]:
                     "driver, power limit": driver[0] if driver else None}
 
 
+def has_gpu() -> bool:
+    """Tell whether the driver knows a GPU, without touching it."""
+    return bool(_smi("--query-gpu=name"))
+
+
 def contexts() -> list[tuple[str, str]]:
     """Return (GPU, process) for each process that holds memory of a GPU."""
     return [tuple(line.split(", ")) for line in _smi("--query-compute-apps=gpu_uuid,pid")]

@@ -99,14 +99,14 @@ def host_syncs(place: Place) -> None:
 
 
 def graphs(place: Place) -> None:
-    """Training runs one graph of fixed sizes, and evaluation one more."""
+    """Blocks run one graph of fixed sizes, in evaluation one more, and the output layer one."""
     for packing in place.size(("concat", "documents"), ("concat",)):
         run = place.train(packing, *shape(place, "--max-steps", 6, "--eval-freq", 3, "--packing",
                                           packing, "--compile", "on"), hook="tell_graphs")
         symbolic = [int(n) for n in re.findall(rf"{hooks.GRAPH} (\d+)", run.printed)]
         place.note(**{f"graphs, {packing}": len(symbolic), f"symbolic, {packing}": sum(symbolic),
                       f"first step, {packing}, ms": run.rows[0]["time/total"]})
-        assert 1 <= len(symbolic) <= 2, f"{len(symbolic)} graphs"
+        assert 1 <= len(symbolic) <= 3, f"{len(symbolic)} graphs"
         assert not any(symbolic), f"symbolic sizes by graph: {symbolic}"
 
 
