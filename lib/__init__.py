@@ -7,3 +7,9 @@ models       hub, resolve a name offline, from-scratch, loading     (imports cor
 checkpoints  commit protocol, save, load, retention, export         (imports core, models)
 train        process groups, sharding, loss, schedule, metrics      (imports all but corpus)
 """
+
+import sys
+
+# transformers imports torchao wherever that is installed, which takes a second and prints warnings,
+# for quantised models, which cannot be trained. Here it finds none; lib/models/float8.py does.
+sys.modules.setdefault("torchao", None)

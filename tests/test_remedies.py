@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import cache
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ from lib.core.paths import Experiment
 from lib.corpus import place, store, work
 from lib.models import (
     architecture,
+    float8,
     hub,
     remote_code,
     repository,
@@ -47,7 +49,7 @@ from lib.models import (
 from lib.models.design import Design
 from lib.models.identity import CODE_DIGESTS
 from lib.tokens import build
-from lib.train import attention, compiling, distributed, metrics, symptoms
+from lib.train import attention, compiling, distributed, metrics, precision, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -457,6 +459,15 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     patch.setattr("torch.cuda.device_count", lambda: 1)
     yield lambda: distributed._device(3)
     yield lambda: attention.choose("varlen", "documents", "fp32")
+    patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    opts.compile = False
+    for capability in ((8, 0), (9, 0)):
+        patch.setattr("torch.cuda.get_device_capability", lambda known=capability: known)
+        yield lambda: precision.require_float8(opts, SEQ_LENGTH)
+    no_blocks = Fake(config=Fake(model_type="x"), _no_split_modules=(), named_modules=list)
+    yield lambda: float8.convert(no_blocks, "tensorwise", 1)
+    patch.setattr("importlib.metadata.version", _not_installed)
+    yield float8.require_package
 
 
 class Fake:
@@ -483,6 +494,10 @@ def _class_with(module: ModuleType, method: str) -> type:
 def _explain(client: hub.Hub, error: Exception) -> None:
     with client._explained("org/name", "main", "model"):
         raise error
+
+
+def _not_installed(name: str) -> None:
+    raise PackageNotFoundError(name)
 
 
 def _appeared() -> None:

@@ -206,7 +206,7 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
     known |= {option for path in launchers for option in
               re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text(encoding="utf-8"))}
     named = {option.replace("_", "-") for span in spans(path.read_text(encoding="utf-8"))
-             for option in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", span)}
+             for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", span)}
     assert not named - known
 
 

@@ -20,12 +20,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lib.models.shards import plain
+
 MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters (sharded as they are; tied ones once) and persistent buffers."""
-    tensors = {MODEL + name: p for name, p in model.named_parameters()}
+    tensors = {MODEL + name: plain(p) for name, p in model.named_parameters()}
     persistent = model.state_dict().keys()
     tensors |= {BUFFER + name: b for name, b in model.named_buffers() if name in persistent}
     return tensors

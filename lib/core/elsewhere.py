@@ -83,7 +83,7 @@ ROWS = (
     Row("--optimizer", "--optimizer adamw|adamw8bit", "optim", "", "optimizer.name"),
     Row("--seed", "--seed N", "data_seed", "", "training.seed debug.seed"),
     # Precision, speed, memory.
-    Row("--precision", "--precision bf16|fp16|fp32 (default: what the hardware computes in)",
+    Row("--precision", "--precision bf16|fp16|fp32|fp8 (default: what the hardware computes in)",
         "bf16 fp16 tf32 torch_dtype dtype", "bf16 fp16 tf32 bfloat16 float16",
         "training.mixed_precision_param training.dtype", "bf16"),
     Row("--activation-checkpointing", "--activation-checkpointing selective, or full",

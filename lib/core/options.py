@@ -252,7 +252,7 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
     return parse
 
 
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
 _FINITE = float("inf")
 positive_int = _number(int, lambda n: n > 0, "a whole number above 0")
 count = _number(int, lambda n: n >= 0, "a whole number, 0 or more")

@@ -31,7 +31,18 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part as a plain tensor that shares its memory."""
+    tensor = plain(tensor)
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return the masters of what FSDP gathers in 8 bits, sharing its memory; all else as it is.
+
+    torchao gives such a shard a class of its own, which no file should hold.
+    """
+    if isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "fsdp_pre_all_gather"):
+        return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
+    return tensor
 
 
 def tie_again(model: PreTrainedModel) -> None:

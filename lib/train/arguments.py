@@ -10,7 +10,7 @@ from lib.models import scratch
 from lib.train import console, goodput, schedule
 
 CKPT_FREQ, LOG_FREQ, EVAL_FREQ, EVAL_BATCHES = 500, 10, 500, 100
-_PRECISIONS = ("bf16", "fp16", "fp32")
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
 # The options that matter most, as the short page of --help tells them.
 FIRST = {
@@ -140,7 +140,12 @@ def _optimizer(parser: Parser) -> None:
     group.add_argument("--precision", "--mixed-precision", choices=_PRECISIONS,
                        type=options.dtype(*_PRECISIONS),
                        help="compute dtype; masters are float32; bfloat16, float16 and float32 "
-                            "mean the same (default: bf16 where the hardware has it, else fp32)")
+                            "mean the same (default: bf16 where the hardware has it, else fp32); "
+                            "fp8: as bf16, but the products of the blocks' linears in 8 bits, on "
+                            "a GPU of the Ada generation or newer")
+    group.add_argument("--fp8-recipe", choices=("tensorwise", "rowwise"), default="tensorwise",
+                       help="with --precision fp8: a scale for each tensor, which is fastest, or "
+                            "for each of its rows, which rounds less")
 
 
 def _speed(parser: Parser) -> None:

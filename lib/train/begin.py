@@ -22,7 +22,7 @@ from lib.core.lease import Lease
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
 from lib.core.publish import differences
-from lib.models import remote_code
+from lib.models import float8, remote_code
 from lib.models.initialise import initialise
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
@@ -122,6 +122,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     if not resume.resume(run, inputs.named):
         _first_weights(opts, inputs, model, world)
         journal.event("start", 0, ranks=world.size)
+    float8.rescale_with(adamw, model)
     isolation.settle(model, opts.packing, setting.seq_length, world)
     log.info(f"loss: {loss.chunk(model, world, compiler)}")
     run.report = Report(opts, experiment, run_plan, world.rank, run.step,
@@ -152,6 +153,9 @@ def _collect_together() -> None:
 def _shard(opts: Options, setting: Setting, world: World, compiler: Compiler | None) -> bool:
     """Shard the model and give it memory, without content; tell whether that is the host's."""
     model, offload = setting.model, opts.cpu_offload and world.device.type == "cuda"
+    if setting.precision == "fp8":
+        log.info("fp8: " + float8.convert(model, opts.fp8_recipe, world.mesh.size(-1), not offload,
+                                          emulate=world.device.type != "cuda"))
     blocks.prepare(model, opts.activation_checkpointing, compiler)
     small = not offload and sharding.may_stay_gathered(model, memory.total(world.device))
     log.info("sharded: " + sharding.shard(model, world.mesh, setting.precision, offload, small))

@@ -24,7 +24,8 @@ from lib.train.compiling import Compiler
 # What selective checkpointing keeps: the results that are dear to compute again. The rest (norms,
 # activations, rotations) costs memory traffic alone.
 _KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
-         "aten::_scaled_dot_product_flash_attention", "torch_attn::_varlen_attn",
+         "aten::_scaled_mm", "torch_attn::_varlen_attn",
+         "aten::_scaled_dot_product_flash_attention",
          "aten::_scaled_dot_product_efficient_attention",
          "aten::_scaled_dot_product_cudnn_attention",
          "aten::_scaled_dot_product_flash_attention_for_cpu"}

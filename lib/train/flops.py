@@ -72,12 +72,13 @@ def _attention(model: nn.Module, seq_length: int) -> float:
 def device_peak(device: torch.device, precision: str) -> tuple[float, str]:
     """Return the FLOP/s that this rank's device can reach at most, and where that is from.
 
-    Known GPUs: their data sheet. Others and CPUs: a matrix product, timed now.
+    Known GPUs: their data sheet. Others and CPUs: a matrix product, timed now. Of fp8 it is the
+    peak in bf16: the same work has the same MFU, whatever it is done in.
     """
     if device.type == "cuda" and precision != "fp32":
         name = torch.cuda.get_device_name(device)
         if peak := listed_peak(name):
-            return peak, f"data sheet of {name}"
+            return peak, f"data sheet of {name}" + ", for bf16" * (precision == "fp8")
     # Both, since a CPU without hardware for half precision is faster in float32.
     measured = max(_measure(device, kind) for kind in {precision, "fp32"})
     return measured, "the best of timed matrix products"

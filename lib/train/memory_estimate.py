@@ -33,6 +33,7 @@ class MemoryEstimate:
 
     def __init__(self, opts: Options, setting: Setting) -> None:
         self.gib: float | None = None
+        self._traced = "estimated as for bf16" if setting.precision == "fp8" else "estimated"
         self._on_gpu = torch.cuda.is_available()
         has = memory.total(torch.device("cuda" if self._on_gpu else "cpu"))
         context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
@@ -68,7 +69,8 @@ class MemoryEstimate:
         self.gib = sum(answer.values()) / _GIB
         parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in answer.items()
                            if size >= _TOLD * self.gib * _GIB)
-        log.info(f"memory: at most {units.memory(self.gib * _GIB)} per rank, estimated: {parts}")
+        log.info(f"memory: at most {units.memory(self.gib * _GIB)} per rank, {self._traced}: "
+                 f"{parts}")
 
     def compared(self, peak: float, before: float) -> str:
         """Return the peak of the run, GiB, beside the estimate. before: in use without the model.

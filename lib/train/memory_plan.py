@@ -96,8 +96,8 @@ def tell(opts: Options, setting: Setting) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
     usable = opts.plan_gpu_memory * USABLE
     log.info(f"memory per GPU, traced row by row: {setting.seq_length:,} tokens per sample, "
-             f"{setting.precision}; usable are {usable:.4g} of {opts.plan_gpu_memory:g} GiB, the "
-             "rest is for CUDA, NCCL, fragments")
+             f"{setting.precision}{', traced as bf16' * (setting.precision == 'fp8')}; usable are "
+             f"{usable:.4g} of {opts.plan_gpu_memory:g} GiB, the rest is for CUDA, NCCL, fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
     if opts.compile is not False:
         log.info("  traced as if not compiled, which needs somewhat more")

@@ -19,7 +19,8 @@ LR_FROM_SCRATCH, LR = 3e-4, 3e-5  # defaults
 _DECISIVE = ("seed", "lr", "min_lr", "warmup_steps", "lr_scheduler", "weight_decay", "beta1",
              "beta2", "grad_clip", "spike_factor", "from_scratch", "packing")
 # The same, but only where they are not the default: runs older than the option go on.
-_DECISIVE_IF_GIVEN = {"optimizer": "adamw", "model_size": None, "vocab_size": None}
+_DECISIVE_IF_GIVEN = {"optimizer": "adamw", "fp8_recipe": "tensorwise", "model_size": None,
+                      "vocab_size": None}
 
 
 @dataclass(frozen=True)

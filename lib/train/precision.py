@@ -7,10 +7,15 @@ from collections.abc import Callable
 
 import torch
 
-from lib.core import log
+from lib.core import commands, log
+from lib.core.errors import Problems
+from lib.core.options import Options
+from lib.models import float8
 from lib.train.sharding import COMPUTE_DTYPES
 
 _WIDTH, _TRIES = 256, 3  # of the products that are timed
+_FLOAT8_FROM = (8, 9)  # compute capability
+_FLOAT8_GPUS = "NVIDIA Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell or newer"
 
 
 def default() -> str:
@@ -35,6 +40,32 @@ def is_emulated(precision: str) -> bool:
     # oneDNN takes bf16 from AVX-512 on, but before AVX512_BF16 at a fifth of the speed of float32.
     without = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     return without or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def require_float8(opts: Options, seq_length: int) -> None:
+    """Raise one UsageError that tells all that --precision fp8 lacks here.
+
+    seq_length: tokens per sample. With --plan-gpus nothing is asked of this machine.
+    """
+    problems = Problems()
+    problems.collect(float8.require_package)
+    if opts.plan_gpus:
+        pass
+    elif not torch.cuda.is_available():
+        problems.add("--precision fp8 needs a GPU", expected=_FLOAT8_GPUS,
+                     hint="--dry-run --plan-gpus N plans for other machines than this one")
+    elif torch.cuda.get_device_capability() < _FLOAT8_FROM:
+        problems.add("--precision fp8 needs a GPU that computes in 8-bit floats",
+                     found=torch.cuda.get_device_name(), expected=_FLOAT8_GPUS,
+                     run=commands.again("--precision", "bf16"))
+    elif opts.compile is False:
+        problems.add("--precision fp8 without --compile is slower than bf16: each cast would be "
+                     "several passes over memory", run=commands.again("--compile", "on"))
+    if (tokens := opts.batch_size * seq_length) % float8.MULTIPLE:
+        problems.add(f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",
+                     found=f"{tokens:,} in a pass = {opts.batch_size} per process (--batch-size) × "
+                           f"{seq_length:,} (--seq-length)")
+    problems.raise_if_any()
 
 
 def warn_if_emulated(precision: str) -> None:

@@ -10,6 +10,7 @@ from lib.checkpoints.collective import on_rank_0
 from lib.checkpoints.commit import Checkpoint
 from lib.core import log, units
 from lib.core.errors import ArtifactError
+from lib.models import float8
 from lib.models.initialise import restore_buffers
 from lib.models.shards import tie_again
 from lib.train import earlier, symptoms
@@ -84,6 +85,7 @@ def roll_back(run: Run) -> None:
         raise symptoms.diverged(run.step, bad, run.rollbacks, run.options, run.experiment)
     diverged_at, position = run.step, run.feed.state(run.step, control)
     _load(run, checkpoint)
+    float8.rescale(run.model)
     run.feed.restore(position, run.step)
     run.rollbacks += 1
     why = f"the steps up to {diverged_at} were rolled back"

@@ -21,7 +21,9 @@ from lib.models.architecture import decoder_layers
 from lib.models.shards import own_class
 
 _SMALL_SHARE = 0.05
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# With fp8, all but the linears of the blocks computes in bf16: see lib/models/float8.py.
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+                  "fp8": torch.bfloat16}
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = False,

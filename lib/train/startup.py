@@ -156,6 +156,11 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
                          expected=f"at most {longest} (max_position_embeddings in config.json)")
     seq_length = opts.seq_length or inputs.begun_with("seq_length") \
         or min(_SEQ_LENGTH, longest or _SEQ_LENGTH)
+    if compute == "fp8":
+        precision.require_float8(opts, seq_length)
+    elif opts.fp8_recipe != "tensorwise":
+        raise UsageError(f"--fp8-recipe {opts.fp8_recipe} belongs to --precision fp8",
+                         found=f"--precision {compute}")
     if not opts.plan_gpus:  # a plan for other machines than this one, perhaps of a run there
         precision.warn_if_emulated(compute)
         batch = plans.divide(opts, 0, plans.launched_size()).global_batch

@@ -23,7 +23,7 @@ OPTIONS = {
     "ckpt_freq": 500, "spike_factor": 30.0, "resume_with_changes": False,
     "ckpt_local_dir": None, "ckpt_local_freq": None, "ckpt_hyperpod": None,
     "shard_size": None, "plan_gpus": None, "dry_run": False,
-    "optimizer": "adamw", "model_size": None, "vocab_size": None,
+    "optimizer": "adamw", "fp8_recipe": "tensorwise", "model_size": None, "vocab_size": None,
 }
 
 

@@ -7,10 +7,13 @@ import platform
 import re
 import subprocess
 import sys
+from argparse import Namespace
+from importlib import metadata
 
 import pytest
 import torch
 
+from lib.core.errors import UsageError
 from lib.train import precision
 from tests.conftest import ROOT
 
@@ -47,3 +50,26 @@ def test_bf16_by_processor(monkeypatch: pytest.MonkeyPatch, avx512: bool, avx512
     assert precision.is_emulated("bf16") is emulated
     assert precision.default() == ("fp32" if emulated else "bf16")
     assert not precision.is_emulated("fp32")
+
+
+def test_what_fp8_lacks_is_told(monkeypatch: pytest.MonkeyPatch):
+    def told(seq_length: int = 1024, **changes: object) -> str:
+        opts = Namespace(**{"plan_gpus": None, "compile": True, "batch_size": 1} | changes)
+        try:
+            precision.require_float8(opts, seq_length)
+        except UsageError as error:
+            return error.render()
+        return ""
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "needs a GPU" in told() and "needs a GPU" not in told(plan_gpus=[8])
+    assert "in a pass" not in told() and "1,001 in a pass" in told(1001, plan_gpus=[8])
+    assert not told(1001, plan_gpus=[8], batch_size=16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "A100" in told() and "Hopper" in told()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert not told() and "slower than bf16" in told(compile=False)
+    monkeypatch.setattr(metadata, "version", lambda name: metadata.distribution("absent"))
+    assert "torchao, which is not installed" in told()

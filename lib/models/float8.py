@@ -1,0 +1,129 @@
+"""`--precision fp8`: the linears of the blocks compute in 8-bit floats, by torchao.
+
+Input, weight and gradient of such a linear are cast to 8 bits right before each of its three matrix
+products, with a scale for the whole tensor or for each row. All else computes in bf16, as do the
+embeddings, the norms, experts and the output layer. The masters stay float32 under their names, so
+a checkpoint is that of any other precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from types import ModuleType
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lib.core import commands, units
+from lib.core.errors import UsageError
+from lib.models.architecture import decoder_layers
+
+MULTIPLE = 16  # the kernels take sizes that are multiples of it
+_PACKAGE = "torchao==0.18.0"
+_LINEARS = ("Linear", "FalconLinear")  # classes whose `forward` is nothing but the product
+_ROUTERS = ("gate", "router")  # they choose experts: few numbers, on which much depends
+_NOISY = ("torchao", "torch.utils._pytree")  # while torchao is imported
+
+
+def require_package() -> None:
+    """Raise UsageError where torchao is not installed; imports nothing."""
+    try:
+        importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError("--precision fp8 needs torchao, which is not installed",
+                         run=commands.pip_install(_PACKAGE)) from None
+
+
+def convert(model: PreTrainedModel, recipe: str, shard_size: int, gathers: bool = True,
+            emulate: bool = False) -> str:
+    """Have the linears of a meta-device model's blocks compute in 8-bit floats; return a sentence
+    that says which. Must come before sharding.
+
+    recipe: `tensorwise` or `rowwise`, what each scale is for. shard_size: ranks per replica.
+    gathers: FSDP may gather weights that are cast already, in half the bytes of bf16; scales per
+    row, or rows that cannot be dealt out evenly, rule that out. emulate: the products are of
+    rounded numbers but in float32, as any device can. Raises UsageError for a model that has no
+    such linear.
+    """
+    chosen, left = _linears(model)
+    if not chosen:
+        raise UsageError(f"--precision fp8 changes nothing in a {model.config.model_type} model",
+                         found="; ".join(left) or "no linear in its blocks",
+                         expected=f"linears whose sizes are multiples of {MULTIPLE}",
+                         run=commands.again("--precision", "bf16"))
+    even = {name for name, linear in chosen.items()
+            if gathers and recipe == "tensorwise" and linear.out_features % shard_size == 0}
+    torchao = _torchao()
+    config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(recipe),
+                                 emulate=emulate)
+    for names, is_gathered in ((even, True), (chosen.keys() - even, False)):
+        if names:
+            torchao.convert_to_float8_training(
+                model, module_filter_fn=lambda _, name, names=names: name in names,
+                config=dataclasses.replace(config, enable_fsdp_float8_all_gather=is_gathered))
+    gathered = "" if len(even) == len(chosen) else \
+        f" ({len(chosen) - len(even):,} of them gathered in bf16)" if gathers else \
+        " (gathered in bf16)"
+    return "; ".join([f"{units.counted(len(chosen), 'linear')} of the blocks in 8-bit floats, "
+                      f"scaled {recipe}{gathered}", *left, "the rest in bf16"])
+
+
+def rescale(model: nn.Module) -> None:
+    """Compute the scales of all weights that are gathered in 8 bits, with a single exchange.
+
+    All ranks must call this after the weights have changed: what is gathered next is cast by these
+    scales. Without them each weight would find its own in an exchange of its own.
+    """
+    if any(hasattr(_local(p), "fsdp_pre_all_gather") for p in model.parameters()):
+        _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def rescale_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Compute the scales now and after each step of an optimizer; all ranks must call this."""
+    rescale(model)
+    optimizer.register_step_post_hook(lambda *_: rescale(model))
+
+
+def _linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
+    """Return the linears to compute in 8 bits by name, and what is said of those that are not."""
+    chosen: dict[str, nn.Linear] = {}
+    left: Counter[str] = Counter()
+    for block_name, block in decoder_layers(model).items():
+        for name, module in block.named_modules(prefix=block_name):
+            weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+            if ".experts" in name:
+                left["weights of experts"] += len(weights)
+            elif not isinstance(module, nn.Linear):
+                continue
+            elif type(module).__name__ not in _LINEARS:
+                left["linears that do more than a product"] += 1
+            elif name.rpartition(".")[2] in _ROUTERS:
+                left["routers"] += 1
+            elif any(size % MULTIPLE for size in module.weight.shape):
+                left[f"linears with sizes that are no multiples of {MULTIPLE}"] += 1
+            else:
+                chosen[name] = module
+    return chosen, [f"{count:,} {what} in bf16" for what, count in left.items() if count]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def _torchao() -> ModuleType:
+    """Return torchao.float8, imported without warnings of kernels that nothing here uses."""
+    if sys.modules.get("torchao", sys) is None:  # hidden in lib/__init__.py
+        del sys.modules["torchao"]
+    with ExitStack() as stack:
+        for name in _NOISY:
+            stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
+        from torchao import float8
+    return float8

@@ -1,0 +1,131 @@
+"""Linears in 8-bit floats, their products emulated: losses, names, what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+
+from lib.core.errors import UsageError
+from lib.models import float8, shards
+from lib.models.architecture import decoder_layers
+from lib.models.initialise import initialise
+from lib.train import blocks, compiling, optimizer, sharding
+from tests.models.families import FAMILIES
+
+SMALL = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
+CPU = torch.device("cpu")
+
+
+def on_meta(config: PretrainedConfig) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).train()
+
+
+def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False) -> nn.Module:
+    """Return a model with weights; recipe: of fp8, "" for bf16."""
+    model = on_meta(config)
+    if recipe:
+        float8.convert(model, recipe, 1, emulate=True)
+    blocks.prepare(model, "none", compiling.compiler(compiled, CPU))
+    sharding.shard(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16")
+    sharding.materialise(model, CPU, offload=False)
+    initialise(model, 0)
+    return model
+
+
+def train(model: nn.Module, steps: int) -> list[float]:
+    """Return the losses of so many steps on sentences of a small made-up language."""
+    adamw = optimizer.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    float8.rescale_with(adamw, model)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(steps):
+        first = torch.randint(0, 64, (8, 1), generator=generator)
+        noise = torch.randint(0, 3, (8, 15), generator=generator)
+        tokens = torch.cat([first, first + torch.cumsum(5 + noise, 1)], 1) % 64
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.StepGuard("fp8", 0.0, CPU).clip(adamw, 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_scales_are_those_of_the_weights_after_each_step(group: dist.ProcessGroup) -> None:
+    model = sharded(SMALL, "tensorwise")
+    weight = model.model.layers[1].mlp.up_proj.weight
+    assert type(shards.local_tensor(weight)) is torch.Tensor
+    assert not shards.local_tensor(weight).is_meta
+    for steps in (0, 1):
+        train(model, steps)
+        scale = 448 / shards.local_tensor(weight).abs().max()
+        assert weight._local_tensor._precomputed_scale.item() == pytest.approx(scale.item())
+    plain = shards.plain(weight)
+    assert isinstance(plain, DTensor) and type(plain._local_tensor) is torch.Tensor
+    plain._local_tensor.fill_(3.0)
+    assert (weight._local_tensor._tensor == 3.0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_losses_are_within_a_percent_of_those_in_bf16(group: dist.ProcessGroup, recipe: str,
+                                                      ) -> None:
+    expected, found = train(sharded(SMALL), 200), train(sharded(SMALL, recipe), 200)
+    assert found[0] != expected[0] and expected[-1] < 0.5 * expected[0]
+    windows = [(math.fsum(losses[at:at + 10]) for losses in (expected, found))
+               for at in range(0, 200, 10)]
+    assert all(mine == pytest.approx(of_bf16, rel=0.01) for of_bf16, mine in windows)
+
+
+def test_one_graph_serves_all_blocks(group: dist.ProcessGroup, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected = train(sharded(SMALL, "tensorwise"), 3)
+    found = train(sharded(SMALL, "tensorwise", compiled=True), 3)
+    assert found == pytest.approx(expected, rel=1e-3)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> None:
+    config = FAMILIES[name]()
+    model, before = on_meta(config), on_meta(config)
+    if name == "gpt2":
+        with pytest.raises(UsageError, match="changes nothing in a gpt2 model"):
+            float8.convert(model, "tensorwise", 1, emulate=True)
+        return
+    said = float8.convert(model, "tensorwise", 1, emulate=True)
+    assert {n: p.shape for n, p in model.named_parameters()} == \
+        {n: p.shape for n, p in before.named_parameters()}
+    assert model.state_dict().keys() == before.state_dict().keys()
+    converted = [n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
+    assert said.startswith(f"{len(converted)} linears of the blocks in 8-bit floats")
+    assert all(n.startswith(tuple(decoder_layers(model))) for n in converted)
+    assert not [n for n in converted if "experts" in n or n.endswith(".gate")]
+    assert ("weights of experts in bf16" in said) == ("moe" in name or name == "mixtral")
+    assert ("1 linear" in said or "2 linears with sizes" in said) == (name == "qwen2_moe"), said
+
+
+def test_what_cannot_be_gathered_in_8_bits_is_gathered_in_bf16(group: dist.ProcessGroup) -> None:
+    for recipe, shard_size, gathers, says, wrapped in (
+            ("tensorwise", 1, True, "scaled tensorwise; the rest in bf16", 14),
+            ("tensorwise", 1, False, "tensorwise (gathered in bf16)", 0),
+            ("tensorwise", 48, True, "(14 of them gathered in bf16)", 0),
+            ("tensorwise", 64, True, "(10 of them gathered in bf16)", 4),
+            ("rowwise", 1, True, "scaled rowwise (14 of them gathered in bf16)", 0)):
+        model = on_meta(SMALL)
+        assert says in float8.convert(model, recipe, shard_size, gathers, emulate=True)
+        assert sum(hasattr(p, "fsdp_pre_all_gather") for p in model.parameters()) == wrapped

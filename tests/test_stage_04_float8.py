@@ -1,0 +1,70 @@
+"""Stage 04 in 8-bit floats, emulated: a run is resumed bit for bit, and exported as any other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.conftest import run_stage
+from tests.training import SEQ_LENGTH, losses, metrics
+
+ARGUMENTS = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--lr", "1e-2", "--log-freq", 1,
+             "--ckpt-freq", 2, "--max-steps", 4, "-b", 2, "--global-batch-size", 8)
+FP8 = (*ARGUMENTS, "--precision", "fp8")
+
+
+def lift(_: int) -> None:
+    """Let a run in 8-bit floats begin where no hardware has them."""
+    from lib.train import precision
+
+    precision.require_float8 = lambda *_: None
+
+
+def shapes(file: Path) -> dict[str, list[int]]:
+    with safe_open(file, "pt") as tensors:
+        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+
+
+def train(root: Path, name: str, *options: object, ranks: int = 2, **how: object) -> str:
+    done = run_stage("04_train_fsdp.py", "-e", name, *FP8, *options, cwd=root, ranks=ranks,
+                     before="tests.test_stage_04_float8:lift", **how)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_in_8_bits(project: Path) -> None:
+    said = train(project, "whole")
+    assert "fp8: 14 linears of the blocks in 8-bit floats, scaled tensorwise; the rest in " in said
+    assert "float32 masters and reductions, fp8 compute" in said and "Failed to load" not in said
+    run_stage("04_train_fsdp.py", "-e", "wide", *ARGUMENTS, "--precision", "bf16", cwd=project,
+              ranks=2)
+    expected = losses(project, "whole")
+    assert expected != losses(project, "wide")
+    assert expected == pytest.approx(losses(project, "wide"), rel=0.01)
+
+    runs = project / "outputs"
+    shutil.copytree(runs / "whole", runs / "cut")
+    shutil.rmtree(runs / "cut" / "checkpoints" / "step_00000004")
+    assert "step 2 of 4" in train(project, "cut", "--activation-checkpointing", "full")
+    exact = ("train/loss", "train/grad_norm")
+    assert [[row[key] for key in exact] for row in metrics(project, "cut")] == \
+        [[row[key] for key in exact] for row in metrics(project, "whole")]
+
+    done = run_stage("04_train_fsdp.py", "-e", "whole", *ARGUMENTS, "--precision", "bf16",
+                     cwd=project, expect=2)
+    assert "--precision: fp8 there, bf16 now" in done.stderr
+    said = train(project, "whole", "--fp8-recipe", "rowwise", "--max-steps", 6, expect=2, ranks=0)
+    assert "--fp8-recipe:" in said
+
+    train(project, "replicas", "--shard-size", 1, "--fp8-recipe", "rowwise", "--max-steps", 2)
+    assert losses(project, "replicas")[1] == pytest.approx(expected[1], rel=0.01)
+
+    for name in ("whole", "wide"):
+        run_stage("05_export_checkpoint.py", "-e", name, cwd=project)
+    files = [next((runs / name / "export" / "step_00000004").glob("*.safetensors"))
+             for name in ("whole", "wide")]
+    assert shapes(files[0]) == shapes(files[1]) and files[0].stat().st_size == \
+        files[1].stat().st_size
