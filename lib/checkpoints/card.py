@@ -22,7 +22,7 @@ def recorded(metrics: Path, key: str) -> dict[int, float]:
     """Return a figure of metrics.jsonl by step; lines that are torn or lack it are left out."""
     found = {}
     try:
-        lines = metrics.read_text(encoding="utf-8").splitlines()
+        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     for line in lines:

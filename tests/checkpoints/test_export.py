@@ -232,6 +232,8 @@ def test_a_tensor_larger_than_a_file_may_be(run: Path, writes: Callable[..., Any
 
 
 def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "m").write_text('{"step": 1, "x": NaN}\n{"step": 2, "x": 3}\n{"x": 1}\n[]\n')
+    """And so are lines that a power cut has left."""
+    (tmp_path / "m").write_bytes(
+        b'{"step": 1, "x": NaN}\n{"step": 2, "x": 3}\n{"x": 1}\n[]\n\0\0\xff\xfe\n{"step": 3, "x"')
     assert card.recorded(tmp_path / "m", "x") == {2: 3.0}
     assert card.recorded(tmp_path / "none", "x") == {}
