@@ -61,9 +61,11 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
     inputs = startup.find_inputs(opts, experiment, made)
     if startup.is_complete(opts, experiment, inputs):
         return
-    setting = startup.check(opts, experiment, inputs)
 
     from lib.train import distributed, dry_run, memory_fit, model_files
+
+    distributed.settle_allocator()
+    setting = startup.check(opts, experiment, inputs)
 
     if opts.dry_run:
         dry_run.print_plan(opts, inputs, setting)

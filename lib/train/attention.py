@@ -103,10 +103,9 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
     """Attend within each document by torch's kernel. query, key, value: [B·T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    groups = {"enable_gqa": True}
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
-        groups, heads = {}, query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(heads, 1) for part in (key, value))
+    # torch 2.11 has no word for fewer heads of keys than of queries, and the kernel takes them.
+    has_word = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    groups = {"enable_gqa": True} if has_word else {}
     return varlen_attn(query, key, value, boundaries, boundaries, longest, longest, scale=scaling,
                        window_size=(window - 1, 0) if window else (-1, 0), **groups)
 

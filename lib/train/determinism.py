@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 
 from lib.train.sharding import COMPUTE_DTYPES
@@ -23,6 +24,8 @@ def require() -> None:
     os.environ.setdefault(*_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    # Or what is compiled would be what was faster in a race, which another may win in another run.
+    torch._inductor.config.deterministic = True
     # Memory that is written before it is read need not be filled.
     torch.utils.deterministic.fill_uninitialized_memory = False
 

@@ -49,6 +49,15 @@ def meet() -> Meeting | None:
     return Meeting() if "RANK" in os.environ else None
 
 
+def settle_allocator() -> None:
+    """Choose how torch's allocator works, unless the environment does.
+
+    Must come before anything asks about a GPU, its name or its memory: torch reads it then.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
+
+
 def start(shard_size: int | None = None, meeting: Meeting | None = None, patience: float = 0.0,
           ) -> World:
     """Join the process group; all ranks must call this.
@@ -60,8 +69,7 @@ def start(shard_size: int | None = None, meeting: Meeting | None = None, patienc
     flight_recorder.enable()
     # Gloo connects to whom it talks to; else each of 1,024 ranks to all the others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
+    settle_allocator()
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     _keep_to_loopback()
     timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)

@@ -19,6 +19,7 @@ def as_before() -> Iterator[None]:
     """Leave torch as it was."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     yield
+    torch._inductor.config.deterministic = False
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = filled
 
@@ -32,6 +33,7 @@ def test_torch_and_cublas_are_asked_strictly(monkeypatch: pytest.MonkeyPatch, gi
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert torch._inductor.config.deterministic
 
 
 def test_the_price_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from lib.core.paths import Experiment
 from lib.tokens.loader import MicroBatch
-from lib.train import distributed, loss, sharding, watchdog
+from lib.train import distributed, loss, sharding, startup, watchdog
 
 
 @pytest.fixture
@@ -54,6 +56,24 @@ def test_the_watchdog_speaks_before_a_collective_times_out(environment: dict[str
     assert environment["TORCH_GLOO_LAZY_INIT"] == "1" and environment["TORCH_FR_BUFFER_SIZE"]
     assert "expandable_segments:True" in environment["PYTORCH_ALLOC_CONF"]
     assert [world.control.group_desc, world.saving.group_desc] == ["control", "saving"]
+
+
+def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
+        environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch reads the variable when CUDA is initialised, which a question about a GPU does."""
+    seen: list[str] = []
+    stage_04 = importlib.import_module("04_train_fsdp")
+    monkeypatch.setattr(startup, "find_inputs", lambda *_: None)
+    monkeypatch.setattr(startup, "is_complete", lambda *_: False)
+
+    def ask() -> bool:
+        seen.append(environment["PYTORCH_ALLOC_CONF"])
+        raise LookupError
+    monkeypatch.setattr(torch.cuda, "is_available", ask)
+    monkeypatch.setattr(startup, "check", lambda *_: torch.cuda.is_available())
+    with pytest.raises(LookupError):
+        stage_04.plan_and_train(None, Experiment(tmp_path, "exp"), None)
+    assert "expandable_segments:True" in seen[0]
 
 
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
