@@ -93,7 +93,7 @@ def hang() -> None:
 
 
 def tell_memory() -> None:
-    """Print after step 2 which processes hold memory of which GPU, as the driver sees it."""
+    """Print after step 8 which processes hold memory of which GPU, as the driver sees it."""
     from tests.gpu import machine
 
     def tell(step: int) -> None:

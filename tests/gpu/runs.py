@@ -16,13 +16,14 @@ SAME = 1e-4  # relative; float32 on one device, in another order
 
 
 def shape(place: Place, *options: object) -> tuple[object, ...]:
-    """Return the options that all small runs have."""
-    return ("-s", place.size(1024, 64), "-b", place.size(4, 2), "--lr", 1e-3, *options)
+    """Return the options that all small runs have; compiled only where that is the question."""
+    return ("-s", place.size(1024, 64), "-b", place.size(4, 2), "--lr", 1e-3, "--compile", "off",
+            *options)
 
 
 def a_run(place: Place) -> None:
     """A run as it stands: the loss falls, and the same command again does nothing."""
-    options = shape(place, "--max-steps", place.size(40, 6))
+    options = shape(place, "--max-steps", place.size(40, 6), "--compile", place.size("auto", "off"))
     run = place.train("plain", *options)
     said = ("attention", "sharded", "loss", "peak for MFU", "  memory")
     place.note(first_loss=run.losses[0], last_loss=run.losses[-1], **speed(run),
@@ -42,7 +43,7 @@ def resume(place: Place) -> None:
     """With --deterministic on, a run that SIGTERM stopped goes on bit for bit."""
     for packing in ("concat", "documents"):
         options = shape(place, "--max-steps", place.size(24, 8), "--packing", packing,
-                        "--deterministic", "on")
+                        "--deterministic", "on", "--compile", place.size("on", "off"))
         whole = place.train(f"{packing}-whole", *options)
         stopped = place.begin(f"{packing}-stopped", *options, hook="slow_steps")
         stopped.wait_for(3)
@@ -55,7 +56,8 @@ def resume(place: Place) -> None:
         assert _figures(again) == _figures(whole), "the losses differ after a resume"
         assert digests(again) == digests(whole), "weights or moments differ after a resume"
     if place.on_gpu:
-        plain = place.train("not-deterministic", *shape(place, "--max-steps", 24))
+        plain = place.train("not-deterministic", *shape(place, "--max-steps", 24, "--compile",
+                                                        "on"), hook="save_nothing")
         place.note(not_deterministic_ms_per_step=speed(plain)["time/total"])
 
 
@@ -113,7 +115,7 @@ def graphs(place: Place) -> None:
 def recomputation(place: Place) -> None:
     """Every kind of activation checkpointing, compiled or not, gives the same losses."""
     settings = [("none", "off"), ("selective", "off"), ("full", "off"),
-                *place.size([(kind, "on") for kind in ("none", "selective", "full")], [])]
+                *place.size([("selective", "on"), ("full", "on")], [])]
     expected: list[float] = []
     for kind, compiled in settings:
         run = place.train(f"{kind}-{compiled}", *shape(
@@ -155,8 +157,8 @@ def _gib(told: str) -> float:
 
 def out_of_memory(place: Place) -> None:
     """A GPU that is full ends the run in words, with what to turn first."""
-    run = place.train("full", *shape(place, "-b", place.size(256, 2), "--max-steps", 4, "--compile",
-                                     "off"), hook="fill_memory", expect=2)
+    run = place.train("full", *shape(place, "-b", place.size(256, 2), "--max-steps", 4),
+                      hook="fill_memory", expect=2)
     assert "error: out of memory" in run.printed and "in this order: " in run.printed
     assert "Traceback" not in run.printed
     place.note(said=[line for line in run.printed.splitlines() if "of memory" in line][:3])
@@ -179,7 +181,7 @@ def export(place: Place) -> None:
         logits = model(input_ids=tokens[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
     place.note(told=told, of_the_export=loss)
-    assert abs(loss / told - 1) < place.size(0.01, SAME)
+    assert abs(loss / told - 1) < place.size(0.01, 1e-3)
 
 
 def _validation(place: Place, rows: int, length: int) -> Any:
@@ -227,9 +229,8 @@ def launcher(place: Place) -> None:
 
 def watchdog(place: Place) -> None:
     """A step that hangs ends the run, with the stacks of all threads in logs/."""
-    run = place.train("hung", *shape(place, "--max-steps", 9, "--compile", "off",
-                                     "--watchdog-minutes", place.size(0.2, 0.05)), hook="hang",
-                      expect=1)
+    run = place.train("hung", *shape(place, "--max-steps", 9, "--watchdog-minutes",
+                                     place.size(0.2, 0.05)), hook="hang", expect=1)
     logs = run.experiment / "logs"
     place.note(files=sorted(path.name for path in logs.iterdir()))
     assert "watchdog: the step has not ended" in run.printed
