@@ -164,7 +164,8 @@ def _run_all(command: str, args: argparse.Namespace, place: Place, facts: dict[s
         elif place.gpus < item.gpus and place.on_gpu:
             outcome, said = "not here", f"it needs {item.gpus} GPUs"
         else:
-            outcome, said = _outcome(command, number, place, work, min(item.seconds, left))
+            limit = item.seconds * (1 if place.start == "fork" else 2)
+            outcome, said = _outcome(command, number, place, work, min(limit, left))
         figures = work / FIGURES
         result = {"item": item.name, "outcome": outcome, "rehearsed": not place.on_gpu,
                   "seconds": round(time.monotonic() - began, 1),

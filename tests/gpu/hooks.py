@@ -50,13 +50,16 @@ def forbid_host_syncs() -> None:
 def tell_graphs() -> None:
     """Print a line for each graph that is compiled, with how many of its sizes are symbolic."""
     import torch
+    from torch._dynamo.backends.debugging import aot_eager
     from torch._inductor.compile_fx import compile_fx
+
+    backend = compile_fx if torch.cuda.is_available() else aot_eager
 
     def compiled(graph: Any, inputs: Any, **options: Any) -> Any:
         symbolic = sum(isinstance(node.meta.get("example_value"), torch.SymInt)
                        for node in graph.graph.nodes if node.op == "placeholder")
         print(f"{GRAPH} {symbolic} symbolic sizes", flush=True)
-        return compile_fx(graph, inputs, **options)
+        return backend(graph, inputs, **options)
 
     save_nothing()
     torch.compile = functools.partial(torch.compile, backend=compiled)
@@ -123,11 +126,9 @@ def main(hook: str, script: str, *arguments: str) -> None:
         sys.path.insert(0, str(ROOT))
     from lib.core import offline
 
-    if "transformers" in sys.modules:  # in a fork: its parent was offline before it imported them
-        offline.enable = lambda: None
-    else:
+    if "transformers" not in sys.modules:  # in a fork, the parent has enabled it
         offline.enable()
-        offline.enable = lambda: None
+    offline.enable = lambda: None
     globals()[hook]()
     sys.argv = [str(ROOT / script), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -204,6 +204,7 @@ def staging(place: Place) -> None:
         large = [local(tensor) for tensor in snapshot.tensors.values() if local(tensor).ndim > 1]
         assert not place.on_gpu or all(tensor.is_pinned() for tensor in large)
         place.note(tensors=len(expected), bytes=copies.bytes, seconds_of_captures=seconds)
+        assert copies.bytes == sum(tensor.nbytes for tensor in expected.values())
 
 
 def peaks(place: Place) -> None:

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "gpu_kit"
 PYTHON, PLATFORM = "3.12", "manylinux_2_28_x86_64"
 _WHEELS = ("xxhash", "orjson", "pytest", "torchao")
-_UNPINNED = {"torchao": "torchao==0.18.0"}  # where no file of requirements names it
 _LEFT_OUT = ("test", "site-packages", "encodings", "pydoc_data", "distutils", "idlelib", "lib2to3",
              "ensurepip", "tkinter", "turtledemo")
 _MOST_BYTES = 40 << 20
@@ -101,7 +100,7 @@ def _fetch_wheels(cache_dir: Path) -> None:
     pinned = {line.partition("==")[0]: line.partition(";")[0] for path in
               sorted(ROOT.glob("requirements*.txt")) for line in path.read_text().splitlines()
               if re.match(r"[a-z]", line)}
-    wanted = "\n".join(pinned.get(name) or _UNPINNED[name] for name in _WHEELS)
+    wanted = "\n".join(pinned[name] for name in _WHEELS)
     wheelhouse.prepare(cache_dir, {"requirements.txt": wanted.encode()},
                        wheelhouse.target(PYTHON, PLATFORM))
 

@@ -210,7 +210,7 @@ def documents_in_fp32(place: Place) -> None:
 def offload(place: Place) -> None:
     """With --cpu-offload on under torchrun all cores take the optimizer's steps."""
     runs = [place.train(f"offload-{state}", *shape(place, "--max-steps", 5, "--cpu-offload", state),
-                        hook="save_nothing", ranks=1) for state in ("off", "on")]
+                        hook="save_nothing", ranks=place.size(1, 0)) for state in ("off", "on")]
     worst = max(abs(a / b - 1) for a, b in zip(*(run.losses for run in runs), strict=True))
     place.note(update_ms=[speed(run)["time/update"] for run in runs], losses_differ_by=worst)
     assert worst < 1e-2

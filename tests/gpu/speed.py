@@ -58,7 +58,7 @@ def mfu(model: str, length: int, batch: int, compiled: str):
 def whole_run(place: Place) -> None:
     """The best setting found so far through the whole stage, as it is typed, with a save."""
     model = "8b-wide" if shutil.disk_usage(place.work).free > _SAVED_BYTES else "1b"
-    best = {"length": 8192, "batch": 2, "compile": "on", "mfu": 0.0}
+    best = {"length": 8192, "batch": 2, "compile": place.size("on", "off"), "mfu": 0.0}
     results = place.out / "mfu.jsonl"
     for line in results.read_text().splitlines() if results.exists() else ():
         result = json.loads(line)
@@ -105,6 +105,8 @@ def first_step(place: Place) -> None:
     launchers = {"python": {"fresh": True}, "torchrun": {"ranks": 1}, "single_node.sh": {
         "command": [ROOT / "launch/single_node.sh", "--nproc-per-node", 1, "--"],
         "env": {"PYTHON": sys.executable}}}
+    if not place.on_gpu:
+        del launchers["single_node.sh"]  # as the item `launcher` is rehearsed
     for name, how in launchers.items():
         for compiled in place.size(("off", "on"), ("off",)):
             began = time.monotonic()
