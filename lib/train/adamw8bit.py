@@ -16,7 +16,8 @@ Vectors (norms, biases) keep float32 moments.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lib.core import log
 from lib.models.shards import local_tensor
+from lib.train.compiling import Compiler
 
 BLOCK = 256  # numbers
 _FLOAT8 = torch.float8_e4m3fn
@@ -36,6 +39,7 @@ _GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, fill 0 to 1
 # be worth starting its kernels for.
 AT_ONCE = {"cpu": 1 << 16}
 _AT_ONCE_ON_GPU = 1 << 22
+_TRIED, _ROUNDING = 64, 0.01  # rows; mean difference, as a share of the mean
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -46,9 +50,11 @@ class AdamW8bit(torch.optim.Optimizer):
     float32. All but `step` are sharded like the parameter.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float],
+                 compiler: Compiler | None = None) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
         self.found_inf: Tensor | None = None
+        self._update = _in_slices if compiler is None else _Fused(compiler)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first step."""
@@ -66,39 +72,121 @@ class AdamW8bit(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state.update(self.new_state(parameter))
-                skip = torch.zeros_like(state["step"]) if self.found_inf is None \
-                    else self.found_inf
-                state["step"] += 1 - skip
-                _update(parameter, group, state, skip > 0)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.new_state(parameter))
+            if not parameters:
+                continue
+            counts = [self.state[parameter]["step"] for parameter in parameters]
+            skip = torch.zeros_like(counts[0]) if self.found_inf is None else self.found_inf
+            torch._foreach_add_(counts, [1 - skip] * len(counts))
+            rule, skips = _Rule.of(group, counts[0].device), skip > 0
+            for parameter, count in zip(parameters, counts, strict=True):
+                moments = list(self.state[parameter].values())[1:]
+                tensors = [local_tensor(t) for t in (parameter, parameter.grad, *moments)]
+                if tensors[0].numel():
+                    self._update(rule, count, skips, *tensors)
 
 
-def _update(parameter: Tensor, group: dict[str, Any], state: dict[str, Tensor], skip: Tensor,
-            ) -> None:
+class _Rule(NamedTuple):
+    """What all parameters of a group share. lr: float32 scalar, for it changes in each step."""
+
+    lr: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any], device: torch.device) -> _Rule:
+        return cls(torch.full((), group["lr"], dtype=torch.float64, device=device),
+                   *group["betas"], group["eps"], group["weight_decay"])
+
+    def now(self, count: Tensor) -> tuple[Tensor, ...]:
+        """Return the scalars of the step with this number: float32, but for `raised`, int32.
+
+        rate, shrink: what a moment is multiplied by, and a weight. root_correction: divides a root.
+        """
+        rate = (self.lr / (1 - self.beta1**count.double())).float()
+        shrink = (1 - self.lr * self.weight_decay).float()
+        root_correction = (1 - self.beta2**count.double()).sqrt().float()
+        raised = ((count.double() * _GOLDEN).frac() * _CUT).to(torch.int32)
+        return rate, shrink, root_correction, raised
+
+
+def _in_slices(rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
     """Take a step on this rank's shard, some rows at a time, unless `skip` (bool scalar)."""
-    count, *moments = [local_tensor(tensor) for tensor in state.values()]
-    beta1, beta2 = group["betas"]
-    rate = group["lr"] / (1 - beta1**count)
-    root_correction = (1 - beta2**count).sqrt()
-    raised = ((count.double() * _GOLDEN).frac() * _CUT).to(torch.int32)
-    tensors = [local_tensor(parameter), local_tensor(parameter.grad), *moments]
+    now = rule.now(count)
     at_once = AT_ONCE.get(tensors[0].device.type, _AT_ONCE_ON_GPU)
-    rows = max(1, at_once * len(tensors[0]) // max(1, tensors[0].numel()))
-    for weight, gradient, *kept in zip(*(t.split(rows) for t in tensors), strict=True):
-        first, second = (kept[:len(kept) // 2], kept[len(kept) // 2:])
-        average = _read(*first).lerp_(gradient, 1 - beta1)
-        root = _read(*second).square_().lerp_(gradient.square(), 1 - beta2).sqrt_()
-        new = weight * (1 - group["lr"] * group["weight_decay"])
-        new -= rate * average / (root / root_correction + group["eps"])
-        weight.copy_(torch.where(skip, weight, new))
-        for values, places in ((average, first), (root, second)):
-            for place, written in zip(places, _written(values, raised, places), strict=True):
-                place.copy_(torch.where(skip, place, written))
+    rows = max(1, at_once * len(tensors[0]) // tensors[0].numel())
+    for parts in zip(*(t.split(rows) for t in tensors), strict=True):
+        _take(rule, now, skip, *parts)
+
+
+def _at_once(rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+    """Do the same without slices: for the compiler."""
+    _take(rule, rule.now(count), skip, *tensors)
+
+
+class _Fused:
+    """The compiled update: a kernel per parameter, which reads and writes each number once, where
+    there are some fifty per slice otherwise.
+
+    One graph serves all matrices, as rows of one block, and one all vectors. Rows that end within
+    a block are updated in slices: the compiler gets them wrong (torch 2.13, on a CPU). So each
+    graph is tried, on the first rows that it is for.
+    """
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._update = compiler.wrap(_at_once, instead=_in_slices)
+        self._is_right: dict[int, bool] = {}  # by dimensions
+
+    def __call__(self, rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+        columns, kind = tensors[0].shape[1:].numel(), min(tensors[0].ndim, 2)
+        if kind == 2 and columns % BLOCK == 0:
+            tensors = tuple(t.view(-1, BLOCK if t.shape == tensors[0].shape else 1)
+                            for t in tensors)
+        elif kind == 2:
+            return _in_slices(rule, count, skip, *tensors)
+        if kind not in self._is_right:
+            self._is_right[kind] = self._tries(rule, count, *(t[:_TRIED] for t in tensors))
+        update = self._run if self._is_right[kind] else _in_slices
+        return update(rule, count, skip, *tensors)
+
+    def _run(self, rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        self._update(rule, count, skip, *tensors)
+
+    def _tries(self, rule: _Rule, count: Tensor, *tensors: Tensor) -> bool:
+        """Tell whether copies change as they do without the compiler, but for rounding."""
+        took, wanted = ([t.clone() for t in tensors] for _ in range(2))
+        for update, copies in ((self._run, took), (_in_slices, wanted)):
+            update(rule, count, torch.zeros_like(count, dtype=torch.bool), *copies)
+        moments = (len(tensors) - 2) // 2  # tensors of each
+        pairs = [(took[0] - tensors[0], wanted[0] - tensors[0])]
+        pairs += [(_read(*took[i:i + moments]), _read(*wanted[i:i + moments]))
+                  for i in range(2, len(tensors), moments)]
+        if all((a - b).abs().mean() <= _ROUNDING * b.abs().mean() for a, b in pairs):
+            return True
+        log.warn("adamw8bit runs uncompiled, which is slower: compiled it does not compute the "
+                 "same here")
+        return False
+
+
+def _take(rule: _Rule, now: tuple[Tensor, ...], skip: Tensor, weight: Tensor, gradient: Tensor,
+          *kept: Tensor) -> None:
+    rate, shrink, root_correction, raised = now
+    first, second = (kept[:len(kept) // 2], kept[len(kept) // 2:])
+    average = _read(*first).lerp_(gradient, 1 - rule.beta1)
+    root = _read(*second).square_().lerp_(gradient.square(), 1 - rule.beta2).sqrt_()
+    new = weight * shrink
+    new -= rate * average / (root / root_correction + rule.eps)
+    weight.copy_(torch.where(skip, weight, new))
+    for values, places in ((average, first), (root, second)):
+        for place, written in zip(places, _written(values, raised, places), strict=True):
+            place.copy_(torch.where(skip, place, written))
 
 
 def _read(codes: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -108,7 +196,7 @@ def _read(codes: Tensor, scale: Tensor | None = None) -> Tensor:
     return _joined(_blocks(codes.view(_FLOAT8).float()) * scale[..., None], codes)
 
 
-def _written(values: Tensor, raised: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _written(values: Tensor, raised: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return what keeps a moment: itself, or codes and scales.
 
     raised: int32 scalar, what is added to a float32's bits before they are cut off: 0 rounds all

@@ -105,7 +105,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     before = memory.usage(world.device)["memory/current_gib"]
     offload = _shard(opts, setting, world, compiler)
     adamw = optimizer.build(opts.optimizer, model, opts.lr, (opts.beta1, opts.beta2),
-                            opts.weight_decay)
+                            opts.weight_decay, compiler)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              + flops.described(model, setting.seq_length))
     run = Run(opts, experiment, run_plan, world, model, adamw,

@@ -10,14 +10,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lib.train.adamw8bit import AdamW8bit
+from lib.train.compiling import Compiler
 
 
 def build(kind: str, model: nn.Module, lr: float, betas: tuple[float, float],
-          weight_decay: float) -> torch.optim.Optimizer:
-    """Return the optimizer of --optimizer, over the parameters of a sharded model."""
+          weight_decay: float, compiler: Compiler | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer of --optimizer, over the parameters of a sharded model.
+
+    compiler: of what torch has no kernel for; None: it runs as it is.
+    """
     if kind == "adamw":
         return adamw(model, lr, betas, weight_decay)
-    return AdamW8bit(_groups(model, weight_decay), lr, betas)
+    return AdamW8bit(_groups(model, weight_decay), lr, betas, compiler)
 
 
 def adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lib.checkpoints import state
-from lib.train import adamw8bit, optimizer
+from lib.train import adamw8bit, compiling, optimizer
 from lib.train.adamw8bit import AdamW8bit
 
 BETAS = (0.9, 0.95)
@@ -148,3 +149,49 @@ def test_nothing_overflows() -> None:
         assert all(t.isfinite().all() for t in everything(model, adamw).values()
                    if t.is_floating_point())
         assert adamw8bit._read(*list(adamw.state[model[0]].values())[1:3]).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_two_graphs_update_all_parameters_alike(backend: str, monkeypatch: pytest.MonkeyPatch,
+                                                ) -> None:
+    """One for matrices, one for vectors, while the learning rate changes in each step."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    shapes = (96, 256), (8, 1024), (40, 300), (3, 4, 64), (7,), (256,), (2, 256), (0, 256)
+    models = model_of(*shapes), model_of(*shapes)
+    compiler = compiling.compiler(True, torch.device("cpu"))
+    steps = [optimizer.build("adamw8bit", model, 0.0, BETAS, 0.1, made)
+             for model, made in zip(models, (None, compiler), strict=True)]
+    for seed in range(4):
+        for model, adamw in zip(models, steps, strict=True):
+            fill_gradients(model, seed)
+            optimizer.set_learning_rate(adamw, 1e-2 / (1 + seed))
+            adamw.found_inf = torch.tensor(float(seed == 2))
+            adamw.step()
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    expected, found = (everything(model, adamw) for model, adamw in
+                       zip(models, steps, strict=True))
+    for name, tensor in expected.items():
+        if backend == "aot_eager":
+            assert torch.equal(tensor, found[name]), name
+        elif tensor.dtype == torch.uint8:
+            assert (tensor == found[name]).float().mean() > 0.99 or not tensor.numel(), name
+        else:
+            torch.testing.assert_close(tensor, found[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_that_is_compiled_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog,
+                                                        ) -> None:
+    def wrongly(function, **_):
+        return lambda rule, count, skip, weight, *rest: function(rule, count, ~skip, weight, *rest)
+
+    models = model_of((8, 256), (9,)), model_of((8, 256), (9,))
+    monkeypatch.setattr(torch, "compile", wrongly)
+    for model, made in zip(models, (None, compiling.compiler(True, torch.device("cpu"))),
+                           strict=True):
+        fill_gradients(model, 1)
+        optimizer.build("adamw8bit", model, 1e-2, BETAS, 0.1, made).step()
+    assert all(map(torch.equal, *models))
+    assert "adamw8bit runs uncompiled" in caplog.text
