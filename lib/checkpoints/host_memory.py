@@ -33,12 +33,13 @@ class HostMemory:
             self._pages = mmap.mmap(-1, max(end, 1))
         except OSError as error:
             raise NoHostMemoryError(f"host memory is refused: {error.strerror}") from error
+        self.tensors = {name: self._tensor(starts[name], *shapes[name]) for name in shapes}
+        for tensor in self.tensors.values():
+            # A page that is there is copied to at three times the speed. The driver would make
+            # those that are not by one thread, and keep others from mapping memory meanwhile.
+            tensor.zero_()
         if locked:
             self._lock(end)
-        self.tensors = {name: self._tensor(starts[name], *shapes[name]) for name in shapes}
-        if not locked:
-            for tensor in self.tensors.values():
-                tensor.zero_()  # a page that is there is copied to at three times the speed
 
     def _lock(self, size: int) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
