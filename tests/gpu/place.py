@@ -28,7 +28,7 @@ ROOT = hooks.ROOT
 FIGURES = "figures.json"
 _TAIL = 3000  # characters of what a stage printed that are told when it failed
 _REFUSED = re.compile(r"error: (unknown option .*|.*invalid choice.*|-b.*got 'auto')")
-_POLL_S = 0.05
+_POLL_S, _GONE_WITHIN_S = 0.05, 10.0
 
 
 class NotHere(Exception):
@@ -187,7 +187,10 @@ class Stage:
 
 
 def kill(pid: int) -> None:
-    """Kill a process, its session, and all that descend from it."""
+    """Kill a process, its session, and all that descend from it, and wait until they are gone.
+
+    Until then they hold memory of the GPU.
+    """
     found = list(tree(pid))
     with suppress(ProcessLookupError):
         if os.getpgid(pid) == pid:
@@ -195,3 +198,12 @@ def kill(pid: int) -> None:
     for each in found:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+    deadline = time.monotonic() + _GONE_WITHIN_S
+    while any(map(_lives, found)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _lives(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    return False

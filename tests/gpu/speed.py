@@ -8,6 +8,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -187,17 +188,25 @@ def attention(place: Place) -> None:
         works = {"sdpa cudnn": lambda sdpa=sdpa: sdpa(SDPBackend.CUDNN_ATTENTION),
                  "sdpa flash": lambda sdpa=sdpa: sdpa(SDPBackend.FLASH_ATTENTION),
                  "varlen FA2": varlen}
-        if find_spec("flash_attn_interface"):  # from here on it stays active: last of all
-            from torch.nn.attention import activate_flash_attention_impl
-
-            works["varlen FA3"] = lambda varlen=varlen: (
-                activate_flash_attention_impl("FA3"), varlen())
+        if find_spec("flash_attn_interface"):
+            works["varlen FA3"] = lambda varlen=varlen: with_fa3(varlen)
         for name, work in works.items():
             try:
                 reached = flops / median_s(place, work) / 1e12
             except Exception as error:  # a kernel that is not there is a figure too
                 reached = str(error).splitlines()[0][:200]
             place.note(**{f"{name}, {width} wide, TFLOP/s": reached})
+
+
+def with_fa3(work: Callable[[], None]) -> None:
+    """Do some work with FlashAttention 3 in the place of torch's own kernels."""
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    activate_flash_attention_impl("FA3")
+    try:
+        work()
+    finally:
+        restore_flash_attention_impl()
 
 
 def eight_ranks(place: Place) -> None:
