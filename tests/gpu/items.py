@@ -33,12 +33,13 @@ def _mfu(model: str, length: int, batch: int, compiled: str) -> Item:
 COMMANDS: dict[str, list[Item]] = {
     "correctness": [
         _named(runs.a_run, 90), _named(kernels.loss_head, 60), _named(kernels.varlen, 60),
-        _named(runs.resume, 150), _named(kernels.staging, 60), _named(runs.saves, 90),
+        _named(kernels.peaks, 60), _named(runs.resume, 150), _named(kernels.staging, 60),
+        _named(runs.saves, 90),
         _named(runs.host_syncs, 120), _named(runs.graphs, 120), _named(kernels.bad_steps, 60),
         _named(kernels.gradient_scale, 60), _named(runs.memory, 150), _named(runs.export, 90),
         _named(runs.out_of_memory, 60), _named(runs.recomputation, 120),
         _named(runs.documents_in_fp32, 60), _named(runs.watchdog, 90), _named(runs.launcher, 90),
-        _named(kernels.peaks, 60), _named(runs.half_precision, 90), _named(runs.offload, 90),
+        _named(runs.half_precision, 90), _named(runs.offload, 90),
         _named(several.collectives, 150, 2), _named(several.saving_threads, 120, 2),
         _named(several.late_rank, 120, 2)],
     "mfu": [

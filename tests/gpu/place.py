@@ -27,7 +27,8 @@ from tests.process_tree import tree
 ROOT = hooks.ROOT
 FIGURES = "figures.json"
 _TAIL = 3000  # characters of what a stage printed that are told when it failed
-_REFUSED = re.compile(r"error: (unknown option .*|.*invalid choice.*|-b.*got 'auto')")
+_UNKNOWN = re.compile(r"error: (unknown option .*|.*invalid choice.*|-b.*got 'auto')")
+_TOO_LARGE = re.compile(r"error: (this run does not fit.*)")
 _POLL_S, _GONE_WITHIN_S = 0.05, 10.0
 
 
@@ -165,12 +166,18 @@ class Stage:
             time.sleep(_POLL_S)
 
     def ended(self, expect: int | None = 0) -> Stage:
-        """Wait for the end and check the exit code; NotHere for an option this version lacks."""
+        """Wait for the end and check the exit code.
+
+        Raises NotHere for an option that this version lacks, and for a GPU that is too small.
+        """
         while (code := self._code()) is None:
             time.sleep(_POLL_S)
         printed = self.printed
-        if code and code != expect and (refused := _REFUSED.search(printed)):
-            raise NotHere(f"not in this version: {refused[1]}")
+        if code and code != expect:
+            if unknown := _UNKNOWN.search(printed):
+                raise NotHere(f"not in this version: {unknown[1]}")
+            if too_large := _TOO_LARGE.search(printed):
+                raise NotHere(too_large[1])
         assert expect is None or code == expect, \
             f"exit code {code}, expected {expect}:\n{printed[-_TAIL:]}"
         return self
