@@ -201,6 +201,10 @@ def require_model_files(experiment: Experiment, checkpoint: commit.Checkpoint) -
     wrong = [name for name, digest in digests.items()
              if not (experiment.model / name).is_file()
              or not hashing.matches(experiment.model / name, digest)]
+    if links := [path.name for path in experiment.model.iterdir() if path.is_symlink()]:
+        raise ArtifactError(f"{experiment.model} holds links, and what they lead to may be no part "
+                            "of the run", found=", ".join(sorted(links)),
+                            expected="the files that stage 04 has copied there")
     if wrong:
         raise ArtifactError(f"{experiment.model} is damaged",
                             found=f"missing or changed: {', '.join(wrong)}",

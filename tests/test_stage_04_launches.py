@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import StageRunner, kill_all
+from tests.conftest import StageRunner, kill_all, run_stage
 from tests.test_stage_04_stop import start
 from tests.training import SEQ_LENGTH, steps_saved
 
@@ -50,6 +50,29 @@ def test_a_launch_overwrites_refuses_and_stops_once(project: Path, stage: StageR
     run({}, "--overwrite", "--max-steps", 1)
     assert runs(project) == ["run", "run.replaced", "run.replaced"]
     assert steps_saved(project, "run") == [1]
+
+
+def ask_while_preparing(rank: int) -> None:
+    """Ask for the end before the run has begun, as a person may while text is tokenised."""
+    from lib.train import startup
+
+    prepare = startup.prepare_data
+
+    def asked(*arguments: object) -> object:
+        Path("outputs/run/stop").touch()
+        return prepare(*arguments)
+    startup.prepare_data = asked
+
+
+def test_a_stop_file_of_the_time_of_preparation_ends_the_launch(project: Path):
+    """And what others keep beside the files of the run stays."""
+    run_stage(SCRIPT, "-e", "run", *TRAIN, "--max-steps", 1, cwd=project)
+    (theirs := project / "outputs" / "run" / "notes.tmp-1").touch()
+    (left := theirs.with_name("state.json.tmp-1")).touch()
+    done = run_stage(SCRIPT, "-e", "run", *TRAIN, "--max-steps", 5, cwd=project, expect=75,
+                     before=f"{__name__}:ask_while_preparing")
+    assert "stopped by the stop file after step 2" in done.stdout + done.stderr
+    assert theirs.exists() and not left.exists()
 
 
 def test_a_launch_of_resume_never_goes_on_when_it_is_started_again(project: Path,

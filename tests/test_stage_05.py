@@ -143,6 +143,10 @@ def test_bad_input_is_refused_in_words(project: Path):
     refused("-e", "moved", code=3, says="other content than when it was written")
     (project / "outputs" / "moved" / "model" / "tokenizer.json").write_text("{}")
     refused("-e", "moved", code=3, says="missing or changed: tokenizer.json")
+    (link := project / "outputs" / "moved" / "model" / "chat_template.jinja").symlink_to(
+        project / "raw_text" / "document_000.txt")
+    refused("-e", "moved", code=3, says="holds links")
+    link.unlink()
     payload.write_bytes(content[:-1])
     refused("-e", "moved", code=3, says="-e moved --step 4")
     payload.unlink()

@@ -80,11 +80,15 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def remove_temporary(directory: Path) -> None:
-    """Delete the temporary files that `write_text` of a killed process has left in a directory."""
-    for path in directory.glob("*.tmp-*"):
-        if _TEMPORARY.fullmatch(path.name) and path.is_file():
-            path.unlink()
+def remove_temporary(directory: Path, names: Iterable[str] = ("*",)) -> None:
+    """Delete the temporary files that `write_text` of a killed process has left in a directory.
+
+    names: globs of the files it wrote, where others may write to that directory as well.
+    """
+    for name in names:
+        for path in directory.glob(f"{name}.tmp-*"):
+            if _TEMPORARY.fullmatch(path.name) and path.is_file():
+                path.unlink()
 
 
 def read(directory: Path, kind: str, what: str, run: str = "", hint: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lib.checkpoints.collective import gather, on_rank_0
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.local import LocalTier
 from lib.checkpoints.tier import Tier
-from lib.core import failure, hashing, log, manifest, units
+from lib.core import failure, hashing, log, manifest, stamps, units
 from lib.core.errors import EXIT_BUG, UsageError
 from lib.core.lease import Lease
 from lib.core.options import Options, resolved
@@ -208,13 +208,15 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
             leases.pop().release()
             _set_aside(experiment)
             leases.append(_lease(experiment))
-        if not launch.has_begun and experiment.stop_file.exists():
+        old = inputs.stop_request  # one that has come since is meant for this launch
+        if not launch.has_begun and old and old == stamps.of(old):
             log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
             experiment.stop_file.unlink(missing_ok=True)
         start = f"{time.time_ns():x}"
         journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, start,
                        read_config(experiment).get("run", start), launch.marks)
-        manifest.remove_temporary(experiment.root)
+        manifest.remove_temporary(experiment.root, [path.name for path in (
+            experiment.config, experiment.state, experiment.metrics)])
         _copy_model_files(inputs.model_dir, experiment.model, opts.trust_remote_code)
         model_files.require_same(inputs)
         if left := commit.clean(experiment.checkpoints):

@@ -39,7 +39,8 @@ class Inputs:
 
     begun: what the run that has left checkpoints here was begun with; empty when there is none.
     named: the checkpoint that --resume names. scratch: the first weights are drawn from the seed.
-    model_stamps: of the model's files, from before its fingerprint.
+    model_stamps: of the model's files, from before its fingerprint. stop_request: of the stop file
+    that lay there when this launch began.
     """
 
     model_dir: Path
@@ -50,6 +51,7 @@ class Inputs:
     scratch: bool
     shards: Shards | None = None
     model_stamps: stamps.Stamps = field(default_factory=dict)
+    stop_request: stamps.Stamps = field(default_factory=dict)
 
     def begun_with(self, option: str) -> Any:
         """Return the value of an option that the run was begun with, or None."""
@@ -91,6 +93,7 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
     made: the model of --model-size. Without it and -m, a run that has begun keeps its model.
     Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
+    stop_request = stamps.of([experiment.stop_file] * experiment.stop_file.exists())
     problems, begun = Problems(), {} if opts.overwrite else earlier.read(experiment)
     problems.collect(lambda: streaming.check_options(opts))
     problems.collect(lambda: plans.check_options(opts))
@@ -116,7 +119,7 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
     opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
     plans.require_falling(opts, opts.lr)
     return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
-                  model_stamps)
+                  model_stamps, stop_request)
 
 
 def is_complete(opts: Options, experiment: Experiment, inputs: Inputs) -> bool:
