@@ -77,6 +77,15 @@ runpy.run_path("{ROOT}/benchmarks/gpu.py", run_name="__main__")
 """
 
 
+WITHOUT = """
+from importlib.machinery import PathFinder
+LACKING = {"datasets", "pyarrow", "orjson", "gigatoken", "tensorboard", "matplotlib"}
+found = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *where:
+    None if name.partition(".")[0] in LACKING else found(name, *where))
+"""
+
+
 def odd_items() -> None:
     """Put items that end in every way into the place of those that measure."""
     def fails(place: Place) -> None:
@@ -123,6 +132,18 @@ def test_what_there_is_no_time_for_is_told(small_kit: Path, tmp_path: Path) -> N
     run_stage("benchmarks/gpu.py", "mfu", "--rehearse", "--kit", small_kit, "--out", tmp_path,
               "--deadline", 5, cwd=tmp_path)
     assert {result["outcome"] for result in results(tmp_path, "mfu").values()} == {"no time"}
+
+
+@pytest.mark.slow
+def test_a_prepared_store_is_enough_for_an_image_without_these_packages(small_kit: Path,
+                                                                       tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    done = subprocess.run([sys.executable, ROOT / "benchmarks/gpu.py", "correctness", "--rehearse",
+                           "--kit", small_kit, "--out", tmp_path, "--only", "a_run,export"],
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed") == 2
 
 
 def test_a_kit_that_is_not_there_is_told(tmp_path: Path) -> None:
