@@ -73,9 +73,10 @@ class LossHead:
         if self._labels is None:
             return self._logits(hidden)
         head = self._head
+        # Told here: within a Function the weight says that it requires a gradient all the same.
+        gradient = self._gradient if torch.is_grad_enabled() else None
         return _ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, head.bias,
-                                  self._labels.flatten(), self._scale, self._at_once,
-                                  self._gradient)
+                                  self._labels.flatten(), self._scale, self._at_once, gradient)
 
     def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float,
                  ) -> Tensor:
@@ -97,13 +98,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
-                scale: float, at_once: int, gradient_of: Callable[..., tuple[Tensor, Tensor]],
-                ) -> Tensor:
-        """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N]."""
+                scale: float, at_once: int,
+                gradient_of: Callable[..., tuple[Tensor, Tensor]] | None) -> Tensor:
+        """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N].
+
+        gradient_of: None where no gradient is wanted.
+        """
         # Chunks as alike as can be: for another size the gradient would be compiled once more.
         rows = max(_FEWEST_ROWS, -(-len(labels) // -(-len(labels) * len(weight) // at_once)))
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with_gradients = any(ctx.needs_input_grad)
+        with_gradients = gradient_of is not None and any(ctx.needs_input_grad)
         of_hidden = torch.empty_like(hidden) if with_gradients else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) \
             if with_gradients and rows < len(labels) else None

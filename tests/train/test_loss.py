@@ -57,6 +57,17 @@ def test_chunks_give_the_loss_and_the_gradients(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take two thirds of the products, and memory for a sum in float32."""
+    made: list[str] = []
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+    assert "in the output layer" in loss.chunk(model, HERE)
+    monkeypatch.setattr(model.lm_head.forward, "_gradient", lambda *_: made.append("gradient"))
+    with torch.no_grad():
+        assert loss.token_loss_sum(model, batch()) > 0
+    assert not made
+
+
 def test_half_precision_sums_in_float32() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(2000, 16).bfloat16(), torch.randn(300, 16).bfloat16()
