@@ -62,10 +62,11 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
     if startup.is_complete(opts, experiment, inputs):
         return
 
-    from lib.train import distributed, dry_run, memory_fit, model_files
+    from lib.train import batch_size, distributed, dry_run, memory_fit, model_files
 
     distributed.settle_allocator()
     setting = startup.check(opts, experiment, inputs)
+    batch_size.settle(opts, setting)
 
     if opts.dry_run:
         dry_run.print_plan(opts, inputs, setting)
@@ -73,6 +74,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
         return
     if not opts.prepare_only:
         memory_fit.require(opts, inputs, setting)
+        batch_size.advise(opts, setting, has_begun=bool(inputs.begun))
         meeting = distributed.meet()
     model_files.require_whole(opts, inputs)
     data = startup.prepare_data(opts, inputs, setting)

@@ -109,3 +109,19 @@ def test_a_rank_whose_torchrun_is_gone_saves_and_ends(project: Path):
     assert "stopped by the end of its launcher" in said
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
     assert state["status"] == "preempted" and steps_saved(project, "run") == [state["step"]]
+
+
+def test_a_batch_that_is_left_open_is_chosen_once(project: Path) -> None:
+    command = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", "auto",
+               "--ckpt-freq", 1, "--eval-batches", 1)
+    first = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 1, cwd=project,
+                      ranks=2)
+    assert "--batch-size auto: 64 per process, 2,048 tokens in a pass" in first.stdout
+    commit = json.loads((project / "outputs/open/checkpoints/step_00000001/COMMIT.json")
+                        .read_text())
+    assert commit["identity"]["options"]["global_batch_size"] == 128
+    again = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 2, cwd=project)
+    assert "64 per process, 2,048 tokens in a pass, the largest that divides the 128 samples of " \
+        "a step over 1 rank" in again.stdout and "step 1 of 2" in again.stdout
+    done = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 2, cwd=project)
+    assert "already done" in done.stdout

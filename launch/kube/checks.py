@@ -84,8 +84,8 @@ def fewer_nodes(opts: Options, train: Options, ranks: int, problems: Problems) -
     """
     from lib.train import plan
 
-    batch = plan.divide(train, 0, opts.nodes * ranks).global_batch
-    per_node = train.batch_size * ranks
+    division = plan.divide(train, 0, opts.nodes * ranks)
+    batch, per_node = division.global_batch, division.micro_batch * ranks
     unfit = [nodes for nodes in range(opts.min_nodes, opts.nodes) if batch % (nodes * per_node)]
     if unfit:
         least = math.lcm(*(nodes * per_node for nodes in range(opts.min_nodes, opts.nodes + 1)))

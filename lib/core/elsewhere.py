@@ -57,7 +57,7 @@ ROWS = (
     # Length and batch.
     Row("--num-epochs", "--num-epochs N", "num_train_epochs", "", "", "epochs"),
     Row("--max-steps", "--max-steps N", "", "", "training.steps"),
-    Row("--batch-size", "--batch-size N (per process)", "per_device_train_batch_size",
+    Row("--batch-size", "--batch-size N (per process), or auto", "per_device_train_batch_size",
         "micro_batch_size", "training.local_batch_size training.batch_size", "train_batch_size"),
     Row("--global-batch-size", "--global-batch-size N (samples per step, all ranks)", "",
         "", "training.global_batch_size"),

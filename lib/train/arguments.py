@@ -94,8 +94,10 @@ def _length(parser: Parser) -> None:
                        help="passes over the data (default: 1 without --max-steps)")
     group.add_argument("--max-steps", type=options.positive_int, metavar="N",
                        help="optimizer steps at most (default: no limit)")
-    group.add_argument("-b", "--batch-size", type=options.positive_int, default=1, metavar="N",
-                       help="samples per process in one pass")
+    group.add_argument("-b", "--batch-size", type=_auto_or_count, default=1,
+                       metavar="N|auto",
+                       help="samples per process in one pass; auto: as many as fit by the memory "
+                            "plan, up to where more are hardly faster")
     group.add_argument("--global-batch-size", type=options.positive_int, metavar="N",
                        help="samples per step over all ranks, instead of --grad-accum-steps "
                             "(default: --batch-size × ranks)")
@@ -106,6 +108,10 @@ def _length(parser: Parser) -> None:
     group.add_argument("--packing", choices=("concat", "documents"), default="concat",
                        help="concat: windows across documents; documents: whole documents that "
                             "do not see each other, with padding")
+
+
+def _auto_or_count(text: str) -> int | str:
+    return "auto" if text.lower() == "auto" else options.positive_int(text)
 
 
 def _optimizer(parser: Parser) -> None:

@@ -27,6 +27,7 @@ from lib.models.initialise import initialise
 from lib.models.weights import load_pretrained
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.train import (
+    batch_size,
     blocks,
     checks,
     compiling,
@@ -77,14 +78,14 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
           data: Data, meeting: Meeting | None = None) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
-    meeting: see distributed.meet. All ranks must call this. Raises UsageError when the directory
-    holds another run or the ranks were not started alike, ArtifactError when it has checkpoints and
-    none is valid.
+    meeting: see distributed.meet. All ranks must call this. Raises UsageError for another run in
+    the directory, or ranks not started alike; ArtifactError when none of its checkpoints is valid.
     """
     estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
     if opts.deterministic:
         determinism.require()
     world = distributed.start(opts.shard_size, meeting, watchdog.longest(opts.watchdog_minutes))
+    batch_size.agree(opts, setting, world)
     launch = launches.join(opts, experiment, world)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  data.samples, world.rank)

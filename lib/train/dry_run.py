@@ -10,7 +10,7 @@ from lib.core import log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.tokens import encode, packing, store
-from lib.train import checks, flops, goodput, memory_plan, outlook, startup, streaming
+from lib.train import batch_size, checks, flops, goodput, memory_plan, outlook, startup, streaming
 from lib.train import plan as plans
 from lib.train.outlook import Hardware
 from lib.train.plan import Plan
@@ -29,11 +29,12 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
                "weights": startup.weights_of(opts, inputs), "dataset": startup.dataset_of(inputs),
                "precision": f"float32 masters, {setting.precision} compute", **_ranks(opts)})
     data, samples = _data(opts, inputs, setting)
-    for ranks in opts.plan_gpus or [plans.launched_size()]:
+    asked = batch_size.planned(opts, setting) or {plans.launched_size(): opts}
+    for ranks, given in asked.items():
         if opts.plan_gpus:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
-        plan = problems.collect(lambda ranks=ranks: startup.make_plan(
-            opts, inputs, setting.seq_length, setting.precision, samples, ranks=ranks))
+        plan = problems.collect(lambda ranks=ranks, given=given: startup.make_plan(
+            given, inputs, setting.seq_length, setting.precision, samples, ranks=ranks))
         if plan is None:
             log.info("  not possible: the error at the end says why")
             continue
@@ -42,7 +43,7 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
                 opts, plan.total_steps, has_begun=bool(inputs.begun)))
         _tell(opts, plan, data, work, _hardware(opts, setting, ranks))
     if opts.plan_gpus:
-        _plan_memory(opts, setting)
+        _plan_memory(opts, setting, asked)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
 
@@ -106,10 +107,10 @@ def _hardware(opts: Options, setting: Setting, ranks: int) -> Hardware:
     return Hardware(ranks, peak, where, "GPU" if on_gpu else "rank")
 
 
-def _plan_memory(opts: Options, setting: Setting) -> None:
+def _plan_memory(opts: Options, setting: Setting, asked: dict[int, Options]) -> None:
     """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
     try:
-        memory_plan.tell(opts, setting)
+        memory_plan.tell(opts, setting, asked)
     except UsageError:
         raise
     except Exception as error:  # the rest of the plan is worth having

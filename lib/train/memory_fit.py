@@ -40,8 +40,10 @@ def require(opts: Options, inputs: Inputs, setting: Setting) -> None:
 
 def warn(opts: Options, inputs: Inputs, setting: Setting) -> None:
     """Say in a dry run that the run itself would be refused on this machine."""
+    if opts.plan_gpus:
+        return
     fit = Fit.of(opts, setting)
-    if not opts.plan_gpus and (needed := fit.excess()):
+    if needed := fit.excess():
         error = fit.refusal(opts, needed, has_begun=bool(inputs.begun))
         log.warn("on this machine, " + error.render().removeprefix("error: "))
 

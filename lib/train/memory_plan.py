@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -92,8 +92,11 @@ class Estimates:
         return sum(-(-shape[0] // case.shard_size) * math.prod(shape[1:]) for shape in self._sizes)
 
 
-def tell(opts: Options, setting: Setting) -> None:
-    """Print what each of --plan-gpus would need, what fits, and the nearest that does."""
+def tell(opts: Options, setting: Setting, asked: Mapping[int, Options]) -> None:
+    """Print what each of --plan-gpus would need, what fits, and the nearest that does.
+
+    asked: the options for so many GPUs.
+    """
     usable = opts.plan_gpu_memory * USABLE
     log.info(f"memory per GPU, traced row by row: {setting.seq_length:,} tokens per sample, "
              f"{setting.precision}{', traced as bf16' * (setting.precision == 'fp8')}; usable are "
@@ -106,8 +109,8 @@ def tell(opts: Options, setting: Setting) -> None:
     with Progress("tracing steps", None, " traces", shown) as progress:
         estimates = Estimates(setting.model, progress)
         for ranks in opts.plan_gpus:
-            _table(case_of(opts, setting, ranks, True, opts.plan_gpu_memory * _GIB), estimates,
-                   usable)
+            case = case_of(asked[ranks], setting, ranks, True, opts.plan_gpu_memory * _GIB)
+            _table(case, estimates, usable)
 
 
 def _table(asked: Case, estimates: Estimates, usable: float) -> None:

@@ -14,6 +14,7 @@ from lib.tokens.order import Division
 from lib.train import schedule
 from lib.train.schedule import Schedule
 
+AUTO = "auto"  # --batch-size, until a number stands in its place
 LR_FROM_SCRATCH, LR = 3e-4, 3e-5  # defaults
 # Options that change the result; a run that resumes must be given the same.
 _DECISIVE = ("seed", "lr", "min_lr", "warmup_steps", "lr_scheduler", "weight_decay", "beta1",
@@ -98,16 +99,29 @@ def launched_size() -> int:
 
 
 def divide(options: Options, rank: int, ranks: int) -> Division:
-    """Return how a global batch is divided; UsageError when it cannot be."""
+    """Return how a global batch is divided; UsageError when it cannot be.
+
+    A batch size that is still open counts as 1, which divides what any other does.
+    """
+    batch = 1 if options.batch_size == AUTO else options.batch_size
     if options.global_batch_size is None:
-        return Division(options.batch_size, options.grad_accum_steps or 1, rank, ranks)
-    per_pass = options.batch_size * ranks
+        return Division(batch, options.grad_accum_steps or 1, rank, ranks)
+    per_pass = batch * ranks
     accumulation, rest = divmod(options.global_batch_size, per_pass)
     if rest or not accumulation:
         raise UsageError(f"--global-batch-size {options.global_batch_size} cannot be divided",
-                         expected=f"a multiple of {per_pass} = {options.batch_size} per process "
+                         expected=f"a multiple of {per_pass} = {batch} per process "
                                   f"(--batch-size) × {ranks} ranks")
-    return Division(options.batch_size, accumulation, rank, ranks)
+    return Division(batch, accumulation, rank, ranks)
+
+
+def remember_batch(options: Options, begun_with: int | None) -> None:
+    """Let a run that goes on with `--batch-size auto` keep the samples per step it has, if known.
+
+    The memory of another machine, or a new estimate, would choose others.
+    """
+    if options.batch_size == AUTO and options.global_batch_size is None and begun_with:
+        options.global_batch_size, options.grad_accum_steps = begun_with, None
 
 
 def _epochs(options: Options) -> int | None:

@@ -11,6 +11,7 @@ from lib.core import commands, log
 from lib.core.errors import Problems
 from lib.core.options import Options
 from lib.models import float8
+from lib.train.plan import AUTO
 from lib.train.sharding import COMPUTE_DTYPES
 
 _WIDTH, _TRIES = 256, 3  # of the products that are timed
@@ -61,7 +62,7 @@ def require_float8(opts: Options, seq_length: int) -> None:
     elif opts.compile is False:
         problems.add("--precision fp8 without --compile is slower than bf16: each cast would be "
                      "several passes over memory", run=commands.again("--compile", "on"))
-    if (tokens := opts.batch_size * seq_length) % float8.MULTIPLE:
+    if opts.batch_size != AUTO and (tokens := opts.batch_size * seq_length) % float8.MULTIPLE:
         problems.add(f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",
                      found=f"{tokens:,} in a pass = {opts.batch_size} per process (--batch-size) × "
                            f"{seq_length:,} (--seq-length)")

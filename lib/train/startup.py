@@ -75,12 +75,13 @@ class Data:
 class Setting:
     """What the model and the hardware decide where the options are silent.
 
-    model: on the meta device, not yet sharded.
+    model: on the meta device, not yet sharded. auto_batch: --batch-size was auto.
     """
 
     model: PreTrainedModel
     seq_length: int
     precision: str
+    auto_batch: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -114,6 +115,9 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(streaming.identity(opts, shards) if shards
                        else {"dataset": mixture.fingerprint(corpora)})}
+    whole = begun or (named.commit() if named else {})
+    plans.remember_batch(opts, whole.get("identity", {}).get("options", {})
+                         .get("global_batch_size"))
     scratch = from_scratch.is_meant(opts, model_dir, bool(begun or named))
     opts.lr = (plans.LR_FROM_SCRATCH if scratch else plans.LR) if opts.lr is None else opts.lr
     opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
@@ -170,7 +174,7 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
         earlier.require_free_name(opts, experiment, inputs.begun, plans.identity(
             opts, inputs.fingerprints, seq_length, compute, batch))
         _require_writable(experiment.root)
-    return Setting(model, seq_length, compute)
+    return Setting(model, seq_length, compute, opts.batch_size == plans.AUTO)
 
 
 def _require_writable(directory: Path) -> None:

@@ -249,7 +249,7 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
     monkeypatch.setattr(memory_plan.log, "info", lines.append)
     given = Namespace(**OPTIONS | {"plan_gpus": [8], "plan_gpu_memory": usable_gib / 0.9,
                                    "compile": False, "no_progress": False} | options)
-    memory_plan.tell(given, Setting(on_meta(), 1024, "fp32"))
+    memory_plan.tell(given, Setting(on_meta(), 1024, "fp32"), {8: given})
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
 

@@ -1,0 +1,122 @@
+"""Which batch --batch-size auto takes, and what is said of one that is small."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from lib.core.errors import UsageError
+from lib.train import batch_size, memory, plan
+from lib.train.startup import Setting
+from tests.train.test_memory_fit import MIB, Known
+from tests.train.test_memory_plan import OPTIONS, on_meta
+
+STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what is told, the last of it last."""
+    lines: list[str] = []
+    monkeypatch.setattr(batch_size.log, "info", lines.append)
+    monkeypatch.setattr(batch_size.log, "warn", lines.append)
+    monkeypatch.setattr(batch_size, "Estimates", Known)
+    monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
+    return lines
+
+
+def here(monkeypatch: pytest.MonkeyPatch, samples: float, *, gpu: bool = False, ranks: int = 1,
+         ) -> None:
+    """Let each rank have room for so many samples of 1,024 tokens beside its states."""
+    room = round((STATES_MIB / ranks + 8 * samples) * MIB / 0.9) + 1000
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(memory, "room", lambda device: room)
+    monkeypatch.setattr(memory, "total", lambda device: room)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+
+
+def chosen(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> int:
+    opts = Namespace(**{**OPTIONS, "batch_size": "auto", "plan_gpus": None, **changes})
+    batch_size.settle(opts, Setting(on_meta(), seq_length, precision))
+    return opts.batch_size
+
+
+def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    here(monkeypatch, 12, gpu=True)
+    assert chosen() == 8 and "8,192 tokens in a pass, the largest that fits" in said[-1]
+    assert chosen(batch_size=3) == 3
+    here(monkeypatch, 0, gpu=True)
+    assert chosen() == 1  # memory_fit refuses it, with what would fit
+    here(monkeypatch, 1000, gpu=True)
+    assert chosen() == 32 and chosen(seq_length=65536) == 1
+    assert "no more than 32,768 tokens, from which on more are hardly faster" in said[-1]
+    here(monkeypatch, 1000)
+    assert chosen() == 2 and chosen(seq_length=32) == 64
+
+
+def test_samples_of_a_step_are_divided_evenly(monkeypatch: pytest.MonkeyPatch, said: list[str],
+                                              ) -> None:
+    here(monkeypatch, 12, gpu=True, ranks=2)
+    for whole, batch in ((12, 6), (14, 7), (22, 11), (26, 1), (36, 9), (2, 1)):
+        assert chosen(global_batch_size=whole) == batch
+    assert "all that a rank has of a step" in said[-1]
+    assert any("divides the 36 samples of a step over 2 ranks and fits in" in line for line in said)
+    with pytest.raises(UsageError, match="--global-batch-size 13 cannot be divided"):
+        chosen(global_batch_size=13)
+    assert chosen(global_batch_size=32, precision="fp8", seq_length=1000) == 8
+    with pytest.raises(UsageError, match="no --batch-size has tokens in multiples of 16"):
+        chosen(global_batch_size=6, precision="fp8", seq_length=1000)
+
+
+def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, 12, gpu=True)
+    monkeypatch.setattr(batch_size, "Estimates", lambda model: 1 / 0)
+    assert chosen() == 1
+
+
+def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(monkeypatch, 0)
+    gib = (STATES_MIB + 8 * 7.5) / 1024 / 0.9 + 1e-6
+    opts = Namespace(**{**OPTIONS, "batch_size": "auto", "plan_gpus": [1, 64],
+                        "plan_gpu_memory": gib})
+    setting = Setting(on_meta(), 1024, "fp32", auto_batch=True)
+    assert chosen(plan_gpus=[1, 64]) == "auto"
+    asked = batch_size.planned(opts, setting)
+    assert asked[1].batch_size == 4 and asked[64].batch_size == 8 and opts.batch_size == "auto"
+    opts.batch_size = 3
+    assert [each.batch_size for each in batch_size.planned(opts, setting).values()] == [3, 3]
+
+
+def test_what_a_run_was_begun_with_is_kept() -> None:
+    for given, begun_with, then in (
+            ({}, 64, (64, None)), ({"grad_accum_steps": 2}, 64, (64, None)),
+            ({}, None, (None, None)), ({"global_batch_size": 32}, 64, (32, None)),
+            ({"batch_size": 4}, 64, (None, None))):
+        opts = Namespace(**{**OPTIONS, "batch_size": "auto", **given})
+        plan.remember_batch(opts, begun_with)
+        assert (opts.global_batch_size, opts.grad_accum_steps) == then
+
+
+def test_too_few_tokens_are_told_with_what_fits(monkeypatch: pytest.MonkeyPatch, said: list[str],
+                                                ) -> None:
+    def advised(has_begun: bool = False, auto: bool = False, **changes: Any) -> str:
+        said.clear()
+        opts = Namespace(**{**OPTIONS, "plan_gpus": None, "batch_size": 1, **changes})
+        batch_size.advise(opts, Setting(on_meta(), 1024, "fp32", auto), has_begun)
+        return "".join(said)
+
+    here(monkeypatch, 12, gpu=True)
+    assert "1,024 tokens in a pass" in advised() and "--batch-size 8 fits" in advised()
+    assert "makes a step of 8 samples instead of 1" in advised()
+    assert "--batch-size 6 fits" in advised(global_batch_size=6)
+    assert "(6,144 tokens) with --global-batch-size 6" in advised(grad_accum_steps=6)
+    assert not advised(has_begun=True) and not advised(auto=True) and not advised(batch_size=8)
+    here(monkeypatch, 1, gpu=True)
+    assert not advised()
+    here(monkeypatch, 12)
+    assert not advised()
