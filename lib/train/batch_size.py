@@ -7,11 +7,8 @@ what fits by the memory plan, up to as many tokens as keep a device busy.
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import torch
 
@@ -39,7 +36,7 @@ def settle(opts: Options, setting: Setting) -> None:
     if opts.batch_size != plan.AUTO or opts.plan_gpus:
         return
     on_gpu, device = _device()
-    opts.batch_size, why = _apart(opts, setting, plan.launched_size(), on_gpu,
+    opts.batch_size, why = memory_plan.apart(_chosen, opts, setting, plan.launched_size(), on_gpu,
                                    memory.total(device), memory.room(device))
     if log.rank() == 0:
         log.info(why)
@@ -59,7 +56,8 @@ def planned(opts: Options, setting: Setting) -> dict[int, Options]:
         asked[ranks] = copy.copy(opts)
         if opts.batch_size == plan.AUTO:
             has = opts.plan_gpu_memory * _GIB
-            asked[ranks].batch_size, why = _apart(opts, setting, ranks, True, has, has)
+            asked[ranks].batch_size, why = memory_plan.apart(_chosen, opts, setting, ranks, True,
+                                                             has, has)
             log.info(f"on {units.counted(ranks, 'GPU')}, {why}")
     return asked
 
@@ -74,7 +72,8 @@ def advise(opts: Options, setting: Setting, has_begun: bool) -> None:
     whole = plan.divide(opts, 0, ranks).global_batch
     if has_begun or opts.global_batch_size or opts.grad_accum_steps:  # steps keep their samples
         kept.global_batch_size, kept.grad_accum_steps = whole, None
-    batch, _ = _apart(kept, setting, ranks, on_gpu, memory.total(device), memory.room(device))
+    batch, _ = memory_plan.apart(_chosen, kept, setting, ranks, on_gpu, memory.total(device),
+                                 memory.room(device))
     if batch > opts.batch_size:
         step = f" with --global-batch-size {whole}" if kept.global_batch_size else \
             f", and makes a step of {batch * ranks} samples instead of {whole}"
@@ -87,17 +86,6 @@ def _device() -> tuple[bool, torch.device]:
     on_gpu, local_rank = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
     return on_gpu, torch.device("cuda", local_rank % torch.cuda.device_count()) if on_gpu \
         else torch.device("cpu")
-
-
-def _apart(*what: Any) -> tuple[int, str]:
-    """Return what `_chosen` does, worked out by a process of its own.
-
-    A trace is of rank 0 of a group that is none, and torch remembers shards by meshes, which are
-    equal whichever rank asks: here, others would take rank 0's for theirs.
-    """
-    kind = "spawn" if torch.cuda.is_initialized() else "fork"
-    with ProcessPoolExecutor(1, multiprocessing.get_context(kind)) as apart:
-        return apart.submit(_chosen, *what).result()
 
 
 def _chosen(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: float, room: float,

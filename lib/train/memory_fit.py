@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
@@ -85,7 +86,7 @@ class Fit:
         if on_device + gathered + _DOUBT * kept <= USABLE * self.room:
             return {}
         try:
-            traced = self._traced(self.case)
+            traced = memory_plan.apart(_trace, self.setting.model, self.case)
         except Exception as error:  # a family that cannot be traced may fit all the same
             log.info(f"memory could not be estimated: {type(error).__name__}")
             return {}
@@ -160,3 +161,7 @@ class Fit:
     def _traced(self, case: Case) -> Step:
         self.estimates = self.estimates or Estimates(self.setting.model)
         return self.estimates.step(case)
+
+
+def _trace(model: PreTrainedModel, case: Case) -> Step:
+    return Estimates(model).step(case)

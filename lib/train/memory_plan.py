@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import multiprocessing
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from lib.core import log, units
@@ -27,6 +30,8 @@ USABLE = 0.9  # the rest: CUDA context, NCCL buffers, fragments
 _SHORT = 4  # blocks that stand for any number of them
 _GIB = 1 << 30
 
+Result = TypeVar("Result")
+
 
 def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: float) -> Case:
     """Return what decides the memory of a run on `ranks` devices that have so many bytes each."""
@@ -39,6 +44,17 @@ def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: floa
                 not offload and sharding.may_stay_gathered(setting.model, has),
                 by_mask and opts.packing == "documents", optimizer=opts.optimizer,
                 on_gpu=on_gpu)
+
+
+def apart(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Return what a function returns that traces, worked out by a process of its own.
+
+    A trace is of rank 0 of a group that is none, and torch remembers shards by meshes, which are
+    equal whichever rank asks: in a process that trains, others would take rank 0's for theirs.
+    """
+    kind = "spawn" if torch.cuda.is_initialized() else "fork"
+    with ProcessPoolExecutor(1, multiprocessing.get_context(kind)) as process:
+        return process.submit(function, *arguments).result()
 
 
 class Estimates:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,16 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
     error = refused(monkeypatch, (states + 2.1) / 0.9, grad_accum_steps=4)
     assert error and error.run.endswith("--global-batch-size 8")
     assert not warned
+
+
+def test_a_run_that_goes_on_was_traced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, the shards of a trace's rank 0 would be remembered as those of each rank."""
+    warned, here = [], os.getpid()
+    monkeypatch.setattr(memory_fit.log, "warn", warned.append)
+    monkeypatch.setattr(Known, "step", lambda known, case, step=Known.step: step(
+        known, replace(case, batch=case.batch if os.getpid() != here else 1000 * case.batch)))
+    need = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB + 2 * 8
+    assert refused(monkeypatch, need / 0.95) is None and warned
 
 
 def test_states_alone_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
