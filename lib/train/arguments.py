@@ -146,9 +146,9 @@ def _optimizer(parser: Parser) -> None:
     group.add_argument("--precision", "--mixed-precision", choices=_PRECISIONS,
                        type=options.dtype(*_PRECISIONS),
                        help="compute dtype; masters are float32; bfloat16, float16 and float32 "
-                            "mean the same (default: bf16 where the hardware has it, else fp32); "
-                            "fp8: as bf16, but the products of the blocks' linears in 8 bits, on "
-                            "a GPU of the Ada generation or newer")
+                            "mean the same; fp8: as bf16, but the products of the blocks' linears "
+                            "in 8 bits, on a GPU of the Ada generation or newer (default: bf16 "
+                            "where the hardware has it, else fp32)")
     group.add_argument("--fp8-recipe", choices=("tensorwise", "rowwise"), default="tensorwise",
                        help="with --precision fp8: a scale for each tensor, which is fastest, or "
                             "for each of its rows, which rounds less")

@@ -95,4 +95,5 @@ def test_a_model_that_changes_while_it_is_read_is_not_trained(model_dir: Path, m
     inputs = of(model_dir)
     monkeypatch.setattr(begin, "load_pretrained", disturbed)
     with pytest.raises(UsageError, match="was replaced or changed while the run started"):
-        begin._first_weights(SimpleNamespace(seed=0), inputs, torch.nn.Linear(1, 1))
+        begin._first_weights(SimpleNamespace(seed=0), inputs, torch.nn.Linear(1, 1),
+                             SimpleNamespace(rank=0))
