@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from launch.kube import causes, cluster_state, cures, job, render
@@ -17,6 +19,7 @@ from lib.core.errors import EXIT_BUG, Problems, StageError
 
 _LONGEST_BACKOFF_S = 600.0
 _MOST_SILENT_POLLS = 20  # of a cluster that does not answer while the job runs
+_LAST_LINES_S = 10.0  # of a job that is complete
 _STOP_TIMEOUT_S = 420.0  # above the grace in which pods save
 # They keep a pod from running for good, or until somebody acts: no need to wait for the operator.
 _STUCK = {"image missing", "image forbidden", "missing token", "missing secret", "wrong image",
@@ -217,6 +220,10 @@ class _Watch:
             self._told = state.words
             log.info(f"{name}: {state.words}")
         if state.state == SUCCEEDED:
+            self._follow_log(pods, ("Running", "Succeeded"))  # all of it, if it was that quick
+            if self._log is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    self._log.wait(_LAST_LINES_S)
             return True, None
         cause = None
         if state.state == FAILED or not self._runs(pods):
@@ -249,9 +256,9 @@ class _Watch:
             raise error
         log.warn(f"the cluster does not answer: {error.text.strip().splitlines()[-1]}")
 
-    def _follow_log(self, pods: list[causes.Pod]) -> None:
+    def _follow_log(self, pods: list[causes.Pod], phases: Collection[str] = ("Running",)) -> None:
         """Show what the first node prints, once it runs and again when it starts anew."""
-        head = next((p for p in pods[:1] if p.get("status", {}).get("phase") == "Running"), None)
+        head = next((p for p in pods[:1] if p.get("status", {}).get("phase") in phases), None)
         if not self._monitor or head is None:
             return
         uid = head["metadata"].get("uid", head["metadata"]["name"])
