@@ -111,6 +111,7 @@ def test_a_rank_whose_torchrun_is_gone_saves_and_ends(project: Path):
     assert state["status"] == "preempted" and steps_saved(project, "run") == [state["step"]]
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_left_open_is_chosen_once(project: Path) -> None:
     command = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32", "-b", "auto",
                "--ckpt-freq", 1, "--eval-batches", 1)

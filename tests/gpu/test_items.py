@@ -16,11 +16,9 @@ from tests.gpu import items, kit, machine
 from tests.gpu.items import Item
 from tests.gpu.place import Place
 
-QUICK = ("loss_head", "varlen", "staging", "bad_steps", "gradient_scale")
 ALL = [(command, item.name) for command, found in items.COMMANDS.items() for item in found]
 # The settings of speed.mfu differ on a GPU alone.
-REHEARSED = [pytest.param(command, name, id=name, marks=[] if name in QUICK else pytest.mark.slow)
-             for command, name in ALL
+REHEARSED = [pytest.param(command, name, id=name) for command, name in ALL
              if "_compile_" not in name or name.endswith("8b-wide_2x8192_compile_off")]
 
 
@@ -43,6 +41,7 @@ def results(out: Path, command: str) -> dict[str, dict]:
             map(json.loads, (out / f"{command}.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "name"), REHEARSED)
 def test_each_runs_on_a_cpu(small_kit: Path, tmp_path: Path, command: str, name: str) -> None:
     run_stage("benchmarks/gpu.py", command, "--rehearse", "--kit", small_kit, "--out", tmp_path,

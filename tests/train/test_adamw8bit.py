@@ -151,7 +151,8 @@ def test_nothing_overflows() -> None:
         assert adamw8bit._read(*list(adamw.state[model[0]].values())[1:3]).isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_two_graphs_update_all_parameters_alike(backend: str, monkeypatch: pytest.MonkeyPatch,
                                                 ) -> None:
     """One for matrices, one for vectors, while the learning rate changes in each step."""
