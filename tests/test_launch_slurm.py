@@ -342,7 +342,7 @@ def test_lost_node_requeued_resumed(cluster: SlurmCluster, project: Path,
     """The node of the batch script, or another: the third one takes its place."""
     job = cluster.submit("-N", 2, BATCH, *RUN, "--ckpt-freq", 10, cwd=project)
     saved = project / "outputs" / "exp" / "checkpoints"
-    wait_until(lambda: list(saved.glob("step_*/COMMIT.json")), "a checkpoint")
+    wait_until(lambda: list(saved.glob("step_????????/COMMIT.json")), "a checkpoint")
     send(ranks := trainers(project), signal.SIGSTOP)
     try:
         assert cluster.facts(job)["NodeList"] == "n[1-2]"

@@ -232,7 +232,7 @@ def test_a_real_run_lives_and_dies(project: Path):
     root = project / "outputs" / "exp"
     try:
         deadline = time.monotonic() + 300
-        while not list(root.glob("checkpoints/step_*/COMMIT.json")):
+        while not list(root.glob("checkpoints/step_????????/COMMIT.json")):
             assert not training.poll() and time.monotonic() < deadline
             time.sleep(0.05)
         said = once(root)

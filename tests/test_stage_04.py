@@ -194,7 +194,7 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_stops(experiment: Path, t
     assert "set aside" in done.stdout
     assert "resumed from outputs/two/checkpoints/step_00000008" in done.stdout
     assert len(list((folder / "quarantine").iterdir())) == 1
-    for commit in folder.glob("step_*/COMMIT.json"):
+    for commit in folder.glob("step_????????/COMMIT.json"):
         commit.unlink()
     for _ in range(2):  # a launcher that tries again must not train from the start either
         refused(experiment, *one, "--max-steps", 30, code=3, says="no valid checkpoint")

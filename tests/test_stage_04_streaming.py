@@ -61,7 +61,7 @@ def refused(root: Path, *arguments: object, code: int, says: str, **how: object)
 def until_saved(launch: Launch, experiment: Path) -> None:
     """Wait for the first checkpoint of a run."""
     deadline = time.monotonic() + 200
-    while not list(experiment.glob("checkpoints/step_*/COMMIT.json")):
+    while not list(experiment.glob("checkpoints/step_????????/COMMIT.json")):
         assert not launch.poll() and time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -180,7 +180,7 @@ def test_exports_while_training_goes_on(project: Path):
         folder = project / "outputs" / "busy" / "checkpoints"
         steps = []
         for number in range(2):
-            while len(list(folder.glob("step_*/COMMIT.json"))) <= 2 * number:
+            while len(list(folder.glob("step_????????/COMMIT.json"))) <= 2 * number:
                 assert not launch.poll()
                 time.sleep(0.05)
             run_stage("05_export_checkpoint.py", "-e", "busy", "--out", f"out{number}", cwd=project)
