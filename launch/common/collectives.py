@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from lib.core import records
+from lib.core import records, units
 
 _ONE_HANG_S = 600.0  # files written further apart are of different hangs
 
@@ -69,5 +69,4 @@ def _described(dumps: list[dict[str, Any]], group: str) -> str:
 
 
 def _ranks(ranks: set[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) != 1)} {shown}"
+    return f"rank{'s' * (len(ranks) != 1)} {units.first_of(ranks)}"

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lib.core import units
+
 _ALIGNED = 512  # bytes; what a copy begins at
 
 
@@ -45,8 +47,8 @@ class HostMemory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         result = torch.cuda.cudart().cudaHostRegister(address, size, 0)
         if int(result) != 0:
-            raise NoHostMemoryError(f"the driver does not page-lock {size / (1 << 30):.3g} GiB of "
-                                    f"host memory (CUDA error {int(result)})")
+            raise NoHostMemoryError(f"the driver does not page-lock {units.memory(size)} of host "
+                                    f"memory (CUDA error {int(result)})")
 
     def _tensor(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a part as a tensor with a storage of its own, which DCP writes as it stands."""

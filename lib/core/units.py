@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _DAYS_ALONE = 10  # from so many days on, hours do not matter
@@ -23,6 +24,12 @@ def memory(count: float) -> str:
     if abs(gib := count / (1 << 30)) >= 0.1:
         return f"{gib:,.{2 if abs(gib) < 9.995 else 1}f} GiB"
     return f"{gib * 1024:.1f} MiB" if abs(gib) >= 0.1 / 1024 else f"{count / 1024:.1f} KiB"
+
+
+def first_of(numbers: Iterable[int], most: int = 8) -> str:
+    """Return some numbers in order, and no more than the first of many: `0, 1, 2, …`."""
+    ordered = sorted(numbers)
+    return ", ".join(map(str, ordered[:most])) + ", …" * (len(ordered) > most)
 
 
 def parse_size(text: str) -> int:

@@ -18,13 +18,13 @@ from types import ModuleType
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import PreTrainedModel
 
 from lib.core import commands, units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
+from lib.models.shards import is_gathered_in_8_bits
 
 MULTIPLE = 16  # the kernels take sizes that are multiples of it
 _PACKAGE = "torchao==0.18.0"
@@ -82,14 +82,15 @@ def rescale(model: nn.Module) -> None:
     All ranks must call this after the weights have changed: what is gathered next is cast by these
     scales. Without them each weight would find its own in an exchange of its own.
     """
-    if any(hasattr(_local(p), "fsdp_pre_all_gather") for p in model.parameters()):
+    if any(map(is_gathered_in_8_bits, model.parameters())):
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def rescale_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Compute the scales now and after each step of an optimizer; all ranks must call this."""
-    rescale(model)
-    optimizer.register_step_post_hook(lambda *_: rescale(model))
+    if any(map(is_gathered_in_8_bits, model.parameters())):
+        rescale(model)
+        optimizer.register_step_post_hook(lambda *_: rescale(model))
 
 
 def _linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
@@ -112,10 +113,6 @@ def _linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
             else:
                 chosen[name] = module
     return chosen, [f"{count:,} {what} in bf16" for what, count in left.items() if count]
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _torchao() -> ModuleType:

@@ -35,12 +35,17 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def is_gathered_in_8_bits(tensor: Tensor) -> bool:
+    """Tell whether FSDP gathers a parameter in 8 bits, see float8.py."""
+    return isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "fsdp_pre_all_gather")
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return the masters of what FSDP gathers in 8 bits, sharing its memory; all else as it is.
 
     torchao gives such a shard a class of its own, which no file should hold.
     """
-    if isinstance(tensor, DTensor) and hasattr(tensor._local_tensor, "fsdp_pre_all_gather"):
+    if is_gathered_in_8_bits(tensor):
         return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
     return tensor
 

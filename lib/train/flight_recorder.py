@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from lib.core import log
+from lib.core import log, manifest
 
 _ENTRIES = "2000"  # collectives that are kept, as torch does by itself for NCCL and not for gloo
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of GPUs (if torch has them), of hosts
@@ -34,10 +34,8 @@ def dump(path: Path) -> None:
     entries = [_row(entry) for name in _DUMPS if hasattr(c10d, name)
                for entry in json.loads(getattr(c10d, name)()).get("entries", [])]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps({"rank": log.rank(), "time": time.time(), "groups": groups,
-                                     "entries": entries}), encoding="utf-8")
-    temporary.replace(path)
+    manifest.write_text(path, json.dumps({"rank": log.rank(), "time": time.time(),
+                                          "groups": groups, "entries": entries}))
 
 
 def _row(entry: dict[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Meeting:
         if self.rank == 0 and now > self._tell_at:
             self._tell_at = now + _TELL_EVERY_S
             log.info(f"waiting for {units.counted(len(missing), 'rank')}, still preparing: "
-                     f"{_shown(missing)}")
+                     f"{units.first_of(missing)}")
         time.sleep(max(_LOOK_EVERY_S, _PER_RANK_S * self.size))
 
     def _beat(self) -> None:
@@ -113,8 +113,3 @@ def without_launcher() -> StageError:
     """Return the error of a rank that nobody would ever end or start again."""
     return StageError("the launcher that started this rank has gone",
                       hint="the same command goes on")
-
-
-def _shown(ranks: list[int]) -> str:
-    """Return the first of some ranks in words."""
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
