@@ -26,7 +26,7 @@ from tests.trainer_stand_in import COMPLETE, KILLED, processes, run, start
     ("fail('UsageError', 2, 'error: out of memory')", 2),
     ("fail('OutOfMemoryError', 1, 'Traceback\\nOutOfMemoryError: CUDA out of memory')", 2),
     ("state('preempted', 5); fail('Preempted', 75, 'stopped by --max-minutes')", 75),
-    ("fail('UsageError', 2, 'error: another launch is training outputs/run now')", 2),
+    ("fail('ExperimentHeld', 2, 'error: another launch is training')", 2),
     ("state('complete', 9); os.abort()", 0),
     (COMPLETE, 0),
 ])
@@ -82,7 +82,7 @@ def test_restarts_bear_the_mark_of_their_launch(tmp_path: Path) -> None:
 
 
 def test_another_launch_that_still_holds_the_run_after_a_restart_is_waited_for(tmp_path: Path):
-    held = "fail('UsageError', 2, 'error: another launch is training outputs/run now')"
+    held = "fail('ExperimentHeld', 2, 'error: another launch is training')"
     returned, output, attempts = run(tmp_path, KILLED, held, COMPLETE)
     assert (returned, len(attempts)) == (0, 3), output
 

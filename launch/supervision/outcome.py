@@ -18,6 +18,7 @@ from lib.core.errors import (
     EXIT_USAGE,
 )
 from lib.core.failure import headline
+from lib.core.lease import ExperimentHeld
 
 ERROR_FILE = "error.json"  # as torchrun names it
 _FINAL = (EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL)
@@ -27,8 +28,6 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 _OF_THE_NETWORK = re.compile(
     r"^torch\.distributed\.Dist|/gloo/|Connection (?:closed|reset|refused)|Broken pipe|NCCL|"
     r"[Tt]imed? ?out|client socket has failed", re.MULTILINE)
-# After a restart, a node that was cut off may still hold the experiment for a while.
-_STILL_HELD = "another launch is training"
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,13 @@ class Failure:
         """Tell whether this rank failed because of another one, or of what lies between them."""
         return self.code == EXIT_BUG and (self.kind in ("StageError", "Watchdog")
                                           or bool(_OF_THE_NETWORK.search(self.text)))
+
+    def is_final(self, has_begun: bool) -> bool:
+        """Tell whether its code ends the run; has_begun: as for `judge`.
+
+        After a restart, a node that was cut off may still hold the experiment for a while.
+        """
+        return self.code in _FINAL and not (has_begun and self.kind == ExperimentHeld.__name__)
 
     def is_bug(self) -> bool:
         return self.code == EXIT_BUG and not self.is_of_the_network() \
@@ -133,7 +139,7 @@ def judge(nodes: list[NodeOutcome], lost: list[int], state: dict[str, Any], stop
     if status in _STATUS_CODES:
         return Verdict(_STATUS_CODES[status], f"the run is {status.replace('_', ' ')}")
     for failure in failures:
-        if failure.code in _FINAL and not (has_begun and _STILL_HELD in failure.text):
+        if failure.is_final(has_begun):
             return Verdict(failure.code, str(failure))
         if failure.is_out_of_memory():
             return Verdict(EXIT_USAGE, f"out of memory: {failure}")

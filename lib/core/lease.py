@@ -35,34 +35,34 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 class Held(UsageError):
     """Another process has the directory. holder: which one, in words, empty when nobody knows."""
 
-    def __init__(self, problem: str, holder: str, hint: str) -> None:
+    def __init__(self, problem: str, *, holder: str = "", hint: str = "") -> None:
         super().__init__(problem, found=holder, hint=hint)
         self.holder = holder
+
+
+class ExperimentHeld(Held):
+    """Another launch trains the experiment; a launcher knows this class by its name."""
 
 
 class Lease:
     """The right to write a directory, held until `release` or the end of the process.
 
     lost: called in a thread when another process has taken the directory over, as it may when
-    this one was stopped for longer than PATIENCE_S. doing, hint: what the other one does with the
-    directory, and what to do about it, for the message of Held.
+    this one was stopped for longer than PATIENCE_S.
     """
 
-    def __init__(self, path: Path, lost: Callable[[str], None],
-                 doing: str = "another launch is training",
-                 hint: str = "wait for it, stop it, or use another --experiment-name") -> None:
+    def __init__(self, path: Path, lost: Callable[[str], None]) -> None:
         """Take the directory that `path`, the record, lies in.
 
         It is this process's alone once this returns, so nothing has to be written first to settle
         that. Raises Held when another process has it, FileNotFoundError when it is gone.
         """
         self._path, self._lost, self._beats = path, lost, 0
-        self._held = lambda holder: Held(f"{doing} {path.parent} now", holder, hint)
         self._record = {"host": platform.node(), "pid": os.getpid(), "born": _born(os.getpid()),
                         "machine": _machine(), "id": f"{time.time_ns():x}-{os.getpid()}"}
         self._lock = lock(path.parent)
         if self._lock < 0:
-            raise self._held(holder(read(path)))
+            raise self._held(read(path))
         try:
             self._file = self._take()
         except BaseException:
@@ -90,6 +90,9 @@ class Lease:
         os.close(self._file)
         os.close(self._lock)
 
+    def _held(self, record: dict[str, Any]) -> Held:
+        return Held(f"another process has {self._path.parent} now", holder=holder(record))
+
     def _take(self) -> int:
         """Return the open record, made by this process; Held when another one's stays there."""
         is_shared, file = False, None
@@ -103,7 +106,7 @@ class Lease:
             time.sleep(SETTLE_S)
             if (now := read(self._path)).get("id") != self._record["id"]:
                 os.close(file)
-                raise self._held(holder(now))
+                raise self._held(now)
         return file
 
     def _make(self) -> int | None:
@@ -142,7 +145,7 @@ class Lease:
         alive = is_alive(found)
         if found.get("released") or alive is not None:
             if alive and not found.get("released"):
-                raise self._held(holder(found))
+                raise self._held(found)
             return alive is None
         # What cannot be read is being written this moment, or was cut by a power failure.
         patience, began, told = PATIENCE_S if found else SETTLE_S, time.monotonic(), False
@@ -150,7 +153,7 @@ class Lease:
             time.sleep(min(_POLL_S, patience))
             if (now := read(self._path)) != found:
                 if now:
-                    raise self._held(holder(now))
+                    raise self._held(now)
                 return True  # released
             if not told and time.monotonic() - began > BEAT_S:
                 told = True

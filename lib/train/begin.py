@@ -18,7 +18,7 @@ from lib.checkpoints.local import LocalTier
 from lib.checkpoints.tier import Tier
 from lib.core import failure, hashing, log, manifest, stamps, units
 from lib.core.errors import EXIT_BUG, UsageError
-from lib.core.lease import Lease
+from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
 from lib.core.publish import differences
@@ -198,8 +198,8 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
            launch: Launch, world: World) -> Lease | None:
     """Make the directory ours, and see that every rank means the same one by it.
 
-    All ranks must call this. Returns what rank 0 holds it by. Raises UsageError when another launch
-    is at work there.
+    All ranks must call this. Returns what rank 0 holds it by. Raises ExperimentHeld when another
+    launch is at work there.
     """
     leases = []
 
@@ -243,7 +243,12 @@ def _lease(experiment: Experiment) -> Lease:
                             lambda: log.error(text))
 
     experiment.root.mkdir(parents=True, exist_ok=True)
-    return Lease(experiment.lock, lost)
+    try:
+        return Lease(experiment.lock, lost)
+    except Held as error:
+        raise ExperimentHeld(f"another launch is training {experiment.root} now",
+                             holder=error.holder, hint="wait for it, stop it, or use another "
+                                                       "--experiment-name") from None
 
 
 def _set_aside(experiment: Experiment) -> None:

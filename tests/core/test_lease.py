@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -73,17 +74,17 @@ def write(path: Path, record: dict) -> None:
 
 def test_a_second_one_is_refused_and_told_who_holds_it(path: Path, holder: subprocess.Popen,
                                                        ) -> None:
-    with pytest.raises(UsageError, match="another launch") as caught:
+    with pytest.raises(UsageError, match="another process has") as caught:
         Lease(path, never)
     assert f"process {holder.pid} on" in caught.value.found
 
 
 def test_also_where_file_locks_do_not_work(path: Path, holder: subprocess.Popen,
                                            no_kernel_locks: None) -> None:
-    with pytest.raises(UsageError, match="another launch"):
+    with pytest.raises(UsageError, match="another process has"):
         Lease(path, never)
     os.kill(holder.pid, 19)  # SIGSTOP: it is still there
-    with pytest.raises(UsageError, match="another launch"):
+    with pytest.raises(UsageError, match="another process has"):
         Lease(path, never)
 
 
@@ -120,7 +121,7 @@ def test_a_dead_holder_elsewhere_is_waited_for_and_followed(path: Path, fast: No
 def test_a_live_holder_elsewhere_is_respected(path: Path, fast: None) -> None:
     of_another_machine(path)
     threading.Timer(0.5, of_another_machine, (path, 1)).start()
-    with pytest.raises(UsageError, match="another launch") as caught:
+    with pytest.raises(UsageError, match="another process has") as caught:
         Lease(path, never)
     assert "process 1 on elsewhere" in caught.value.found
 
@@ -170,10 +171,17 @@ def test_without_hard_links(path: Path, nodes: threading.local, monkeypatch: pyt
     nodes.name = "first"
     held = Lease(path, never)
     nodes.name = "second"
-    with pytest.raises(lease.Held, match="another launch"):
+    with pytest.raises(lease.Held, match="another process has"):
         Lease(path, never)
     held.release(keep=True)
     Lease(path, never).release()
+
+
+def test_other_ranks_raise_what_the_first_one_was_refused_with() -> None:
+    error = lease.ExperimentHeld("another launch", holder="process 5 on box", hint="wait for it")
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is lease.ExperimentHeld and there.holder == error.holder
+    assert there.render() == error.render()
 
 
 def test_who_comes_back_late_writes_nothing_into_the_record_of_another(
