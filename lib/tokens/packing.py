@@ -2,7 +2,9 @@
 
 A document that fits a window stays whole; a longer one is cut into windows and a rest. The pieces
 are packed best-fit decreasing (Ding et al. 2024, "Fewer truncations improve language modeling",
-arXiv 2404.10830). The index is made once per store and length, beside the store:
+arXiv 2404.10830). Short documents come last there and end up together, and every batch is made for
+as many documents as the fullest pack has, so the fullest are divided (`divided`). The index is made
+once per store and length, beside the store; one that an earlier version made is used as it is:
 
     .cache/tokens/<store>.packs-<T>/
         train.starts.bin    int64 [pieces], where a piece begins in train.tokens.bin, pack by pack
@@ -29,6 +31,8 @@ from lib.tokens.samples import IGNORED, Rows, Samples
 from lib.tokens.store import Numbers, Split, TokenStore
 
 KIND = "packs/1"
+FEWEST = 64  # documents that any pack may hold
+_SHARE = 100  # one further pack for so many may come of dividing the fullest
 _FILES = {"starts": "int64", "lengths": "int32", "packs": "int64", "labels": "int32"}
 
 
@@ -102,16 +106,17 @@ def prepare(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
                lambda content: verified.require(target, content, "the packs", cache_dir,
                                                 run=commands.remade(target)))
     summary = manifest.read(target, KIND, "the packs")["summary"]
+    packs = {name: Packs(split, _open(target, name, tokens.reads), seq_length)
+             for name, split in tokens.splits.items()}
     try:
         for name, facts in summary["splits"].items():
             log.info(f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
                      f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
-                     "documents cut")
+                     f"documents cut, at most {packs[name].most_documents - 1:,} in a pack")
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ArtifactError(f"{target / MANIFEST} is damaged", run=commands.remade(target),
                             expected="the manifest that finished packs have") from None
-    return {name: Packs(split, _open(target, name, tokens.reads), seq_length)
-            for name, split in tokens.splits.items()}
+    return packs
 
 
 def directory(tokens: TokenStore, seq_length: int) -> Path:
@@ -164,6 +169,28 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
+def divided(bins: np.ndarray) -> np.ndarray:
+    """Return the bin of each item, those of the most items dealt out to further bins.
+
+    bins: int [N], no number left out. The limit is the smallest, from FEWEST and twice the mean on,
+    for which no more than 1 % is added to the bins: there are always as many as were given, or more
+    where any item has moved, so a run can tell by their number that its samples are others.
+    """
+    if not len(bins):
+        return bins
+    held = np.bincount(bins)
+    fewest = max(FEWEST, 2 * len(bins) // len(held))
+    limits = range(fewest, max(fewest, int(held.max())) + 1)
+    limit = limits[bisect_left(limits, True, key=lambda limit: (
+        -(-held // limit) - 1).sum() <= len(held) // _SHARE)]
+    parts = -(-held // limit)
+    order, place = np.argsort(bins, kind="stable"), np.empty_like(bins)
+    place[order] = np.arange(len(bins)) - (np.cumsum(held) - held)[bins[order]]
+    part = place * parts[bins] // held[bins]
+    further = len(held) - 1 + np.cumsum(parts - 1) - (parts - 1)  # the number of part 1, less one
+    return np.where(part, further[bins] + part, bins)
+
+
 def _build(tokens: TokenStore, seq_length: int, target: Path, identity: dict[str, Any]) -> None:
     with publish.Build(target, KIND, identity, overwrite=False) as building:
         splits, files = {}, []
@@ -188,7 +215,7 @@ def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str
     starts = begins[owner] + number * capacity
     lengths = np.minimum(ends[owner] - starts, capacity)
     is_end = starts + lengths == ends[owner]
-    bins = best_fit(lengths, capacity)
+    bins = divided(best_fit(lengths, capacity))
     order = np.lexsort((starts, bins))
     count = int(bins.max()) + 1 if len(bins) else 0
     packs = np.searchsorted(bins[order], np.arange(count + 1))

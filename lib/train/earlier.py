@@ -18,7 +18,8 @@ from lib.core.paths import Experiment
 from lib.train import journal
 
 # What decides which sample bears which number, as publish.differences names it.
-_OF_SAMPLES = ("dataset", "tokenizer", "--seed:", "--seq-length:", "--packing:")
+_SAMPLES = "samples in an epoch"
+_OF_SAMPLES = ("dataset", "tokenizer", "--seed:", "--seq-length:", "--packing:", _SAMPLES)
 
 
 def has_begun(experiment: Experiment) -> bool:
@@ -62,6 +63,17 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
                          run=commands.with_options("--config", where / "config.yaml")
                          if (where / "config.yaml").exists() else "")
     return changed
+
+
+def with_samples(facts: dict[str, Any], now: dict[str, Any], samples: int | None,
+                 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the identities of a checkpoint and of now, with the samples of an epoch as an input.
+
+    Packs that were made anew may be others than those that an earlier version made of the same
+    documents, and there are more of them then. facts: of the checkpoint.
+    """
+    return tuple(each | {"inputs": each["inputs"] | {_SAMPLES: count}} for each, count in (
+        (facts["identity"], facts.get("samples_per_epoch", samples)), (now, samples)))
 
 
 def is_other_data(changes: list[str]) -> bool:

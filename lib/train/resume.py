@@ -38,8 +38,9 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
             return False
         facts = checkpoint.commit()
     run.resumed_from, run.resumed_path = facts.get("resumed_from"), facts.get("resumed_path")
-    changes = earlier.require_same(checkpoint.commit()["identity"], run.plan.identity(),
-                                   checkpoint.path, run.options.resume_with_changes)
+    changes = earlier.require_same(
+        *earlier.with_samples(checkpoint.commit(), run.plan.identity(), run.plan.samples),
+        checkpoint.path, run.options.resume_with_changes)
     began = time.monotonic()
     tie_again(run.model)
     restore_buffers(run.model)

@@ -44,8 +44,8 @@ def figures(run: Stage) -> dict[str, Any]:
                      "mfu_whole_square": rate * whole * 1e9 / (peak * 1e12),
                      "peak_gib": max(row["memory/peak_gib"] for row in run.rows),
                      "first_step_ms": run.rows[0]["time/total"],
-                     "said": [line for line in run.printed.splitlines()
-                              if line.startswith(("attention", "loss", "compile", "warning"))]}
+                     "said": [line for line in run.printed.splitlines() if line.startswith(
+                         ("attention", "loss", "compile", "packs", "warning"))]}
 
 
 def mfu(model: str, length: int, batch: int, compiled: str):

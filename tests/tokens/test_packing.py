@@ -39,7 +39,29 @@ def test_best_fit_decreasing_as_the_textbook_has_it(seed: int, capacity: int) ->
 
 
 def test_nothing_to_pack() -> None:
-    assert len(packing.best_fit(np.array([], np.int64), 8)) == 0
+    nothing = np.array([], np.int64)
+    assert len(packing.divided(packing.best_fit(nothing, 8))) == 0
+
+
+@pytest.mark.parametrize(("lengths", "most"), [
+    ([1024] * 199 + [1] * 1000, (1000, 334)),  # 2 % of the packs: two further ones
+    ([1024] * 99 + [1] * 1000, (1000, 500)),
+    ([1024] * 50 + [1] * 1000, (1000, 1000)),  # 1 % is not a whole pack
+    ([16] * 64 * 200, (64, 64)),
+    ([1024 // n for n in range(1, 513)] * 200, (512, 512)),  # too many hold as many
+    ([n**4 // 1024**3 + 1 for n in range(1023)] * 100, (1024, 106))])
+def test_a_pack_of_tiny_documents_does_not_decide_alone(lengths: list[int], most: tuple[int, int],
+                                                        ) -> None:
+    """Documents of the fullest pack before and after; others stay where they are."""
+    lengths = np.clip(np.array(lengths, np.int64), 1, 1024)
+    whole = packing.best_fit(lengths, 1024)
+    bins = packing.divided(whole)
+    before, after = np.bincount(whole), np.bincount(bins)
+    assert (before.max(), after.max()) == most
+    assert len(before) <= len(after) <= 1.01 * len(before) and after.min() > 0
+    assert (len(before) == len(after)) == np.array_equal(whole, bins)
+    stays = before[whole] <= most[1]
+    assert np.array_equal(bins[stays], whole[stays])
 
 
 def make(documents: list[int], tmp_path: Path, capacity: int, reads: str = "mmap",
@@ -86,7 +108,7 @@ def test_the_index_is_made_once_and_tells_its_losses(tmp_path: Path,
     [index] = tmp_path.iterdir()
     made = (index / "manifest.json").read_bytes()
     assert index.name == "corpus-key.packs-8"
-    assert "12.5 % padding" in caplog.text and "33.3 % of the documents cut" in caplog.text
+    assert "12.5 % padding, 33.3 % of the documents cut, at most 2 in a pack" in caplog.text
     make([20, 4, 4], tmp_path, 8)
     assert (index / "manifest.json").read_bytes() == made
     assert store.open_file(index / "train.packs.bin", "int64", "mmap")[-1] == 5

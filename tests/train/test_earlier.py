@@ -12,6 +12,20 @@ from lib.core.paths import Experiment
 from lib.train import earlier
 
 
+def test_samples_that_are_others_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
+    """As packs made anew may be, where an earlier version had made them."""
+    now = {"options": {"seed": 0}, "inputs": {"dataset": "d"}}
+    for facts, changes in (({"samples_per_epoch": 300}, []), ({}, []), (
+            {"samples_per_epoch": 298}, ["samples in an epoch: 298 there, 300 now"])):
+        there = earlier.with_samples({"identity": now, **facts}, now, 300)
+        assert earlier.require_same(*there, tmp_path, with_changes=True) == changes
+        assert earlier.is_other_data(changes) == bool(changes)
+    with pytest.raises(UsageError) as error:
+        earlier.require_same(*there, tmp_path)
+    assert "samples in an epoch: 298 there, 300 now" in error.value.render()
+    assert now == {"options": {"seed": 0}, "inputs": {"dataset": "d"}}
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["notes.txt", "config.yaml", "config.yaml of another program"])
 def test_a_directory_of_the_user_is_neither_used_nor_moved(tmp_path: Path, name: str,
