@@ -26,7 +26,8 @@ from pathlib import Path
 
 from lib.core import commands, log, manifest, offline, options, paths, publish, stage, units
 from lib.core.errors import Problems
-from lib.models import prepare, raw_files, repository, resolve, scratch, tokenizer, verify
+from lib.hub import raw_text, repository
+from lib.models import prepare, resolve, scratch, tokenizer, verify
 from lib.models.design import Design
 
 STAGE, KIND = "03_download_model.py", resolve.KIND
@@ -150,7 +151,7 @@ def fetch_model(opts: options.Options) -> None:
         return
 
     # Ask the Hub, and refuse what cannot be trained before the large files come.
-    from lib.models.fetching import Model
+    from lib.hub.fetch import Model
 
     with tempfile.TemporaryDirectory() as preview:
         model = Model.look_up(name, revision, Path(preview), token=opts.token or "",
@@ -176,13 +177,13 @@ def fetch_dataset(opts: options.Options) -> None:
     """Fetch raw files of a dataset for stage 01."""
     # Check the inputs.
     name, revision, began = opts.dataset_name, opts.revision or "main", time.monotonic()
-    target = raw_files.target_of(root := opts.dst_root or Path("raw_text"), name)
-    opts.include, is_more = raw_files.together(target, revision, opts.include, opts.overwrite)
+    target = raw_text.target_of(root := opts.dst_root or Path("raw_text"), name)
+    opts.include, is_more = raw_text.together(target, revision, opts.include, opts.overwrite)
     identity = {"options": {"dataset_name": name, "revision": revision,
                             "include": opts.include}, "inputs": {}}
     then = commands.script("01_organize_data.py", "--src-dir", root)
-    with raw_files.named(target):
-        if not is_more and already_done(target, raw_files.KIND, identity, opts, then):
+    with raw_text.named(target):
+        if not is_more and already_done(target, raw_text.KIND, identity, opts, then):
             return
 
     # Plan.
@@ -192,23 +193,23 @@ def fetch_dataset(opts: options.Options) -> None:
     if opts.dry_run:
         return
 
-    from lib.models.fetching import RawFiles
+    from lib.hub.fetch import RawFiles
 
     dataset = RawFiles.look_up(name, revision, opts.include, token=opts.token or "")
-    raw_files.require_free(target, dataset.files)
-    raw_files.tell_outdated(target, dataset.files)
-    with raw_files.named(target), publish.Build(
-            target, raw_files.KIND, identity, opts.overwrite or is_more, resumable=True) as build:
+    raw_text.require_free(target, dataset.files)
+    raw_text.tell_outdated(target, dataset.files)
+    with raw_text.named(target), publish.Build(
+            target, raw_text.KIND, identity, opts.overwrite or is_more, resumable=True) as build:
         # Work.
         entries = dataset.fetch(build.dir, earlier=[target.parent], workers=opts.num_workers,
                                 show_progress=not opts.no_progress)
 
         # Publish: what is whole moves to its place, then the manifest says so.
-        before = raw_files.earlier(target)
+        before = raw_text.earlier(target)
         build.publish(stage=STAGE, options=options.resolved(opts),
-                      files=raw_files.put_in_place(build.dir, target, entries),
+                      files=raw_text.put_in_place(build.dir, target, entries),
                       summary=dataset.summary())
-        raw_files.remove_outdated(target, before)
+        raw_text.remove_outdated(target, before)
 
     log.info(f"done in {units.duration(time.monotonic() - began)}: {dataset.received()} in "
              f"{target.parent}; {dataset.checked()}")
@@ -281,7 +282,7 @@ def already_done(target: Path, kind: str, identity: dict, opts: options.Options,
     """Tell whether the artifact is there; if so, print the next command."""
     if not publish.is_done(target, kind, identity, opts.overwrite, dry_run=opts.dry_run):
         return False
-    place = target.parent if kind == raw_files.KIND else target
+    place = target.parent if kind == raw_text.KIND else target
     log.info(f"already done: {place} (--overwrite makes it again)\nnext: {then}")
     return True
 

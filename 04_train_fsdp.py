@@ -62,9 +62,10 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
     if startup.is_complete(opts, experiment, inputs):
         return
 
-    from lib.train import batch_size, distributed, dry_run, memory_fit, model_files
+    from lib.parallel import layout
+    from lib.train import batch_size, dry_run, memory_fit, model_files
 
-    distributed.settle_allocator()
+    layout.settle_allocator()
     setting = startup.check(opts, experiment, inputs)
     batch_size.settle(opts, setting)
 
@@ -75,7 +76,7 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
     if not opts.prepare_only:
         memory_fit.require(opts, inputs, setting)
         batch_size.advise(opts, setting, has_begun=bool(inputs.begun))
-        meeting = distributed.meet()
+        meeting = layout.meet()
     model_files.require_whole(opts, inputs)
     data = startup.prepare_data(opts, inputs, setting)
     if opts.prepare_only:
@@ -108,9 +109,9 @@ def train(run: Run) -> bool:
     """
     import torch
 
-    from lib.train import distributed
-    from lib.train.loss import token_loss_sum
-    from lib.train.optimizer import set_learning_rate
+    from lib.optim.registry import set_learning_rate
+    from lib.parallel import layout
+    from lib.parallel.loss import token_loss_sum
 
     plan, world, model, timers = run.plan, run.world, run.model, run.timers
     steps = run.feed.steps(run.step, plan.total_steps)
@@ -147,7 +148,7 @@ def train(run: Run) -> bool:
         stopping = run.stop_request.agreed()
         evaluating = run.evaluation_is_due() and not stopping  # a launcher waits half a minute
         if run.log_is_due() or evaluating or stopping:
-            losses = distributed.total([step_loss.item(), window_loss.item()], world)
+            losses = layout.total([step_loss.item(), window_loss.item()], world)
             means = losses[0] / batch.label_tokens, losses[1] / window_tokens
             figures = run.figures(*means, grad_norm, learning_rate)
             if evaluating:

@@ -149,18 +149,19 @@ class Bench:
         import torch
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        from lib.train import distributed, optimizer, sharding
+        from lib.optim import registry
+        from lib.parallel import layout, parallelize
 
-        self.world, self.work, self.rounds = distributed.start(), args.work, args.rounds
+        self.world, self.work, self.rounds = layout.start(), args.work, args.rounds
         config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=2816,
                              num_hidden_layers=args.layers, num_attention_heads=16)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config)
-        sharding.shard(self.model, self.world.mesh, "fp32")
-        sharding.materialise(self.model, torch.device("cpu"), offload=False)
+        parallelize.shard(self.model, self.world.mesh, "fp32")
+        parallelize.materialise(self.model, torch.device("cpu"), offload=False)
         for parameter in self.model.parameters():
             parameter.to_local().detach().normal_(std=0.02)
-        self.optimizer = optimizer.adamw(self.model, 1e-5, (0.9, 0.95), 0.0)
+        self.optimizer = registry.build("adamw", self.model, 1e-5, (0.9, 0.95), 0.0)
         self.identity: dict[str, Any] = {"options": {}, "inputs": {}}
         self.tensors = self.capture().tensors
         self.locals = {name: tensor.to_local().detach() for name, tensor in self.tensors.items()}
@@ -438,7 +439,7 @@ def goodput(failures: int) -> None:
     arXiv:2410.21680.
     """
     from lib.core import units
-    from lib.train.goodput import Saving, best_interval, simulate, useful_share
+    from lib.planning.saving import Saving, best_interval, simulate, useful_share
     print("| GPUs | hours between failures | state | save takes | sync | async | two tiers |\n"
           "|---|---|---|---|---|---|---|")
     for gpus, hours, whose, parameters, rate in _JOBS:

@@ -94,20 +94,20 @@ def role_load(how: str) -> Callable[[argparse.Namespace], None]:
         import transformers.models.llama.modeling_llama  # noqa: F401 (its import is not loading)
 
         from lib.models import architecture, weights
-        from lib.train import distributed, sharding
+        from lib.parallel import layout, parallelize
 
-        world = distributed.start()
+        world = layout.start()
         torch.set_num_threads(1)
         dist.barrier()
         before, read, began = _peak_memory(), _read_bytes(), time.perf_counter()
         if how == "ours":
             model = architecture.build_on_meta(arguments.model)
-            sharding.shard(model, world.mesh, "fp32")
+            parallelize.shard(model, world.mesh, "fp32")
             model.to_empty(device="cpu")
             weights.load_pretrained(model, arguments.model)
         elif how == "from_pretrained":
             model = _from_pretrained(arguments.model)
-            sharding.shard(model, world.mesh, "fp32")
+            parallelize.shard(model, world.mesh, "fp32")
         else:
             model = _broadcast(arguments.model, world)
         dist.barrier()
@@ -137,11 +137,11 @@ def _broadcast(path: Path, world: Any) -> Any:
     from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
 
     from lib.models import architecture
-    from lib.train import sharding
+    from lib.parallel import parallelize
 
     full = _from_pretrained(path).state_dict() if world.rank == 0 else {}
     model = architecture.build_on_meta(path)
-    sharding.shard(model, world.mesh, "fp32")
+    parallelize.shard(model, world.mesh, "fp32")
 
     class Accelerator:
         is_main_process = world.rank == 0
@@ -216,18 +216,19 @@ def role_checkpoint(arguments: argparse.Namespace) -> None:
     from lib.checkpoints.save import capture, write
     from lib.core.paths import Experiment
     from lib.models import architecture, weights
-    from lib.train import distributed, optimizer, sharding
+    from lib.optim import registry
+    from lib.parallel import layout, parallelize
 
-    world = distributed.start()
+    world = layout.start()
     model = architecture.build_on_meta(arguments.model)
-    sharding.shard(model, world.mesh, "fp32")
+    parallelize.shard(model, world.mesh, "fp32")
     model.to_empty(device="cpu")
     weights.load_pretrained(model, arguments.model)
     run = Experiment(arguments.model.parent, f"{arguments.model.name}-run")
     run.model.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(arguments.model / "config.json", run.model / "config.json")
     dcp.save({"model": model.state_dict()}, checkpoint_id=run.root / "merge")
-    adamw = optimizer.adamw(model, 1e-3, (0.9, 0.95), 0.0)
+    adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     write(run.checkpoints, capture(1, model, adamw, {"step": 1, "tokens": 1, "loss": 1.0},
                                    {"options": {}, "inputs": {}}, world.device), world.saving)
     sys.stdout.flush()

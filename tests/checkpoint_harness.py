@@ -11,6 +11,7 @@ from torch import nn
 
 from lib.checkpoints import commit, load, state
 from lib.checkpoints.save import Snapshot, capture, write
+from lib.optim import registry
 
 _CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ def _group() -> dist.ProcessGroup:
 def _model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer, all of whose tensors hold a value."""
     model = nn.Linear(4, 3, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *state.optimizer_tensors(model, optimizer).values()]:
             tensor.fill_(value)
@@ -62,7 +63,7 @@ def load_each(parent: str) -> None:
             tensor.flatten() for tensor in
             state.optimizer_tensors(model, optimizer).values()]).unique().tolist()
         assert values == [checkpoint.step] and facts["step"] == checkpoint.step
-        assert state.optimizer_steps(optimizer) == checkpoint.step
+        assert registry.steps_taken(optimizer) == checkpoint.step
         assert torch.equal(drawn, torch.rand(3))
         print(f"loaded {checkpoints.name} {checkpoint.step}")
 
@@ -71,15 +72,16 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     """Load a checkpoint into a model sharded over these ranks, and save what is there."""
     from lib.core.paths import step_of
     from lib.models import architecture
-    from lib.train import attention, distributed, optimizer, sharding
+    from lib.optim import registry
+    from lib.parallel import attention, layout, parallelize
 
-    world = distributed.start()
+    world = layout.start()
     model = architecture.build_on_meta(Path(model_dir), attention.choose("sdpa", "concat", "fp32"))
-    sharding.shard(model, world.mesh, "fp32", False, False)
-    sharding.materialise(model, world.device, False)
-    adamw = optimizer.adamw(model, 0.0, (0.9, 0.95), 0.0)
+    parallelize.shard(model, world.mesh, "fp32", False, False)
+    parallelize.materialise(model, world.device, False)
+    adamw = registry.build("adamw", model, 0.0, (0.9, 0.95), 0.0)
     checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
     facts = load.load(checkpoint, model, adamw, world.device, world.control)
     write(Path(target), capture(checkpoint.step, model, adamw, facts, {}, world.device),
           world.saving)
-    distributed.stop(world)
+    layout.stop(world)

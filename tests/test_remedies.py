@@ -35,21 +35,13 @@ from lib.core import workers as core_workers
 from lib.core.errors import StageError
 from lib.core.paths import Experiment
 from lib.corpus import place, store, work
-from lib.models import (
-    architecture,
-    float8,
-    hub,
-    remote_code,
-    repository,
-    resolve,
-    tensors,
-    transfer,
-    weights,
-)
+from lib.hub import client, repository, transfer
+from lib.models import architecture, float8, remote_code, resolve, tensors, weights
 from lib.models.design import Design
 from lib.models.identity import CODE_DIGESTS
+from lib.parallel import attention, compiling, layout
 from lib.tokens import build
-from lib.train import attention, compiling, distributed, metrics, precision, symptoms
+from lib.train import metrics, precision, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -423,15 +415,15 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: publish.Build(Path("built"), "x/1", {}, False).__enter__()
     yield _appeared
     yield _vanished
-    client = object.__new__(hub.Hub)
-    client.endpoint, client._token = "https://hub", ""
+    hub = object.__new__(client.Hub)
+    hub.endpoint, hub._token = "https://hub", ""
     from huggingface_hub import errors as hub_errors
-    yield lambda: _explain(client, hub_errors.OfflineModeIsEnabled("x"))
-    yield lambda: _raise(hub._refused(Fake(response=Fake(status_code=503)), "m", "e", False))
-    yield lambda: _raise(hub._out_of_reach(ConnectionError("x"), "https://hub"))
-    patch.setattr(hub.Hub, "_again", lambda *arguments: None)
+    yield lambda: _explain(hub, hub_errors.OfflineModeIsEnabled("x"))
+    yield lambda: _raise(client._refused(Fake(response=Fake(status_code=503)), "m", "e", False))
+    yield lambda: _raise(client._out_of_reach(ConnectionError("x"), "https://hub"))
+    patch.setattr(client.Hub, "_again", lambda *arguments: None)
     piece = Fake(range_left=lambda piece: (0, 2), file=Fake(path="f", size=2))
-    yield lambda: client.receive(Fake(name="m", commit="c", kind="model"), piece, 0, print)
+    yield lambda: hub.receive(Fake(name="m", commit="c", kind="model"), piece, 0, print)
     files = dict.fromkeys(("config.json", "tokenizer.json", repository.PICKLE))
     yield lambda: _raise(repository._no_model(Fake(files=files), False))
     model = Path(".cache/models/org--name")
@@ -457,7 +449,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: compiling.Compiler(True)._give_up(TorchDynamoException("x"))
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
-    yield lambda: distributed._device(3)
+    yield lambda: layout._device(3)
     yield lambda: attention.choose("varlen", "documents", "fp32")
     patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     opts.compile = False
@@ -491,7 +483,7 @@ def _class_with(module: ModuleType, method: str) -> type:
                 if isinstance(value, type) and method in vars(value))
 
 
-def _explain(client: hub.Hub, error: Exception) -> None:
+def _explain(client: client.Hub, error: Exception) -> None:
     with client._explained("org/name", "main", "model"):
         raise error
 

@@ -212,9 +212,9 @@ def test_a_config_that_cannot_be_is_told_before_the_weights_come(hub, stage: Sta
 
 
 def call_all_large(_: int) -> None:
-    from lib.models import fetching
+    from lib.hub import fetch
 
-    fetching._LARGE = 0
+    fetch._LARGE = 0
 
 
 def test_large_weights_are_looked_at_before_they_come(hub, stage: StageRunner, tmp_path):

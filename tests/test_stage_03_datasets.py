@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.models import raw_files
+from lib.hub import raw_text
 from tests.conftest import StageRunner
 from tests.hub_models import SCRIPT, TOKEN, holds
 from tests.hub_server import HubServer, Repo
@@ -146,6 +146,6 @@ def test_files_that_cannot_all_be_moved_stay_together(tmp_path):
         (tmp_path / "new" / path).write_text(path)
     (tmp_path / "en").write_text("mine")
     with pytest.raises(OSError):
-        raw_files.put_in_place(tmp_path / "new", tmp_path / ".hub",
+        raw_text.put_in_place(tmp_path / "new", tmp_path / ".hub",
                                [{"path": "a"}, {"path": "en/b"}])
     assert (tmp_path / "new/a").read_text() == "a" and not (tmp_path / "a").exists()

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
+from lib.optim.schedule import Schedule
 from lib.tokens import order, packing, store
 from lib.tokens.samples import IGNORED, Samples
 from lib.tokens.windows import Windows
-from lib.train.schedule import Schedule
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 

@@ -17,7 +17,7 @@ Collective = tuple[str, int, str]  # group, number within it, name
 def waiting(files: list[Path]) -> str:
     """Return a sentence about the collective that the most ranks were in; empty without any.
 
-    files: logs/rank_*.collectives.json, as lib/train/flight_recorder.py writes them.
+    files: logs/rank_*.collectives.json, as lib/parallel/flight_recorder.py writes them.
     """
     dumps = [dump for path in files if (dump := _read(path))]
     newest = max((dump["time"] for dump in dumps), default=0.0)

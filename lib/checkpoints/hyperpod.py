@@ -29,12 +29,12 @@ import torch.distributed as dist
 from safetensors.torch import load as tensors_in
 
 from lib.checkpoints import load, tier
-from lib.checkpoints.collective import gather, on_rank_0, together
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, facts
 from lib.core import commands, hashing, log, paths, publish, records
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.models import safetensors_file
+from lib.parallel.agreement import gather, on_rank_0, together
 
 if TYPE_CHECKING:  # optional: only --ckpt-hyperpod needs it
     from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client import (

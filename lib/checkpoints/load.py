@@ -13,11 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lib.checkpoints import aside, commit, state
-from lib.checkpoints.collective import on_rank_0, together
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.storage import StrictReader, plain_errors
 from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, StageError
+from lib.optim import registry
+from lib.parallel.agreement import on_rank_0, together
 
 _PAUSES_S = (1.0, 3.0)  # until all ranks see the same
 
@@ -105,7 +106,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     with torch.no_grad(), plain_errors():
         dcp.load(tensors, storage_reader=reader, process_group=group)
     train_state = checkpoint.train_state()
-    state.set_optimizer_steps(optimizer, train_state["optimizer_steps"])
+    registry.set_steps_taken(optimizer, train_state["optimizer_steps"])
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if not state.restore_rng(checkpoint.path / commit.RNG, device, rank, world_size):
         torch.manual_seed(train_state["seed"] + 1_000_003 * checkpoint.step + rank)

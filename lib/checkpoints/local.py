@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lib.checkpoints import commit, load
-from lib.checkpoints.collective import gather, on_rank_0, together
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, facts
 from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
 from lib.checkpoints.tier import Note, Tier, tensors_of, unnoted
 from lib.core import log, manifest, paths, publish, unfinished
 from lib.core.errors import StageError, UsageError
+from lib.parallel.agreement import gather, on_rank_0, together
 
 _KEEP = 2
 

@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lib.checkpoints import commit, state
-from lib.checkpoints.collective import gather, on_rank_0
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.staging import HostCopies
 from lib.checkpoints.storage import HashingWriter, plain_errors
 from lib.core import manifest, publish
+from lib.optim import registry
+from lib.parallel.agreement import gather, on_rank_0
 
 # What a COMMIT repeats of the train state, so that a table of checkpoints needs no other file.
 _FACTS = ("tokens", "loss", "eval_loss", "bad_steps", "samples_per_epoch", "resumed_from",
@@ -53,7 +54,7 @@ def capture(step: int, model: nn.Module, optimizer: torch.optim.Optimizer,
     """
     assert all(isinstance(p, DTensor) for p in model.parameters()), "gathered parameters"
     tensors = tensors_of(model, optimizer)
-    train_state = train_state | {"optimizer_steps": state.optimizer_steps(optimizer)}
+    train_state = train_state | {"optimizer_steps": registry.steps_taken(optimizer)}
     random_states = state.random_states(device)
     if copies is None:
         return Snapshot(step, tensors, random_states, train_state, identity)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lib.models.shards import plain
+from lib.optim import registry
 
 MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
 
@@ -34,36 +34,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the states of every parameter, making them (zeros) where no step was taken yet.
-
-    optimizer: torch's AdamW, or one whose `new_state(parameter)` returns such states.
-    """
-    new_state, tensors = getattr(optimizer, "new_state", _adamw_state), {}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        if not state:
-            state.update(new_state(parameter))
-        tensors |= {f"{OPTIMIZER}{key}.{name}": value for key, value in state.items()
-                    if key != "step"}
-    return tensors
-
-
-def _adamw_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a fused AdamW begins with."""
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {"step": step, "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter)}
-
-
-def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps the optimizer took (fewer than the run's, where fp16 skipped some)."""
-    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
-
-
-def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Let the optimizer's bias correction go on from `steps`."""
-    for state in optimizer.state.values():
-        state["step"].fill_(steps)
+    """Return the states of every parameter, making them (zeros) where no step was taken yet."""
+    return {OPTIMIZER + name: value
+            for name, value in registry.named_states(model, optimizer).items()}
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
@@ -103,8 +76,3 @@ def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> 
     torch.set_rng_state(states["cpu"].clone())
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

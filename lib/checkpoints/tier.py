@@ -12,6 +12,8 @@ from torch import nn
 from lib.checkpoints import state
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot
+from lib.models.shards import local_tensor
+from lib.optim import registry
 
 _RANDOM = "random."  # prefix of random states among the tensors
 
@@ -81,7 +83,7 @@ class Tier(ABC):
         self._fill(checkpoint, _of_rank(tensors, random_states))
         state.set_random_states(random_states, device)
         train_state = checkpoint.train_state()
-        state.set_optimizer_steps(optimizer, train_state["optimizer_steps"])
+        registry.set_steps_taken(optimizer, train_state["optimizer_steps"])
         return train_state
 
 
@@ -92,5 +94,5 @@ def tensors_of(snapshot: Snapshot) -> dict[str, torch.Tensor]:
 
 def _of_rank(tensors: dict[str, torch.Tensor], random_states: dict[str, torch.Tensor],
              ) -> dict[str, torch.Tensor]:
-    return {name: state.local(tensor) for name, tensor in tensors.items()} | \
+    return {name: local_tensor(tensor) for name, tensor in tensors.items()} | \
         {_RANDOM + kind: states for kind, states in random_states.items()}

@@ -1,7 +1,7 @@
 """The guard that keeps every stage but 03 off the network.
 
 Stage 04 with --online leaves it on as well: a process of its own goes online, and only fetches
-(lib/models/hub_dataset.py).
+(lib/hub/dataset.py).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 OUTPUTS = Path("outputs")
+RAW_RECORD = ".hub"  # in a directory of raw text: what was fetched; hidden, so not taken as text
 
 
 def model_dir_name(model_name: str) -> str:

@@ -10,18 +10,14 @@ Layout: https://huggingface.co/docs/hub/local-cache. No library is needed to rea
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import shutil
 from pathlib import Path
 
 from lib.core import records
 from lib.models.identity import INDEX, WEIGHTS
-from lib.models.repository import RemoteFile, Repository
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FICLONE = 0x40049409  # ioctl_ficlone(2)
 
 
 def root() -> Path:
@@ -35,41 +31,14 @@ def root() -> Path:
 
 def snapshot(name: str, revision: str = "main", kind: str = "model") -> Path | None:
     """Return the directory of a repository at a branch, tag or commit, if the cache has it."""
-    home = _home(name, kind)
+    where = home(name, kind)
     try:
         commit = revision if _COMMIT.fullmatch(revision) \
-            else (home / "refs" / revision).read_text(encoding="utf-8").strip()
+            else (where / "refs" / revision).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
-    found = home / "snapshots" / commit
+    found = where / "snapshots" / commit
     return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
-
-
-def repository(name: str, revision: str, kind: str) -> Repository | None:
-    """Return what the cache holds of a repository at a revision, None when it holds nothing.
-
-    The names of the blobs are the digests that the Hub declared; what is not a link is left out.
-    """
-    directory = snapshot(name, revision, kind)
-    if directory is None:
-        return None
-    files = {}
-    for path in sorted(directory.rglob("*")):
-        digest = path.resolve().name
-        if path.is_file() and path.is_symlink() and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}",
-                                                                 digest):
-            relative = path.relative_to(directory).as_posix()
-            files[relative] = RemoteFile(relative, path.stat().st_size,
-                                         digest if len(digest) == 64 else "",
-                                         digest if len(digest) == 40 else "")
-    return Repository(name, directory.name, files, kind, cached=True) if files else None
-
-
-def blob(file: RemoteFile, name: str, kind: str) -> Path | None:
-    """Return the cached content of a file, of whatever revision, if its size is right."""
-    digest = file.sha256 or file.blob_sha1
-    path = _home(name, kind) / "blobs" / digest
-    return path if digest and path.is_file() and path.stat().st_size == file.size else None
 
 
 def whole_model(name: str) -> Path | None:
@@ -93,16 +62,6 @@ def models() -> list[str]:
     return [name for name in found if whole_model(name)]
 
 
-def copy(source: Path, destination: Path) -> None:
-    """Copy a file's content; where the file system can, both share the blocks until one changes."""
-    with source.open("rb") as old, destination.open("wb") as new:
-        try:
-            fcntl.ioctl(new, _FICLONE, old.fileno())
-            return
-        except OSError:
-            pass  # another file system, or one without shared blocks
-        shutil.copyfileobj(old, new, 1 << 22)
-
-
-def _home(name: str, kind: str) -> Path:
+def home(name: str, kind: str) -> Path:
+    """Return where the cache keeps a repository."""
     return root() / f"{kind}s--{name.replace('/', '--')}"

@@ -14,7 +14,7 @@ from lib.core import commands, log, manifest, paths, reading, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.core.progress import Progress
-from lib.models import identity, raw_files, resolve
+from lib.models import identity, resolve
 
 _UNFINISHED = ".partial-"
 _KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export",
@@ -36,7 +36,7 @@ class Artifact:
     @property
     def place(self) -> Path:
         """What a person knows it as: the manifest of raw files is hidden beside them."""
-        return self.directory.parent if self.directory.name == raw_files.HIDDEN else self.directory
+        return self.directory.parent if self.directory.name == paths.RAW_RECORD else self.directory
 
     @property
     def bytes(self) -> int:
@@ -56,13 +56,13 @@ def artifacts(cache_dir: Path, raw_root: Path | None) -> list[Artifact]:
     if not any(root.is_dir() for root in roots):
         raise UsageError(f"there is no directory {_names(roots)}",
                          expected="--cache-dir DIR, and --dst-root DIR for raw files")
-    raw = sorted(raw_root.glob(f"*/{raw_files.HIDDEN}/{MANIFEST}")) if raw_root else []
+    raw = sorted(raw_root.glob(f"*/{paths.RAW_RECORD}/{MANIFEST}")) if raw_root else []
     for path in sorted(cache_dir.rglob(MANIFEST)) + raw:
         directory = path.parent
         if any(_UNFINISHED in part for part in directory.parts):
             continue
         content = manifest.read_if_any(directory)
-        is_in_place = directory.name == raw_files.HIDDEN or directory.parent in (
+        is_in_place = directory.name == paths.RAW_RECORD or directory.parent in (
             paths.models_root(cache_dir), paths.tokens_root(cache_dir))
         if not is_in_place and manifest.kind_of(directory).partition("/")[0] not in _KINDS:
             log.info(f"not ours: {path}")

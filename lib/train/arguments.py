@@ -7,7 +7,9 @@ from pathlib import Path
 from lib.core import options
 from lib.core.options import Parser
 from lib.models import scratch
-from lib.train import console, goodput, schedule
+from lib.optim import registry, schedule
+from lib.planning import saving
+from lib.train import console
 
 CKPT_FREQ, LOG_FREQ, EVAL_FREQ, EVAL_BATCHES = 500, 10, 500, 100
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
@@ -116,7 +118,7 @@ def _auto_or_count(text: str) -> int | str:
 
 def _optimizer(parser: Parser) -> None:
     group = parser.add_argument_group("optimizer")
-    group.add_argument("--optimizer", choices=("adamw", "adamw8bit"), default="adamw",
+    group.add_argument("--optimizer", choices=tuple(registry.OPTIMIZERS), default="adamw",
                        help="adamw8bit: moments of one byte per number instead of four")
     group.add_argument("--lr", "--max-lr", type=options.non_negative, metavar="X",
                        help="peak learning rate (default: 3e-5, from scratch 3e-4)")
@@ -191,7 +193,7 @@ def _ahead(parser: Parser) -> None:
                        help="TFLOP/s that one of them reaches at most, by its data sheet, for the "
                             "time of a run (default: 989, of an H100; 67 in fp32)")
     group.add_argument("--plan-mtbf-hours", type=options.positive, metavar="HOURS",
-                       default=goodput.GPU_HOURS_PER_FAILURE,
+                       default=saving.GPU_HOURS_PER_FAILURE,
                        help="mean time to a failure of one of those GPUs (hours between failures "
                             "of a job × its GPUs), for the best time between checkpoints (default: "
                             "45566, as published for Llama 3 405B on 16,384 GPUs)")

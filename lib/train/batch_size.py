@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from lib.checkpoints.collective import gather
 from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.models import float8
+from lib.parallel.agreement import gather
+from lib.parallel.layout import World
 from lib.train import memory, memory_plan, plan
-from lib.train.distributed import World
 from lib.train.memory_plan import USABLE, Estimates
 from lib.train.startup import Setting
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lib.checkpoints import commit
-from lib.checkpoints.collective import gather, on_rank_0
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.local import LocalTier
 from lib.checkpoints.tier import Tier
@@ -25,36 +24,39 @@ from lib.core.publish import differences
 from lib.models import float8, remote_code
 from lib.models.initialise import initialise
 from lib.models.weights import load_pretrained
+from lib.optim import registry
+from lib.optim.guard import StepGuard
+from lib.parallel import (
+    blocks,
+    compiling,
+    determinism,
+    flight_recorder,
+    isolation,
+    layout,
+    loss,
+    parallelize,
+)
+from lib.parallel.agreement import gather, on_rank_0
+from lib.parallel.compiling import Compiler
+from lib.parallel.layout import World
+from lib.parallel.meeting import Meeting
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.train import (
     batch_size,
-    blocks,
     checks,
-    compiling,
-    determinism,
-    distributed,
     feed,
-    flight_recorder,
     flops,
-    isolation,
     launches,
-    loss,
     memory,
     model_files,
-    optimizer,
     outlook,
     resume,
-    sharding,
     startup,
     watchdog,
 )
-from lib.train.compiling import Compiler
-from lib.train.distributed import World
 from lib.train.journal import Journal, read_config
 from lib.train.launches import Launch
-from lib.train.meeting import Meeting
 from lib.train.memory_estimate import MemoryEstimate
-from lib.train.optimizer import StepGuard
 from lib.train.outlook import Hardware, Work
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
@@ -78,13 +80,13 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
           data: Data, meeting: Meeting | None = None) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
-    meeting: see distributed.meet. All ranks must call this. Raises UsageError for another run in
+    meeting: see layout.meet. All ranks must call this. Raises UsageError for another run in
     the directory, or ranks not started alike; ArtifactError when none of its checkpoints is valid.
     """
     estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
     if opts.deterministic:
         determinism.require()
-    world = distributed.start(opts.shard_size, meeting, watchdog.longest(opts.watchdog_minutes))
+    world = layout.start(opts.shard_size, meeting, watchdog.longest(opts.watchdog_minutes))
     batch_size.agree(opts, setting, world)
     launch = launches.join(opts, experiment, world)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
@@ -105,8 +107,8 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     compiler = compiling.compiler(opts.compile, world.device)
     before = memory.usage(world.device)["memory/current_gib"]
     offload = _shard(opts, setting, world, compiler)
-    adamw = optimizer.build(opts.optimizer, model, opts.lr, (opts.beta1, opts.beta2),
-                            opts.weight_decay, compiler)
+    adamw = registry.build(opts.optimizer, model, opts.lr, (opts.beta1, opts.beta2),
+                            opts.weight_decay, compiler and compiler.wrap)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              + flops.described(model, setting.seq_length))
     run = Run(opts, experiment, run_plan, world, model, adamw,
@@ -158,9 +160,9 @@ def _shard(opts: Options, setting: Setting, world: World, compiler: Compiler | N
         log.info("fp8: " + float8.convert(model, opts.fp8_recipe, world.mesh.size(-1), not offload,
                                           emulate=world.device.type != "cuda"))
     blocks.prepare(model, opts.activation_checkpointing, compiler)
-    small = not offload and sharding.may_stay_gathered(model, memory.total(world.device))
-    log.info("sharded: " + sharding.shard(model, world.mesh, setting.precision, offload, small))
-    sharding.materialise(model, world.device, offload)
+    small = not offload and parallelize.may_stay_gathered(model, memory.total(world.device))
+    log.info("sharded: " + parallelize.shard(model, world.mesh, setting.precision, offload, small))
+    parallelize.materialise(model, world.device, offload)
     return offload
 
 

@@ -9,8 +9,9 @@ import torch
 from lib.core import log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
+from lib.planning import saving
 from lib.tokens import encode, packing, store
-from lib.train import batch_size, checks, flops, goodput, memory_plan, outlook, startup, streaming
+from lib.train import batch_size, checks, flops, memory_plan, outlook, startup, streaming
 from lib.train import plan as plans
 from lib.train.outlook import Hardware
 from lib.train.plan import Plan
@@ -60,7 +61,7 @@ def _tell(opts: Options, plan: Plan, data: Data | None, work: outlook.Work, hard
     """Print the numbers of a plan. data: None when its samples are an estimate."""
     numbers = startup.describe(plan, data) if data else plan.describe()
     if opts.plan_gpus or opts.plan_step_seconds:
-        numbers["best interval"] = goodput.describe(
+        numbers["best interval"] = saving.describe(
             round(work.checkpoint), hardware.ranks, opts,
             outlook.step_seconds(plan, work, hardware))
     log.table(numbers | outlook.rows(plan, work, hardware))

@@ -17,7 +17,7 @@ from lib.core.paths import Experiment
 from lib.train import journal
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
-    from lib.train.distributed import World
+    from lib.parallel.layout import World
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def join(opts: Options, experiment: Experiment, world: World) -> Launch:
 
     All ranks must call this: one on a machine that was replaced cannot tell by itself.
     """
-    from lib.checkpoints.collective import gather
+    from lib.parallel.agreement import gather
 
     own, known = launcher.marks() + launcher.job_marks(), _known(experiment)
     found = gather((_is_of(known), own, known), world.control)

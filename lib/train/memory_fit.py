@@ -19,10 +19,12 @@ from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.models import training_memory
-from lib.train import compiling, memory, memory_plan, plan, startup
+from lib.optim.registry import OPTIMIZERS
+from lib.parallel import compiling
+from lib.planning.trace import Case, Step
+from lib.planning.tracker import Bytes
+from lib.train import memory, memory_plan, plan
 from lib.train.memory_plan import USABLE, Estimates, Turn
-from lib.train.memory_trace import Case, Step
-from lib.train.memory_tracker import Bytes
 from lib.train.startup import Inputs, Setting
 
 _FLOAT32 = 4  # bytes
@@ -147,7 +149,7 @@ class Fit:
     def _states(self, case: Case) -> Bytes:
         """Return the bytes of a rank's weights, gradients and optimizer states."""
         each = {"parameters": _FLOAT32, "gradients": _FLOAT32,
-                "optimizer": startup.CHECKPOINTED[case.optimizer] - _FLOAT32}
+                "optimizer": OPTIMIZERS[case.optimizer].state_bytes}
         return {kind: round(size * self._parameters() / case.shard_size)
                 for kind, size in each.items()}
 

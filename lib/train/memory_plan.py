@@ -20,8 +20,9 @@ from lib.core import log, units
 from lib.core.options import Options
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
-from lib.train import memory_trace, sharding
-from lib.train.memory_trace import Case, Step
+from lib.parallel import parallelize
+from lib.planning import trace
+from lib.planning.trace import Case, Step
 from lib.train.startup import Setting
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -41,7 +42,7 @@ def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: floa
     by_mask = opts.attention == "sdpa" or (not on_gpu and opts.attention == "auto")
     return Case(ranks, shard_size, opts.batch_size, setting.seq_length, setting.precision,
                 opts.activation_checkpointing, per_step > opts.batch_size * ranks, offload,
-                not offload and sharding.may_stay_gathered(setting.model, has),
+                not offload and parallelize.may_stay_gathered(setting.model, has),
                 by_mask and opts.packing == "documents", optimizer=opts.optimizer,
                 on_gpu=on_gpu)
 
@@ -66,9 +67,9 @@ class Estimates:
 
     def __init__(self, model: PreTrainedModel, progress: Progress | None = None) -> None:
         self._layers = len(decoder_layers(model))
-        short = [memory_trace.shortened(model, _SHORT + more) for more in (0, 1)]
+        short = [trace.shortened(model, _SHORT + more) for more in (0, 1)]
         self._models = [copy.deepcopy(model)] if None in short else short
-        self._chunked = memory_trace.makes_loss(self._models[0])
+        self._chunked = trace.makes_loss(self._models[0])
         self._sizes = [p.shape for p in model.parameters()]
         self._traced: dict[Case, Step] = {}
         self._progress = progress
@@ -97,8 +98,8 @@ class Estimates:
         case = replace(case, chunked=self._chunked)
         if self._progress is not None:
             self._progress.tell(f"batch {case.batch}, {case.recompute}")
-        with memory_trace.fake_mesh(case.ranks, case.shard_size) as mesh:
-            first, *longer = [memory_trace.trace(model, case, mesh) for model in self._models]
+        with trace.fake_mesh(case.ranks, case.shard_size) as mesh:
+            first, *longer = [trace.trace(model, case, mesh) for model in self._models]
         if self._progress is not None:
             self._progress.advance()
         return first.extended(longer[0], self._layers - _SHORT) if longer else first

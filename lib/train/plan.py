@@ -10,9 +10,9 @@ from typing import Any
 from lib.core import commands, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
+from lib.optim import schedule
+from lib.optim.schedule import Schedule
 from lib.tokens.order import Division
-from lib.train import schedule
-from lib.train.schedule import Schedule
 
 AUTO = "auto"  # --batch-size, until a number stands in its place
 LR_FROM_SCRATCH, LR = 3e-4, 3e-5  # defaults

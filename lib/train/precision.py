@@ -11,8 +11,8 @@ from lib.core import commands, log
 from lib.core.errors import Problems
 from lib.core.options import Options
 from lib.models import float8
+from lib.parallel.parallelize import COMPUTE_DTYPES
 from lib.train.plan import AUTO
-from lib.train.sharding import COMPUTE_DTYPES
 
 _WIDTH, _TRIES = 256, 3  # of the products that are timed
 _FLOAT8_FROM = (8, 9)  # compute capability

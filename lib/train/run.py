@@ -13,21 +13,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lib.checkpoints.collective import gather
 from lib.checkpoints.save import capture, tensors_of
 from lib.core import log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.lease import Lease
 from lib.core.options import Options
 from lib.core.paths import Experiment
+from lib.optim.guard import Skipped, StepGuard
+from lib.parallel import layout
+from lib.parallel.agreement import gather
+from lib.parallel.layout import World
+from lib.parallel.loss import evaluate
 from lib.tokens.loader import Step, evaluation_batches
-from lib.train import distributed, memory, metrics, symptoms
-from lib.train.distributed import World
+from lib.train import memory, metrics, symptoms
 from lib.train.feed import Feed
 from lib.train.journal import Journal
-from lib.train.loss import evaluate
 from lib.train.memory_estimate import MemoryEstimate
-from lib.train.optimizer import Skipped, StepGuard
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
 from lib.train.report import Report
@@ -311,4 +312,4 @@ class Run:
             with suppress(OSError):  # a record that stays is known to be of a process that is gone
                 self.lease.release()
         if in_order:
-            distributed.stop(self.world)
+            layout.stop(self.world)

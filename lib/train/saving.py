@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from lib.checkpoints import commit
-from lib.checkpoints.collective import gather, on_rank_0
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, write
 from lib.checkpoints.staging import HostCopies
@@ -19,6 +18,7 @@ from lib.core import log, threads, units
 from lib.core.errors import DiskFullError, StageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
+from lib.parallel.agreement import gather, on_rank_0
 from lib.train import memory
 from lib.train.journal import Journal
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lib.core import launcher
-from lib.train.distributed import World
+from lib.parallel.layout import World
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _OUT_OF_TIME, _STOP_FILE, _ALONE = 1001, 1002, 1003

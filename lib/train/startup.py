@@ -13,6 +13,7 @@ from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.models import identity, resolve
+from lib.optim.registry import OPTIMIZERS
 from lib.tokens import build, encode, mixture, packing, store
 from lib.tokens.mixture import Corpus, HeldOut
 from lib.tokens.samples import Samples
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SEQ_LENGTH = 1024
-# Bytes per parameter: float32 masters and the two moments (with a scale for 256 numbers).
-CHECKPOINTED = {"adamw": 12.0, "adamw8bit": 4 + 2 * (1 + 4 / 256)}
+_MASTER_BYTES = 4  # of a parameter, in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
     divided, or the experiment's directory cannot be used.
     """
     from lib.models import architecture
-    from lib.train import attention, precision
+    from lib.parallel import attention
+    from lib.train import precision
 
     compute = opts.precision or inputs.begun_with("precision") \
         or ("bf16" if opts.plan_gpus else precision.default())
@@ -222,7 +223,8 @@ def work_of(opts: Options, inputs: Inputs, setting: Setting) -> Work:
 
     parameters = sum(p.numel() for p in setting.model.parameters())
     return Work(parameters, flops.per_token(setting.model, setting.seq_length),
-                parameters * CHECKPOINTED[opts.optimizer], inputs.scratch,
+                parameters * (_MASTER_BYTES + OPTIMIZERS[opts.optimizer].state_bytes),
+                inputs.scratch,
                 any("validation" in corpus.source.splits for corpus in inputs.corpora))
 
 

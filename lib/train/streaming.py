@@ -10,7 +10,7 @@ from lib.core import log
 from lib.core.errors import Problems
 from lib.core.options import Options
 from lib.core.paths import streaming_root
-from lib.models.hub_dataset import HubDataset
+from lib.hub.dataset import HubDataset
 from lib.tokens import shards, source
 from lib.tokens.build import require_vocabulary
 from lib.tokens.encode import Encoder

@@ -13,7 +13,8 @@ from lib.core import commands, launcher, log
 from lib.core.errors import StageError, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.train import earlier, journal, meeting, profiling
+from lib.parallel import meeting
+from lib.train import earlier, journal, profiling
 from lib.train.plan import launched_size
 
 _MORE = "docs/troubleshooting.md says more"

@@ -15,6 +15,7 @@ from lib.checkpoints.save import capture, write
 from lib.core.paths import Experiment
 from lib.models.architecture import build_on_meta
 from lib.models.weights import load_pretrained
+from lib.optim import registry
 from tests.conftest import ROOT
 from tests.models.two_ranks import shard
 
@@ -31,7 +32,7 @@ def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,
     shard(model, None, [world_size])
     model.to_empty(device="cpu")
     load_pretrained(model, model_dir)
-    adamw = torch.optim.AdamW(model.parameters())
+    adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     state = {"step": step, "tokens": 640 * step, "loss": 1.5, **(facts or {})}
     identity = {"options": {"seq_length": 32, "seed": 7}, "inputs": {"dataset": "d1e5"}}
     return write(experiment.checkpoints, capture(step, model, adamw, state, identity,

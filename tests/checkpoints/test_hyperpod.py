@@ -18,6 +18,7 @@ from lib.checkpoints import hyperpod, state
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.save import Snapshot
 from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.optim import registry
 from tests.conftest import free_port
 from tests.hyperpod_service import service
 
@@ -50,7 +51,7 @@ def tier_at(address: str, run: str = "1a2b") -> HyperPodTier:
 def state_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer, all of whose tensors hold a value."""
     model = nn.Linear(4, 3, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *state.optimizer_tensors(model, optimizer).values()]:
             tensor.fill_(value)
@@ -86,7 +87,7 @@ def newest(tier: HyperPodTier, after: int = 0, before: int | None = None,
     values = [tensor for tensor in state.model_tensors(model).values()]
     values += state.optimizer_tensors(model, optimizer).values()
     assert all((tensor == found.step).all() for tensor in values)
-    assert facts["step"] == state.optimizer_steps(optimizer) == found.step
+    assert facts["step"] == registry.steps_taken(optimizer) == found.step
     return found.step, left
 
 

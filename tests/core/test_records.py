@@ -11,7 +11,7 @@ import pytest
 
 from lib.core import config_file, manifest, records
 from lib.core.errors import ArtifactError, UsageError
-from lib.models.raw_files import remove_outdated
+from lib.hub.raw_text import remove_outdated
 
 DEEP = 100_000
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

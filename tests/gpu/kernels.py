@@ -38,9 +38,9 @@ def loss_head(place: Place) -> None:
 
 
 def _loss_head_alone(place: Place, dtype: torch.dtype, compiled: bool) -> dict[str, float]:
+    from lib.parallel.compiling import Compiler
+    from lib.parallel.loss import AT_ONCE, LossHead
     from lib.tokens.samples import IGNORED
-    from lib.train.compiling import Compiler
-    from lib.train.loss import AT_ONCE, LossHead
 
     rows, width, vocabulary = place.size((4096, 2048, 128_256), (600, 64, 1000))
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def _loss_head_alone(place: Place, dtype: torch.dtype, compiled: bool) -> dict[s
 
 def _loss_of_model(place: Place, tied: bool) -> dict[str, float]:
     """Return how far the loss in the output layer is from that of the same model's logits."""
-    from lib.train import loss
+    from lib.parallel import loss
 
     found = {}
     with trained(place, "fp32", tie_word_embeddings=tied) as (model, _, world):
@@ -82,7 +82,7 @@ def _loss_of_model(place: Place, tied: bool) -> dict[str, float]:
 
 
 def _gradients(model: nn.Module, batch: Any) -> tuple[float, dict[str, Tensor]]:
-    from lib.train import loss
+    from lib.parallel import loss
 
     total = loss.token_loss_sum(model, batch)
     total.backward()
@@ -135,7 +135,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, window: i
 def bad_steps(place: Place) -> None:
     """A step whose gradient holds a NaN or an infinity changes no bit, with each optimizer."""
     from lib.checkpoints import state
-    from lib.train.optimizer import StepGuard
+    from lib.optim.guard import StepGuard
 
     for kind in ("adamw", "adamw8bit"):
         for precision in place.size(("bf16", "fp16"), ("fp32",)):
@@ -159,7 +159,7 @@ def bad_steps(place: Place) -> None:
 
 def gradient_scale(place: Place) -> None:
     """The norm of the mean gradient does not depend on how many samples it is the mean of."""
-    from lib.train.optimizer import StepGuard
+    from lib.optim.guard import StepGuard
 
     norms: dict[str, list[float]] = {}
     for precision in place.size(("fp32", "bf16", "fp16"), ("fp32", "bf16")):
@@ -179,7 +179,7 @@ def staging(place: Place) -> None:
     """Copies in host memory are those of before the step that follows at once, and pinned."""
     from lib.checkpoints.save import capture
     from lib.checkpoints.staging import HostCopies
-    from lib.train.optimizer import StepGuard
+    from lib.optim.guard import StepGuard
 
     changes = place.size({"hidden_size": 1024, "intermediate_size": 4096}, {})
     with trained(place, place.size("bf16", "fp32"), **changes) as (model, optimizer, world):
@@ -244,17 +244,18 @@ def trained(place: Place, precision: str, kind: str = "adamw", **changes: Any,
     """Give the small model as stage 04 makes it on one rank, its optimizer, and the world."""
     from lib.models import architecture
     from lib.models.initialise import initialise
-    from lib.train import distributed, optimizer, sharding
+    from lib.optim import registry
+    from lib.parallel import layout, parallelize
 
     model = architecture.build_on_meta(place.model("small", **changes), "sdpa")
-    world = distributed.start()
+    world = layout.start()
     try:
-        sharding.shard(model, world.mesh, precision)
-        sharding.materialise(model, world.device, offload=False)
+        parallelize.shard(model, world.mesh, precision)
+        parallelize.materialise(model, world.device, offload=False)
         initialise(model, 0)
-        yield model, optimizer.build(kind, model, 1e-3, (0.9, 0.95), 0.1), world
+        yield model, registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1), world
     finally:
-        distributed.stop(world)
+        layout.stop(world)
 
 
 def tokens(place: Place, rows: int, model: nn.Module) -> Any:
@@ -269,7 +270,7 @@ def tokens(place: Place, rows: int, model: nn.Module) -> Any:
 
 def backward(model: nn.Module, batch: Any, guard: Any, samples: int = 1) -> None:
     """Make the gradients of a mean over `samples` times a batch, as the training loop does."""
-    from lib.train import loss
+    from lib.parallel import loss
 
     scale = guard.loss_factor(1 / (samples * batch.labels.numel()))
     for number in range(samples):

@@ -221,26 +221,29 @@ def eight_ranks(place: Place) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from lib.models import architecture
+    from lib.optim import registry
+    from lib.optim.guard import StepGuard
+    from lib.parallel import blocks, loss, parallelize
+    from lib.planning import trace
     from lib.tokens.loader import MicroBatch
-    from lib.train import blocks, loss, memory_trace, optimizer, sharding
     from lib.train.memory_plan import Estimates
 
     directory = place.model("8b-wide", num_hidden_layers=place.size(32, 6))
-    case = memory_trace.Case(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")
+    case = trace.Case(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")
     estimated = Estimates(architecture.build_on_meta(directory, "sdpa")).step(case).total
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     device = torch.device(place.device)
     mesh = init_device_mesh(place.device, (8,), mesh_dim_names=("shard",))
     model = architecture.build_on_meta(directory, "sdpa")
     blocks.prepare(model, case.recompute, None)
-    sharding.shard(model, mesh, case.precision)
-    sharding.materialise(model, device, offload=False)
+    parallelize.shard(model, mesh, case.precision)
+    parallelize.materialise(model, device, offload=False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter.to_local(), std=0.02)
     head = model.get_output_embeddings()
     head.forward = loss.LossHead(head, loss.AT_ONCE[place.device])
-    adamw = optimizer.build("adamw", model, 1e-5, (0.9, 0.95), 0.1)
-    guard = optimizer.StepGuard("fp32", 0.0, device)
+    adamw = registry.build("adamw", model, 1e-5, (0.9, 0.95), 0.1)
+    guard = StepGuard("fp32", 0.0, device)
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.seq_length), device=device)
     host, total = [], []
     for _ in range(place.size(8, 3)):

@@ -18,7 +18,9 @@ from lib.core.errors import UsageError
 from lib.models import float8, shards
 from lib.models.architecture import decoder_layers
 from lib.models.initialise import initialise
-from lib.train import blocks, compiling, optimizer, sharding
+from lib.optim import registry
+from lib.optim.guard import StepGuard
+from lib.parallel import blocks, compiling, parallelize
 from tests.models.families import FAMILIES
 
 SMALL = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -37,15 +39,15 @@ def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False) 
     if recipe:
         float8.convert(model, recipe, 1, emulate=True)
     blocks.prepare(model, "none", compiling.compiler(compiled, CPU))
-    sharding.shard(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16")
-    sharding.materialise(model, CPU, offload=False)
+    parallelize.shard(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16")
+    parallelize.materialise(model, CPU, offload=False)
     initialise(model, 0)
     return model
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
     """Return the losses of so many steps on sentences of a small made-up language."""
-    adamw = optimizer.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    adamw = registry.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
     float8.rescale_with(adamw, model)
     generator = torch.Generator().manual_seed(0)
     losses = []
@@ -55,7 +57,7 @@ def train(model: nn.Module, steps: int) -> list[float]:
         tokens = torch.cat([first, first + torch.cumsum(5 + noise, 1)], 1) % 64
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        optimizer.StepGuard("fp8", 0.0, CPU).clip(adamw, 1.0)
+        StepGuard("fp8", 0.0, CPU).clip(adamw, 1.0)
         adamw.step()
         adamw.zero_grad()
         losses.append(loss.item())

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from lib.core.errors import UsageError
 from lib.models import training_memory
-from lib.train import memory, memory_fit, startup
+from lib.optim.registry import OPTIMIZERS
+from lib.planning.trace import Case, Step
+from lib.planning.tracker import KINDS
+from lib.train import memory, memory_fit
 from lib.train.memory_fit import Fit
-from lib.train.memory_trace import Case, Step
-from lib.train.memory_tracker import KINDS
 from lib.train.startup import Setting
 from tests.conftest import run_stage
 from tests.train.test_memory_plan import OPTIONS, on_meta
@@ -127,7 +128,7 @@ def test_the_host_holds_what_the_gpu_does_not(monkeypatch: pytest.MonkeyPatch) -
 def test_stage_03_says_the_same() -> None:
     model = on_meta()
     advice = training_memory.estimate(model)
-    assert startup.CHECKPOINTED["adamw"] + 4 == training_memory._STATE
+    assert 2 * 4 + OPTIMIZERS["adamw"].state_bytes == training_memory._STATE
     opts = Namespace(**{**OPTIONS, "compile": False, "batch_size": 1})
     there = Fit.of(opts, Setting(model, advice.tokens, "bf16"))
     assert sum(there._states(there.case).values()) < advice.per_gpu[1]

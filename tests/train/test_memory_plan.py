@@ -26,10 +26,12 @@ from transformers import (
 )
 
 from lib.models.shards import local_tensor
-from lib.train import blocks, loss, memory_estimate, memory_plan, memory_trace, sharding
+from lib.parallel import blocks, loss, parallelize
+from lib.planning import trace
+from lib.planning.trace import Case
+from lib.planning.tracker import Tracker
+from lib.train import memory_estimate, memory_plan
 from lib.train.memory_plan import Estimates
-from lib.train.memory_trace import Case
-from lib.train.memory_tracker import Tracker
 from lib.train.startup import Setting
 from tests.conftest import run_stage
 from tests.training import save_tokenizer
@@ -53,9 +55,9 @@ def case(**changes: Any) -> Case:
                    "precision": "bf16", "recompute": "none", **changes})
 
 
-def traced(model: PreTrainedModel, wanted: Case) -> memory_trace.Step:
-    with memory_trace.fake_mesh(wanted.ranks, wanted.shard_size) as mesh:
-        return memory_trace.trace(model, wanted, mesh)
+def traced(model: PreTrainedModel, wanted: Case) -> trace.Step:
+    with trace.fake_mesh(wanted.ranks, wanted.shard_size) as mesh:
+        return trace.trace(model, wanted, mesh)
 
 
 @pytest.mark.parametrize("recompute", [
@@ -108,13 +110,13 @@ def test_every_knob_moves_memory_as_it_should() -> None:
 
 
 def test_what_the_model_does_with_its_logits() -> None:
-    assert memory_trace.makes_loss(on_meta())
-    assert not memory_trace.makes_loss(on_meta(Gemma2Config(**SMALL, head_dim=16)))
+    assert trace.makes_loss(on_meta())
+    assert not trace.makes_loss(on_meta(Gemma2Config(**SMALL, head_dim=16)))
 
 
 def test_blocks_that_differ_are_all_traced() -> None:
     model = on_meta(Gemma2Config(**SMALL, head_dim=16))
-    assert memory_trace.shortened(model, 4) is None
+    assert trace.shortened(model, 4) is None
     step = Estimates(model).step(case())
     assert step.largest["loss"] >= 2 * 256 * 1024 * (2 + 4)  # logits, and once more in float32
 
@@ -146,14 +148,14 @@ def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any]) -> None:
     model = on_meta()
     blocks.prepare(model, wanted.recompute, None)
     with alone() as mesh:
-        sharding.shard(model, mesh, wanted.precision, keep_gathered=wanted.keep_gathered)
+        parallelize.shard(model, mesh, wanted.precision, keep_gathered=wanted.keep_gathered)
         with Tracker() as tracker:
-            sharding.materialise(model, torch.device("cpu"), offload=False)
+            parallelize.materialise(model, torch.device("cpu"), offload=False)
             for parameter in model.parameters():
                 local_tensor(parameter).zero_()
             head = model.get_output_embeddings()
             head.forward = loss.LossHead(head, loss.AT_ONCE["cuda"])
-            real = memory_trace.record(model, wanted, tracker)
+            real = trace.record(model, wanted, tracker)
     assert estimated.total == pytest.approx(real.total, rel=0.02)
     for kind, size in real.largest.items():
         assert estimated.largest[kind] == pytest.approx(size, rel=0.05), kind
@@ -237,12 +239,12 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
 
         def __init__(self, *_: object) -> None: ...
 
-        def step(self, case: Case) -> memory_trace.Step:
+        def step(self, case: Case) -> trace.Step:
             each = {"none": 3, "selective": 2.5, "full": 0.5}[case.recompute]
-            held = dict.fromkeys(memory_trace.KINDS, 0) | {
+            held = dict.fromkeys(trace.KINDS, 0) | {
                 "gradients": (8 << 30) // case.ranks, "optimizer": (24 << 30) // case.ranks,
                 "activations": int(each * case.batch * case.seq_length / 1024 * (1 << 30))}
-            return memory_trace.Step(held, (held,), case.offload)
+            return trace.Step(held, (held,), case.offload)
 
     lines: list[str] = []
     monkeypatch.setattr(memory_plan, "Estimates", Known)

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lib.optim import registry
+from lib.optim.guard import StepGuard
+from lib.parallel import attention, isolation, loss, parallelize
+from lib.parallel.layout import World
 from lib.tokens.loader import MicroBatch, boundaries
-from lib.train import attention, isolation, loss, optimizer, sharding
-from lib.train.distributed import World
-from lib.train.optimizer import StepGuard
 
 CPU = torch.device("cpu")
 # What hands a number, or a size that depends on numbers, to the host.
@@ -48,12 +49,12 @@ def test_three_steps(group: dist.ProcessGroup, by_kernel: None, packed: bool, ki
         num_attention_heads=4, num_key_value_heads=2),
         attn_implementation="varlen" if packed else "sdpa")
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    sharding.shard(model, mesh, "bf16")
+    parallelize.shard(model, mesh, "bf16")
     world = World(0, 1, CPU, mesh, group, group)
     if not packed:
         isolation.spare_mask(model, 24, world)
     loss.chunk(model, world)
-    steps = optimizer.build(kind, model, 1e-3, (0.9, 0.95), 0.1)
+    steps = registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1)
     guard, total = StepGuard("bf16", 30.0, CPU), torch.zeros((), dtype=torch.float64)
     tokens, positions = torch.randint(0, 96, (2, 25)), torch.arange(24).remainder(9).repeat(2, 1)
     documents = (positions, torch.from_numpy(boundaries(positions.numpy(), 8))) if packed else ()
@@ -61,7 +62,7 @@ def test_three_steps(group: dist.ProcessGroup, by_kernel: None, packed: bool, ki
     for number in range(4):
         with Watched() if number else torch.enable_grad():  # the first step makes the states
             scale = guard.loss_factor(1 / 48)
-            optimizer.set_learning_rate(steps, 1e-3 / (number + 1))
+            registry.set_learning_rate(steps, 1e-3 / (number + 1))
             value = loss.token_loss_sum(model, batch.to(CPU), scale)
             value.backward()
             total += value.detach()

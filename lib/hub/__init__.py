@@ -1,0 +1,1 @@
+"""The network: what stage 03 and --online fetch."""

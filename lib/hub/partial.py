@@ -1,0 +1,177 @@
+"""A file that arrives in pieces, several at a time, and survives a kill at any moment."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+
+from lib.hub.repository import RemoteFile
+
+PIECE_BYTES = 512 << 20  # so large that asking for one takes no time beside fetching it
+_COUNT = struct.Struct("<Q")
+
+
+class Part:
+    """An unfinished file and, beside it in `….at`, how many bytes of each piece are there.
+
+    The bytes are written first and counted then, so after a kill the count is never too high;
+    after a power cut it may be, which the digest tells.
+    """
+
+    def __init__(self, file: RemoteFile, directory: Path) -> None:
+        self.file, self.target = file, directory / file.path
+        self._part = directory / file.part
+        self._counts_path = _counts_path(self._part)
+        self.pieces = max(1, -(-file.size // PIECE_BYTES))
+        self.refused = 0  # how often the whole turned out to differ from what was declared
+        self._lock, self._is_claimed = threading.Lock(), False
+        self._counts = [0] * self.pieces
+        self._digest = file.digest()
+
+    def open(self) -> int:
+        """Take up what an earlier run left; return the bytes that are there."""
+        self._part.parent.mkdir(parents=True, exist_ok=True)
+        there = _read_counts(self._part)
+        if len(there) == self.pieces and self._part.stat().st_size == self.file.size \
+                and all(count <= self.bytes_of(i) for i, count in enumerate(there)):
+            self._counts = there
+            return sum(there)
+        self._counts_path.write_bytes(bytes(_COUNT.size * self.pieces))
+        with self._part.open("wb") as part:
+            part.truncate(self.file.size)
+        return 0
+
+    def bytes_of(self, piece: int) -> int:
+        """Return the size of a piece."""
+        return min(PIECE_BYTES, self.file.size - piece * PIECE_BYTES)
+
+    def range_left(self, piece: int) -> tuple[int, int]:
+        """Return the first and the end offset of what a piece still lacks."""
+        start = piece * PIECE_BYTES
+        return start + self._counts[piece], start + self.bytes_of(piece)
+
+    def writer(self, piece: int) -> PieceWriter:
+        """Return what appends to a piece."""
+        return PieceWriter(self, piece, self._part, self._counts_path)
+
+    def is_complete(self) -> bool:
+        """Tell whether all pieces are whole, and check along the way what is there in one row."""
+        if self._lock.acquire(blocking=False):  # else another thread is at it, or will be
+            try:
+                whole = 0
+                while whole < self.pieces and self._counts[whole] == self.bytes_of(whole):
+                    whole += 1
+                self._digest.read(self._part, min(whole * PIECE_BYTES, self.file.size))
+            finally:
+                self._lock.release()
+        return sum(self._counts) == self.file.size
+
+    def claim(self) -> bool:
+        """Return True to the first who asks of a complete file, and is to finish it."""
+        with self._lock:
+            is_mine = not self._is_claimed and sum(self._counts) == self.file.size
+            self._is_claimed = self._is_claimed or is_mine
+        return is_mine
+
+    def finish(self) -> str:
+        """Give the file its name if it is what was declared; else tell in words how it differs."""
+        with self._lock:
+            self._digest.read(self._part, self.file.size)
+            difference = self._digest.difference()
+            if difference:
+                self._part.unlink()
+                self._counts, self._digest = [0] * self.pieces, self.file.digest()
+                self.refused, self._is_claimed = self.refused + 1, False
+            else:
+                self._part.replace(self.target)
+            self._counts_path.unlink()
+        return difference
+
+    def count(self, piece: int, amount: int) -> int:
+        """Note that more bytes of a piece are written; return how many there are now."""
+        self._counts[piece] += amount
+        return self._counts[piece]
+
+
+class PieceWriter:
+    """Appends to one piece; use as a context manager."""
+
+    def __init__(self, part: Part, piece: int, data: Path, counts: Path) -> None:
+        self._part, self._piece, self._paths = part, piece, (data, counts)
+
+    def __enter__(self) -> PieceWriter:
+        self._data, self._counts = (os.open(path, os.O_WRONLY) for path in self._paths)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._data)
+        os.close(self._counts)
+
+    def write(self, chunk: bytes) -> int:
+        """Append what belongs to the piece, and return how many bytes that was."""
+        start, end = self._part.range_left(self._piece)
+        view = memoryview(chunk)[:end - start]
+        written = 0
+        while written < len(view):
+            written += os.pwrite(self._data, view[written:], start + written)
+        count = self._part.count(self._piece, written)
+        os.pwrite(self._counts, _COUNT.pack(count), self._piece * _COUNT.size)
+        return written
+
+
+class Beginning:
+    """The first bytes of a file, in memory; arrives as a Part of one piece does."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self.file, self.content, self.end = file, bytearray(), 0
+
+    def extend(self, end: int) -> None:
+        """Want the bytes before `end`, as far as the file goes."""
+        self.end = min(end, self.file.size)
+
+    def range_left(self, piece: int) -> tuple[int, int]:
+        """Return the first and the end offset of what is lacking."""
+        return len(self.content), self.end
+
+    def writer(self, piece: int) -> nullcontext[Beginning]:
+        """Return what appends to it."""
+        return nullcontext(self)
+
+    def write(self, chunk: bytes) -> int:
+        """Append what is wanted, and return how many bytes that was."""
+        wanted = chunk[:self.end - len(self.content)]
+        self.content += wanted
+        return len(wanted)
+
+
+def bytes_there(file: RemoteFile, directory: Path) -> int:
+    """Return how many bytes of a file are in a directory, whole or unfinished."""
+    target = directory / file.path
+    return target.stat().st_size if target.is_file() else sum(_read_counts(directory / file.part))
+
+
+def forget(file: RemoteFile, directory: Path) -> None:
+    """Delete what is left of the pieces of a file that is whole."""
+    for path in (directory / file.part, _counts_path(directory / file.part)):
+        path.unlink(missing_ok=True)
+
+
+def names(file: RemoteFile) -> set[str]:
+    """Return the relative paths that a file may be found under while it arrives."""
+    return {file.path, file.part, str(_counts_path(Path(file.part)))}
+
+
+def _counts_path(part: Path) -> Path:
+    return part.with_name(f"{part.name}.at")
+
+
+def _read_counts(part: Path) -> list[int]:
+    try:
+        content = _counts_path(part).read_bytes()
+    except OSError:
+        return []
+    usable = len(content) // _COUNT.size * _COUNT.size
+    return [count for (count,) in _COUNT.iter_unpack(content[:usable])] if part.is_file() else []

@@ -1,0 +1,23 @@
+"""AdamW by torch's fused kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW whose states are known before its first step.
+
+    Built after sharding, so that `exp_avg` and `exp_avg_sq` are sharded like the weights.
+    """
+
+    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, lr=lr, betas=betas, fused=True)
+
+    @staticmethod
+    def new_state(parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first step."""
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step, "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter)}

@@ -1,0 +1,238 @@
+"""AdamW whose moments take one byte per number instead of four: `--optimizer adamw8bit`.
+
+A moment of a matrix is kept in blocks of up to 256 numbers of a row, each block as 8-bit floats
+(e4m3) and one float32 scale, after Dettmers et al. 2022, "8-bit optimizers via block-wise
+quantization" (arXiv:2110.02861). Three things differ from there:
+
+- Of the second moment its root is kept: the range of gradients, not of their squares.
+- Where between two codes a number is rounded up is another place in each step. Rounded always to
+  the nearest, a moment that moves by less than half their distance would never move.
+- Blocks end with their row, and sharding deals out whole rows: neither the update nor what a
+  checkpoint holds depends on the number of ranks.
+
+Vectors (norms, biases) keep float32 moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from lib.core import log
+from lib.models.shards import local_tensor
+from lib.optim.registry import Wrap
+
+BLOCK = 256  # numbers
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST = 256.0  # of a block, in units of its scale; e4m3 ends at 448, so nothing is cut off
+_SMALLEST_SCALE = 1e-30  # of a block of zeros
+_CUT = 1 << 20  # what the last of a float32's 23 bits is worth that e4m3's fraction of 3 keeps
+_GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, fill 0 to 1 evenly
+# Numbers of a parameter that are float32 at a time: what a core's cache holds; on a GPU enough to
+# be worth starting its kernels for.
+AT_ONCE = {"cpu": 1 << 16}
+_AT_ONCE_ON_GPU = 1 << 22
+_TRIED, _ROUNDING = 64, 0.01  # rows; mean difference, as a share of the mean
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """Has nothing change where `found_inf` is set, as torch's fused AdamW.
+
+    Per parameter: `step` float32 scalar; of a matrix [R, …] `exp_avg` and `exp_avg_root` uint8
+    [R, …] and their `…_scale` float32 [R, blocks]; of a vector `exp_avg` and `exp_avg_root`
+    float32. All but `step` are sharded like the parameter.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float],
+                 wrap: Wrap | None = None) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
+        self.found_inf: Tensor | None = None
+        self._update = _in_slices if wrap is None else _Fused(wrap)
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first step."""
+        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        for moment in ("exp_avg", "exp_avg_root"):
+            if parameter.ndim < 2:
+                state[moment] = torch.zeros_like(parameter, requires_grad=False)
+                continue
+            blocks = -(-parameter.shape[1:].numel() // BLOCK)
+            state[moment] = _zeros(parameter, parameter.shape, torch.uint8)
+            state[f"{moment}_scale"] = _zeros(parameter, (len(parameter), blocks), torch.float32)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.new_state(parameter))
+            if not parameters:
+                continue
+            counts = [self.state[parameter]["step"] for parameter in parameters]
+            skip = torch.zeros_like(counts[0]) if self.found_inf is None else self.found_inf
+            torch._foreach_add_(counts, [1 - skip] * len(counts))
+            rule, skips = _Rule.of(group, counts[0].device), skip > 0
+            for parameter, count in zip(parameters, counts, strict=True):
+                moments = list(self.state[parameter].values())[1:]
+                tensors = [local_tensor(t) for t in (parameter, parameter.grad, *moments)]
+                if tensors[0].numel():
+                    self._update(rule, count, skips, *tensors)
+
+
+class _Rule(NamedTuple):
+    """What all parameters of a group share. lr: float32 scalar, for it changes in each step."""
+
+    lr: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any], device: torch.device) -> _Rule:
+        return cls(torch.full((), group["lr"], dtype=torch.float64, device=device),
+                   *group["betas"], group["eps"], group["weight_decay"])
+
+    def now(self, count: Tensor) -> tuple[Tensor, ...]:
+        """Return the scalars of the step with this number: float32, but for `raised`, int32.
+
+        rate, shrink: what a moment is multiplied by, and a weight. root_correction: divides a root.
+        """
+        rate = (self.lr / (1 - self.beta1**count.double())).float()
+        shrink = (1 - self.lr * self.weight_decay).float()
+        root_correction = (1 - self.beta2**count.double()).sqrt().float()
+        raised = ((count.double() * _GOLDEN).frac() * _CUT).to(torch.int32)
+        return rate, shrink, root_correction, raised
+
+
+def _in_slices(rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+    """Take a step on this rank's shard, some rows at a time, unless `skip` (bool scalar)."""
+    now = rule.now(count)
+    at_once = AT_ONCE.get(tensors[0].device.type, _AT_ONCE_ON_GPU)
+    rows = max(1, at_once * len(tensors[0]) // tensors[0].numel())
+    for parts in zip(*(t.split(rows) for t in tensors), strict=True):
+        _take(rule, now, skip, *parts)
+
+
+def _at_once(rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+    """Do the same without slices: for the compiler."""
+    _take(rule, rule.now(count), skip, *tensors)
+
+
+class _Fused:
+    """The compiled update: a kernel per parameter, which reads and writes each number once, where
+    there are some fifty per slice otherwise.
+
+    One graph serves all matrices, as rows of one block, and one all vectors. Rows that end within
+    a block are updated in slices: the compiler gets them wrong (torch 2.13, on a CPU). So each
+    graph is tried, on the first rows that it is for.
+    """
+
+    def __init__(self, wrap: Wrap) -> None:
+        self._update = wrap(_at_once, instead=_in_slices)
+        self._is_right: dict[int, bool] = {}  # by dimensions
+
+    def __call__(self, rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+        columns, kind = tensors[0].shape[1:].numel(), min(tensors[0].ndim, 2)
+        if kind == 2 and columns % BLOCK == 0:
+            tensors = tuple(t.view(-1, BLOCK if t.shape == tensors[0].shape else 1)
+                            for t in tensors)
+        elif kind == 2:
+            return _in_slices(rule, count, skip, *tensors)
+        if kind not in self._is_right:
+            self._is_right[kind] = self._tries(rule, count, *(t[:_TRIED] for t in tensors))
+        update = self._run if self._is_right[kind] else _in_slices
+        return update(rule, count, skip, *tensors)
+
+    def _run(self, rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        self._update(rule, count, skip, *tensors)
+
+    def _tries(self, rule: _Rule, count: Tensor, *tensors: Tensor) -> bool:
+        """Tell whether copies change as they do without the compiler, but for rounding."""
+        took, wanted = ([t.clone() for t in tensors] for _ in range(2))
+        for update, copies in ((self._run, took), (_in_slices, wanted)):
+            update(rule, count, torch.zeros_like(count, dtype=torch.bool), *copies)
+        moments = (len(tensors) - 2) // 2  # tensors of each
+        pairs = [(took[0] - tensors[0], wanted[0] - tensors[0])]
+        pairs += [(_read(*took[i:i + moments]), _read(*wanted[i:i + moments]))
+                  for i in range(2, len(tensors), moments)]
+        if all((a - b).abs().mean() <= _ROUNDING * b.abs().mean() for a, b in pairs):
+            return True
+        log.warn("adamw8bit runs uncompiled, which is slower: compiled it does not compute the "
+                 "same here")
+        return False
+
+
+def _take(rule: _Rule, now: tuple[Tensor, ...], skip: Tensor, weight: Tensor, gradient: Tensor,
+          *kept: Tensor) -> None:
+    rate, shrink, root_correction, raised = now
+    first, second = (kept[:len(kept) // 2], kept[len(kept) // 2:])
+    average = _read(*first).lerp_(gradient, 1 - rule.beta1)
+    root = _read(*second).square_().lerp_(gradient.square(), 1 - rule.beta2).sqrt_()
+    new = weight * shrink
+    new -= rate * average / (root / root_correction + rule.eps)
+    weight.copy_(torch.where(skip, weight, new))
+    for values, places in ((average, first), (root, second)):
+        for place, written in zip(places, _written(values, raised, places), strict=True):
+            place.copy_(torch.where(skip, place, written))
+
+
+def _read(codes: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return a moment in float32, as a new tensor."""
+    if scale is None:
+        return codes.clone()
+    return _joined(_blocks(codes.view(_FLOAT8).float()) * scale[..., None], codes)
+
+
+def _written(values: Tensor, raised: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return what keeps a moment: itself, or codes and scales.
+
+    raised: int32 scalar, what is added to a float32's bits before they are cut off: 0 rounds all
+    down, almost `_CUT` all up (in magnitude), and what a code is exact for stays as it is.
+    """
+    if len(like) == 1:
+        return [values]
+    blocks = _blocks(values)
+    scale = (blocks.abs().amax(-1) / _LARGEST).clamp_(min=_SMALLEST_SCALE)
+    bits = ((blocks / scale[..., None]).view(torch.int32) + raised) & -_CUT
+    codes = bits.view(torch.float32).to(_FLOAT8)
+    return [_joined(codes.view(torch.uint8), values), scale]
+
+
+def _blocks(values: Tensor) -> Tensor:
+    """[R, …] → [R, blocks, 256], zeros behind the end of a row."""
+    rows = values.flatten(1)
+    if short := -rows.shape[1] % BLOCK:
+        rows = F.pad(rows, (0, short))
+    return rows.unflatten(1, (-1, BLOCK))
+
+
+def _joined(blocks: Tensor, like: Tensor) -> Tensor:
+    """[R, blocks, 256] → the shape of `like`."""
+    return blocks.flatten(1)[:, :like.flatten(1).shape[1]].reshape(like.shape)
+
+
+def _zeros(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros of a shape with the parameter's rows, sharded like it, on the same device."""
+    local = local_tensor(parameter)
+    zeros = torch.zeros((len(local), *shape[1:]), dtype=dtype, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    assert all(p.dim == 0 for p in parameter.placements if isinstance(p, Shard)), "rows are split"
+    strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), strides, dtype)
+    # Not `from_local`, which would move what is offloaded back to the mesh's device.
+    return DTensor(zeros, DTensorSpec(parameter.device_mesh, parameter.placements, meta),
+                   requires_grad=False)

@@ -1,0 +1,1 @@
+"""One model over many devices: who holds what, and how it computes."""

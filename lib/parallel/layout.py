@@ -1,0 +1,152 @@
+"""Process groups: one process on a laptop and many nodes alike."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lib.core import commands, log, units
+from lib.core.errors import UsageError
+from lib.parallel import flight_recorder
+from lib.parallel.meeting import START_TIMEOUT, Meeting
+
+_LONGER = timedelta(minutes=5)
+_PCI = Path("/sys/bus/pci/devices")
+# Segments that grow leave no gaps between them; pages are locked by eight threads.
+_ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True," \
+             "pinned_num_register_threads:8"
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the launch.
+
+    mesh: 1-D over all ranks, or (replicas, ranks per replica). control, saving: gloo groups of
+    their own, for small agreements between hosts and for checkpoints, so that none meets the
+    collectives of another thread.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+
+
+def meet() -> Meeting | None:
+    """Tell the other ranks, before the long preparation, that this one has started.
+
+    None for a process that was started by itself, without torchrun.
+    """
+    return Meeting() if "RANK" in os.environ else None
+
+
+def settle_allocator() -> None:
+    """Choose how torch's allocator works, unless the environment does.
+
+    Must come before anything asks about a GPU, its name or its memory: torch reads it then.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
+
+
+def start(shard_size: int | None = None, meeting: Meeting | None = None, patience: float = 0.0,
+          ) -> World:
+    """Join the process group; all ranks must call this.
+
+    shard_size: ranks per replica, which must divide their number; None: all share one. meeting:
+    made by `meet` earlier; None to make it now. patience: seconds after which a watchdog ends the
+    process; a collective may wait for longer, so that the watchdog speaks first.
+    """
+    flight_recorder.enable()
+    # Gloo connects to whom it talks to; else each of 1,024 ranks to all the others.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    settle_allocator()
+    device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+    _keep_to_loopback()
+    timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
+    # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if meeting := meeting or meet():
+        dist.init_process_group(backend, store=meeting.join(), rank=meeting.rank,
+                                world_size=meeting.size, timeout=timeout)
+    else:  # without torchrun: a group of one that needs no port
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    size, names = (dist.get_world_size(),), ("shard",)
+    if shard_size and shard_size < size[0]:
+        size, names = (size[0] // shard_size, shard_size), ("replicate", "shard")
+    mesh = init_device_mesh(device.type, size, mesh_dim_names=names)
+    for group in mesh.get_all_groups():  # torch gives NCCL's ten minutes
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    control, saving = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
+                       for name in ("control", "saving"))
+    return World(dist.get_rank(), dist.get_world_size(), device, mesh, control, saving)
+
+
+def _keep_to_loopback() -> None:
+    """Let gloo and NCCL listen on 127.0.0.1 alone where all ranks are on this machine."""
+    flags, here = Path("/sys/class/net/lo/flags"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    is_up = flags.is_file() and int(flags.read_text(encoding="ascii"), 16) & 1
+    if is_up and here == os.environ.get("WORLD_SIZE", "1"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+
+
+def stop(world: World) -> None:
+    """Leave the process group; all ranks must call this."""
+    dist.barrier(world.control)  # a rank that leaves while another still talks makes gloo abort
+    dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    # torchrun sets OMP_NUM_THREADS=1. On a CPU the cores are the device; beside a GPU they take the
+    # optimizer's steps of --cpu-offload.
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UsageError(f"process {local_rank} of this machine has no GPU of its own",
+                             expected=f"at most --nproc-per-node {torch.cuda.device_count()}, the "
+                                      "number of GPUs",
+                             hint="on the CPU instead:",
+                             run=f"CUDA_VISIBLE_DEVICES= {commands.again()}")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        _stay_near(device)
+        torch.set_num_threads(threads)
+        return device
+    torch.set_num_threads(threads)
+    log.info(f"no GPU: training on the CPU, "
+             f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})")
+    return torch.device("cpu")
+
+
+def _stay_near(device: torch.device) -> None:
+    """Run on the cores of the GPU's memory node alone: copies between nodes are slower.
+
+    What threads and processes are started later stays there too. Nothing where the system does not
+    say which they are, or where this process may use none of them.
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        gpu = torch.cuda.get_device_properties(device)
+        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        spans = (_PCI / place / "local_cpulist").read_text(encoding="ascii").strip().split(",")
+        ends = [[int(end) for end in span.split("-")] for span in spans]
+        near = {core for first, *last in ends for core in range(first, (last or [first])[0] + 1)}
+        if near := near & os.sched_getaffinity(0):
+            os.sched_setaffinity(0, near)
+
+
+def total(values: list[float], world: World) -> list[float]:
+    """Sum numbers over all ranks, in float64; all ranks must call this."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(numbers, group=world.control)
+    return numbers.tolist()

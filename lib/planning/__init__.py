@@ -1,0 +1,1 @@
+"""Memory and time, ahead of a run."""

@@ -1,0 +1,229 @@
+"""The memory of one training step, from a trace in which every tensor is fake.
+
+The trainer's own sharding, checkpointing, loss and optimizer run on tensors without memory, in a
+process group without peers, so any model on any number of ranks is measured on a laptop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # how collectives treat fake tensors
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from lib.models.architecture import decoder_layers
+from lib.optim import adamw8bit, registry
+from lib.optim.guard import StepGuard
+from lib.parallel import blocks, loss, parallelize
+from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
+from lib.tokens.loader import MicroBatch
+
+# It prints a traceback of what fails here, which whoever asked for the trace hears of anyway.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What decides the memory of a step, beside the model.
+
+    batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
+    pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
+    have without a varlen kernel. chunked: the output layer makes the loss. optimizer: its kind.
+    on_gpu: else on a CPU, which takes smaller pieces of some things at a time.
+    """
+
+    ranks: int
+    shard_size: int
+    batch: int
+    seq_length: int
+    precision: str
+    recompute: str
+    accumulates: bool = False
+    offload: bool = False
+    keep_gathered: bool = False
+    masked: bool = False
+    chunked: bool = True
+    optimizer: str = "adamw"
+    on_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """largest: of each kind. moments: what there is of all kinds where a phase has its peak."""
+
+    largest: Bytes
+    moments: tuple[Bytes, ...]
+    offload: bool
+
+    @property
+    def peak(self) -> Bytes:
+        """Return what is on the device when there is most."""
+        here = KINDS[3:] if self.offload else KINDS
+        return max(({kind: moment[kind] for kind in here} for moment in self.moments),
+                   key=lambda moment: sum(moment.values()))
+
+    @property
+    def total(self) -> int:
+        """Return the bytes on the device when there is most."""
+        return sum(self.peak.values())
+
+    def extended(self, longer: Step, by: int) -> Step:
+        """Return the step of a model with `by` more blocks; `longer` has one more.
+
+        Exact where blocks are alike: at the same place, counted from the beginning or the end of a
+        pass, there is more of each kind by the same with every block.
+        """
+        def further(one: Bytes, other: Bytes) -> Bytes:
+            return {kind: size + by * (other[kind] - size) for kind, size in one.items()}
+        return Step(further(self.largest, longer.largest),
+                    tuple(map(further, self.moments, longer.moments)), self.offload)
+
+    def resharded(self, factor: float) -> Step:
+        """Return the step with other shards: what is gathered from them does not change."""
+        def other(sizes: Bytes) -> Bytes:
+            return {kind: round(size * factor) if kind in SHARDED else size
+                    for kind, size in sizes.items()}
+        return Step(other(self.largest), tuple(map(other, self.moments)), self.offload)
+
+
+@contextlib.contextmanager
+def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
+    """Join a process group of `ranks` of which this process is the only one, for the while."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        replicas = ranks // shard_size
+        yield init_device_mesh("cpu", (replicas, shard_size) if replicas > 1 else (ranks,),
+                               mesh_dim_names=("replicate", "shard")[replicas == 1:])
+    finally:
+        dist.destroy_process_group()
+
+
+def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
+    """Return the memory of a step of a model on the meta device, which stays as it is."""
+    model = copy.deepcopy(model)
+    blocks.prepare(model, case.recompute, None)
+    parallelize.shard(model, mesh, case.precision, keep_gathered=case.keep_gathered)
+    if case.chunked:
+        head = model.get_output_embeddings()
+        head.forward = loss.LossHead(head, loss.AT_ONCE["cuda" if case.on_gpu else "cpu"])
+    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case.masked), \
+            mock.patch.dict(adamw8bit.AT_ONCE, clear=True):  # as on a GPU, not many small pieces
+        tracker = Tracker(SHARDED if case.offload else ())
+        with tracker:
+            parallelize.materialise(model, torch.device("cpu"), offload=False)
+            return record(model, case, tracker)
+
+
+def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
+    """Run a step of a sharded model, fake or real, and return what was counted."""
+    adamw = registry.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
+    _mark(model, tracker)
+    batch = _batch(case.batch, case.seq_length, case.masked)
+    for last in (False, True) if case.accumulates else (True,):
+        model.set_requires_all_reduce(last)
+        tracker.restart("activations")
+        total = loss.token_loss_sum(model, batch)
+        tracker.next_phase("workspace")
+        total.backward()
+        del total
+    passes = tracker.phases
+    tracker.restart("workspace")
+    # Not fp16's guard, which looks at the norm: there is none to look at.
+    StepGuard("fp32", 0.0, torch.device("cpu")).clip(adamw, 1.0)
+    tracker.making = "optimizer"
+    registry.named_states(model, adamw)
+    tracker.making = "workspace"
+    adamw.step()
+    for moment in passes:  # in the first step there are no states until now, in others there are
+        moment["optimizer"] = tracker.largest["optimizer"]
+    half = len(passes) // 2
+    forward, backward = passes[:half], passes[half:]
+    # The output layer and the loss come last in forward and first in backward; between the others
+    # there are blocks alike, where memory rises or falls steadily.
+    return Step(tracker.largest, (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:],
+                                  *tracker.phases), case.offload)
+
+
+def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
+    """Return a copy with the first `layers` blocks, None where blocks are not all alike."""
+    found = decoder_layers(model)
+    parents = {name.rpartition(".")[0] for name in found}
+    kinds = {(type(block), *((name, p.shape) for name, p in block.named_parameters()))
+             for block in found.values()}
+    attention = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    parent = model.get_submodule(parents.pop())
+    if parents or len(kinds) > 1 or len(set(attention)) > 1 or len(found) <= layers \
+            or not isinstance(parent, nn.ModuleList) or len(parent) != len(found):
+        return None
+    with mock.patch.object(parent, "_modules", dict(list(parent._modules.items())[:layers])):
+        return copy.deepcopy(model)
+
+
+def makes_loss(model: PreTrainedModel) -> bool:
+    """Tell whether the model hands on what its output layer returns, so that it can be the loss."""
+    model = copy.deepcopy(model).to(torch.bfloat16)  # all that grouped products know
+    head, returned = model.get_output_embeddings(), []
+    head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
+    head.register_forward_hook(lambda _, __, out: returned.append(out))
+    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, masked=False):
+        model.to_empty(device="cpu")
+        try:
+            return loss.token_loss_sum(model, _batch(1, 16, masked=False)) is returned[0]
+        except (RuntimeError, TypeError, IndexError):  # what follows the layer needs logits
+            return False
+
+
+@contextlib.contextmanager
+def _attention(model: PreTrainedModel, masked: bool) -> Iterator[None]:
+    """Let attention do what it does with real tokens.
+
+    Kernels for packed documents keep what sdpa keeps without a mask, and only that runs on fake
+    tensors. transformers takes all fake positions for packed ones and would make a mask.
+    """
+    if model.config._attn_implementation != "eager":
+        model.config._attn_implementation = "sdpa"
+    not_packed = {} if masked else {"find_packed_sequence_indices": lambda _: None}
+    with mock.patch.multiple("transformers.masking_utils", **not_packed) if not_packed \
+            else contextlib.nullcontext():
+        yield
+
+
+def _batch(rows: int, length: int, masked: bool) -> MicroBatch:
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return MicroBatch(tokens, tokens.clone(), torch.zeros_like(tokens) if masked else None)
+
+
+def _mark(model: nn.Module, tracker: Tracker) -> None:
+    """Tell the tracker where blocks end, what the loss makes, and what FSDP gathers and reduces."""
+    def done(_: nn.Module, __: Any, out: Any) -> None:
+        tracker.next_phase()
+        hidden = next(tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
+        hidden.register_hook(lambda _: tracker.next_phase())
+
+    def gathered(module: nn.Module, _: Any) -> None:
+        tracker.put([p for p in module.parameters() if not isinstance(p, DTensor)], "gathered")
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(gathered)
+    for block in decoder_layers(model).values():
+        block.register_forward_hook(done)
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda *_: setattr(tracker, "making", "loss"))
+    for parameter in model.parameters():  # called by FSDP
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.put(p.grad, "gradients"))

@@ -1,0 +1,153 @@
+"""Files in pieces, in this process, from a Hub on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+
+import pytest
+
+from lib.core.errors import ArtifactError, UsageError
+from lib.hub import partial
+from lib.hub.repository import RemoteFile, Repository
+from lib.hub.transfer import Transfer, bring_headers, bytes_to_come
+
+CONTENT = bytes(range(256)) * 4096  # 1 MiB
+PIECE = 1 << 18
+
+
+class Wire:
+    """Stands where hub.py stands: gives a piece in chunks, and can die in the middle."""
+
+    def __init__(self, content: bytes = CONTENT, dies_after: int | None = None) -> None:
+        self.content, self.left = content, dies_after
+        self.ranges: list[tuple[int, int]] = []
+        self.lock = threading.Lock()
+        self.stopped = threading.Event()
+
+    def receive(self, repository, part, piece, advance) -> None:
+        start, end = part.range_left(piece)
+        with self.lock:
+            self.ranges.append((start, end))
+        with part.writer(piece) as writer:
+            for at in range(start, end, 1 << 14):
+                if self.left is not None:
+                    self.left -= 1
+                    if self.left < 0:
+                        raise ConnectionError("killed")
+                advance(writer.write(self.content[at:min(at + (1 << 14), end)]))
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(partial, "PIECE_BYTES", PIECE)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
+
+
+def remote(content: bytes = CONTENT, path: str = "a/model.bin") -> RemoteFile:
+    return RemoteFile(path, len(content), hashlib.sha256(content).hexdigest(), "")
+
+
+def transfer(wire: Wire, **how) -> Transfer:
+    return Transfer(wire, Repository("org/x", "0" * 40, {}), **how)
+
+
+def test_a_large_file_comes_in_pieces_at_once(tmp_path):
+    wire = Wire()
+    entries = transfer(wire, workers=4).fetch([remote()], tmp_path)
+    assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
+    assert sorted(wire.ranges) == [(at, at + PIECE) for at in range(0, len(CONTENT), PIECE)]
+    assert entries[0]["digest"] == f"sha256:{remote().sha256}"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.bin"]
+
+
+def test_what_came_before_a_kill_does_not_come_again(tmp_path):
+    with pytest.raises(ConnectionError):
+        transfer(Wire(dies_after=23), workers=2).fetch([remote()], tmp_path)
+    came = 23 << 14
+    assert len(CONTENT) - bytes_to_come([remote()], tmp_path) == came
+    wire = Wire()
+    transfer(wire, workers=2).fetch([remote()], tmp_path)
+    assert sum(end - start for start, end in wire.ranges) == len(CONTENT) - came
+    assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
+
+
+def test_counts_that_do_not_fit_begin_anew(tmp_path):
+    with pytest.raises(ConnectionError):
+        transfer(Wire(dies_after=5)).fetch([remote()], tmp_path)
+    counts = next(tmp_path.rglob("*.at"))
+    counts.write_bytes(b"\xff" * len(counts.read_bytes()))
+    transfer(Wire()).fetch([remote()], tmp_path)
+    assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
+
+
+def test_counts_ahead_of_the_bytes_are_noticed_and_mended(tmp_path):
+    """As after a power cut: the counts were durable, the bytes were not."""
+    with pytest.raises(ConnectionError):
+        transfer(Wire(dies_after=40), workers=1).fetch([remote()], tmp_path)
+    part = next(tmp_path.rglob("*.part"))
+    part.write_bytes(bytes(part.stat().st_size))
+    wire = Wire()
+    transfer(wire).fetch([remote()], tmp_path)
+    assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
+    assert sum(end - start for start, end in wire.ranges) > len(CONTENT)
+
+
+def test_damage_that_stays_is_an_error_and_leaves_nothing(tmp_path):
+    wire = Wire(content=b"\1" + CONTENT[1:])
+    with pytest.raises(ArtifactError, match="arrived damaged twice"):
+        transfer(wire, workers=3).fetch([remote()], tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(end - start for start, end in wire.ranges) == 2 * len(CONTENT)
+
+
+def test_empty_files_and_git_blobs(tmp_path):
+    blob = hashlib.sha1(b"blob 3\0abc").hexdigest()
+    empty = hashlib.sha1(b"blob 0\0").hexdigest()
+    files = [RemoteFile("empty", 0, "", empty), RemoteFile("small", 3, "", blob)]
+    entries = transfer(Wire(b"abc")).fetch(files, tmp_path)
+    assert (tmp_path / "empty").read_bytes() == b""
+    assert entries[1]["digest"] == "sha256:" + hashlib.sha256(b"abc").hexdigest()
+
+
+def test_an_earlier_directory_is_used_if_its_bytes_are_right(tmp_path, capsys):
+    for name, content in (("good", CONTENT), ("bad", b"\1" + CONTENT[1:])):
+        (tmp_path / name / "a").mkdir(parents=True)
+        (tmp_path / name / "a/model.bin").write_bytes(content)
+    wire = Wire()
+    earlier = [tmp_path / "bad", tmp_path / "good"]
+    (tmp_path / "new").mkdir()
+    assert bytes_to_come([remote()], tmp_path / "new", earlier) == 0  # links take no room
+    transfer(wire, earlier=earlier).fetch([remote()], tmp_path / "new")
+    assert not wire.ranges and (tmp_path / "new/a/model.bin").read_bytes() == CONTENT
+    transfer(wire, earlier=earlier[:1]).fetch([remote()], tmp_path / "newer")
+    assert wire.ranges and (tmp_path / "bad/a/model.bin").read_bytes()[:1] == b"\1"
+
+
+def test_a_thread_that_comes_late_finds_the_file_finished(tmp_path):
+    part = partial.Part(remote(b"abc", "x"), tmp_path)
+    part.open()
+    with part.writer(0) as writer:
+        assert writer.write(b"abcdef") == 3  # what is beyond the piece is not taken
+    assert part.is_complete() and part.claim() and not part.finish()
+    assert part.is_complete() and not part.claim()
+    assert (tmp_path / "x").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("path", ["/tmp/x", "../x", "a/../../x", "a\\\\x", ""])
+def test_nothing_is_written_outside_the_directory(tmp_path, path):
+    wire = Wire(b"abc")
+    with pytest.raises(UsageError, match="not safe to write"):
+        transfer(wire).fetch([remote(b"abc", path)], tmp_path / "in")
+    assert not wire.ranges and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("length", [10, 1 << 17, len(CONTENT)])
+def test_headers_come_without_the_rest(tmp_path, length):
+    content = length.to_bytes(8, "little") + CONTENT
+    wire = Wire(content)
+    bring_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
+    there = (tmp_path / "x").read_bytes()
+    assert content.startswith(there) and min(len(content), 8 + length) <= len(there)
+    assert sum(end - start for start, end in wire.ranges) == len(there) <= max(1 << 16, length + 8)

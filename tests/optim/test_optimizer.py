@@ -1,0 +1,161 @@
+"""Weight decay, gradient clipping against torch's own, and the loss scale of fp16."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lib.optim.guard import StepGuard
+from lib.optim.registry import build, set_learning_rate
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def fill_gradients(model: nn.Module, scale: float = 1.0) -> None:
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * scale
+
+
+def guarded(model: nn.Module, precision: str) -> tuple[StepGuard, torch.optim.Optimizer]:
+    """Return a guard and the optimizer it watches over."""
+    guard = StepGuard(precision, 30.0, torch.device("cpu"))
+    return guard, build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_matrices_decay_and_vectors_do_not(model: nn.Module) -> None:
+    model[3].weight.requires_grad_(False)
+    decayed, plain = build("adamw", model, 1e-3, (0.9, 0.95), 0.1).param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[1].weight)}
+    assert {id(p) for p in plain["params"]} == {
+        id(model[1].bias), id(model[2].weight), id(model[2].bias), id(model[3].bias)}
+
+
+def test_tied_weights_are_updated_once(model: nn.Module) -> None:
+    tied = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10, bias=False))
+    tied[1].weight = tied[0].weight
+    groups = build("adamw", tied, 1e-3, (0.9, 0.95), 0.1).param_groups
+    assert len(groups) == 1 and len(groups[0]["params"]) == 1
+
+
+def test_a_step_is_that_of_the_formula(model: nn.Module) -> None:
+    """One AdamW step from zero moments is lr·sign(g), beside lr·decay·w for matrices."""
+    optimizer = build("adamw", model, 1.0, (0.9, 0.95), 0.1)
+    set_learning_rate(optimizer, 1e-2)
+    before = copy.deepcopy(model)
+    fill_gradients(model)
+    optimizer.step()
+    for old, new in zip(before.parameters(), model.parameters(), strict=True):
+        decay = 0.1 if old.ndim >= 2 else 0.0
+        expected = old * (1 - 1e-2 * decay) - 1e-2 * new.grad.sign()
+        torch.testing.assert_close(new, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1e6])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_clipping_is_that_of_torch(model: nn.Module, max_norm: float, precision: str) -> None:
+    reference = copy.deepcopy(model)
+    fill_gradients(reference)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+    guard, optimizer = guarded(model, precision)
+    fill_gradients(model, guard.scale)
+    norm = guard.clip(optimizer, max_norm)
+    assert guard.read() == (0, 0, 0)
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_limit_leaves_the_gradients_and_still_tells_their_norm(model: nn.Module, precision: str,
+                                                                  ) -> None:
+    fill_gradients(model)
+    expected = gradients(model)
+    guard, optimizer = guarded(model, precision)
+    fill_gradients(model, guard.scale)
+    norm = guard.clip(optimizer, 0)
+    assert norm.item() == pytest.approx(
+        torch.cat([g.ravel() for g in expected]).norm().item())
+    torch.testing.assert_close(gradients(model), expected)
+
+
+def test_parameters_without_a_gradient_are_left_out(model: nn.Module) -> None:
+    fill_gradients(model)
+    model[3].weight.grad = None
+    guard, optimizer = guarded(model, "fp32")
+    norm = guard.clip(optimizer, 1.0)
+    assert torch.isfinite(norm) and model[3].weight.grad is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_step_that_is_no_number_leaves_all_as_it_was(model: nn.Module, precision: str,
+                                                       value: float) -> None:
+    guard, optimizer = guarded(model, precision)
+    fill_gradients(model, guard.scale)
+    guard.clip(optimizer, 1.0)
+    optimizer.step()
+    weights = copy.deepcopy(model.state_dict())
+    moments = copy.deepcopy(optimizer.state_dict()["state"])
+    for _ in range(2):
+        fill_gradients(model)
+        model[1].bias.grad[0] = value
+        assert not torch.isfinite(guard.clip(optimizer, 1.0))
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
+    assert guard.read() == (2, 0, 2)
+    fill_gradients(model, guard.scale)
+    guard.clip(optimizer, 1.0)
+    optimizer.step()
+    assert guard.read() == (0, 0, 0) and torch.isfinite(model[1].bias).all()
+    assert not torch.equal(model[1].bias, weights["1.bias"])
+
+
+def test_an_overflow_halves_the_scale(model: nn.Module) -> None:
+    guard, optimizer = guarded(model, "fp16")
+    assert guard.scale == 2**16
+    for expected in (2**15, 2**14):
+        fill_gradients(model)
+        model[1].bias.grad[0] = float("inf")
+        guard.clip(optimizer, 1.0)
+        assert (guard.scale, guard.good_steps) == (expected, 0)
+    guard.scale = 1.0
+    guard.clip(optimizer, 1.0)
+    assert guard.scale == 1.0
+
+
+def test_the_scale_grows_after_enough_good_steps_in_a_row(model: nn.Module) -> None:
+    guard, optimizer = guarded(model, "fp16")
+    guard.grow_every = 3
+    seen = []
+    for step in range(9):
+        fill_gradients(model, guard.scale)
+        if step == 1:
+            model[1].bias.grad[0] = float("inf")
+        norm = guard.clip(optimizer, 1.0)
+        seen.append(guard.scale / 2**16)
+    assert seen == [1, 0.5, 0.5, 0.5, 1, 1, 1, 2, 2]
+    reference = copy.deepcopy(model)
+    fill_gradients(reference)
+    assert norm.item() == pytest.approx(
+        nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item())
+
+
+def test_a_resumed_run_takes_up_the_scale(model: nn.Module) -> None:
+    (guard, _), (resumed, _) = guarded(model, "fp16"), guarded(model, "fp16")
+    guard.scale, guard.good_steps = 512.0, 7
+    resumed.restore(guard.state())
+    assert (resumed.scale, resumed.good_steps) == (512.0, 7)
+    assert guarded(model, "bf16")[0].scale == guarded(model, "fp32")[0].scale == 1.0

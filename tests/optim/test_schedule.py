@@ -1,0 +1,84 @@
+"""The learning rate: its shapes, its ends, and what a raised total does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from lib.optim import schedule
+from lib.optim.schedule import KINDS, Schedule
+
+PEAK, MINIMUM = 1e-3, 1e-4
+
+
+def rates(kind: str, warmup: int = 10, total: int = 110) -> list[float]:
+    curve = Schedule(kind, PEAK, MINIMUM, warmup, total)
+    return [curve.lr(step) for step in range(total)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_up_is_a_straight_line_that_starts_above_zero(kind: str) -> None:
+    assert rates(kind)[:10] == pytest.approx([PEAK * n / 10 for n in range(1, 11)])
+    assert rates(kind, warmup=0)[0] == PEAK
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_the_warm_up_the_rate_never_rises(kind: str) -> None:
+    after = rates(kind)[10:]
+    assert after[0] == PEAK
+    assert all(later <= earlier for earlier, later in itertools.pairwise(after))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("warmup", "total"), [(0, 2), (0, 100), (10, 110), (98, 100)])
+def test_the_last_step_has_the_minimum(kind: str, warmup: int, total: int) -> None:
+    last = rates(kind, warmup, total)[-1]
+    assert last == pytest.approx(PEAK if kind == "constant" else MINIMUM)
+
+
+def test_cosine() -> None:
+    after = rates("cosine", warmup=0, total=101)
+    for step, rate in enumerate(after):
+        assert rate == pytest.approx(
+            MINIMUM + (PEAK - MINIMUM) * (1 + math.cos(math.pi * step / 100)) / 2)
+    assert after[50] == pytest.approx((PEAK + MINIMUM) / 2)
+
+
+def test_linear() -> None:
+    after = rates("linear", warmup=0, total=101)
+    falls = [earlier - later for earlier, later in itertools.pairwise(after)]
+    assert falls == pytest.approx([(PEAK - MINIMUM) / 100] * 100)
+
+
+def test_warm_up_stable_decay_goes_down_in_the_last_fifth() -> None:
+    after = rates("wsd", warmup=0, total=101)
+    assert after[:81] == pytest.approx([PEAK] * 81)
+    assert after[90] == pytest.approx((PEAK + MINIMUM) / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beyond_the_end_the_rate_stays(kind: str) -> None:
+    curve = Schedule(kind, PEAK, MINIMUM, 10, 110)
+    assert curve.lr(500) == pytest.approx(curve.lr(109))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (5, 3), (5, 5), (5, 6)])
+def test_runs_of_hardly_any_steps(kind: str, warmup: int, total: int) -> None:
+    assert all(0 < rate <= PEAK for rate in rates(kind, warmup, total))
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_a_raised_total_stretches_the_schedule(kind: str) -> None:
+    short, long = rates(kind, 10, 110), rates(kind, 10, 210)
+    assert all(new >= old for old, new in zip(short, long, strict=False))
+    assert long[109] > short[109] and long[-1] == pytest.approx(MINIMUM)
+    assert long[10:][2 * 25] == pytest.approx(short[10:][25], rel=0.02)
+
+
+@pytest.mark.parametrize(("total", "steps"), [(1, 0), (19, 0), (20, 1), (1000, 50),
+                                              (20_000, 1000), (10**6, 1000)])
+def test_the_warm_up_when_none_is_given(total: int, steps: int) -> None:
+    assert schedule.default_warmup(total) == steps

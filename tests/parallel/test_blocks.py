@@ -1,0 +1,117 @@
+"""Activations that are computed again give the gradients of those that are kept."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
+
+from lib.core.errors import UsageError
+from lib.parallel import blocks, compiling, isolation, loss
+from lib.parallel.compiling import Compiler
+from lib.tokens.loader import MicroBatch
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+         "max_position_embeddings": 64}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("config", [
+    LlamaConfig(**SMALL), MixtralConfig(**SMALL, **EXPERTS),
+    GptOssConfig(**SMALL, **EXPERTS, sliding_window=8)], ids=lambda config: config.model_type)
+def test_gradients_stay(config: PretrainedConfig, recompute: str) -> None:
+    torch.manual_seed(0)
+    kept = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    for name, parameter in kept.named_parameters():
+        if name.endswith("bias"):  # zero at first, and adding zero twice is no mistake
+            torch.nn.init.normal_(parameter)
+    again = copy.deepcopy(kept)
+    blocks.prepare(again, recompute, None)
+    tokens = torch.randint(0, 96, (2, 24))
+    for model in (kept, again):
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert any(block.forward.__name__ == "recomputed" for block in again.model.layers)
+    for (name, one), other in zip(kept.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of other sizes came first; evaluation has a graph of its own, without gradients."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
+    torch._dynamo.reset()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2), attn_implementation="sdpa")
+    blocks.prepare(model, "none", Compiler(required=True))
+    here = SimpleNamespace(device=torch.device("cpu"))
+    loss.chunk(model, here)
+    isolation.require(model, here)
+    assert not graphs
+    tokens = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
+    for _ in range(3):
+        loss.token_loss_sum(model, batch).backward()
+    assert len(graphs) == 1
+    with torch.no_grad(), loss.eval_mode(model):
+        loss.token_loss_sum(model, batch)
+    loss.token_loss_sum(model, batch).backward()
+    assert len(graphs) == 2
+    sizes = [node for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"
+             and isinstance(node.meta["example_value"], torch.SymInt)]
+    assert not sizes
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, required: bool,
+                                               caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks and output layer: told once, and the gradients are those of the plain model."""
+    def broken(*_: object) -> None:
+        raise RuntimeError("no compiler is here\nmore")
+
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    model = copy.deepcopy(plain)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    torch._dynamo.reset()
+    compiler = Compiler(required)
+    blocks.prepare(model, "full", compiler)
+    here = SimpleNamespace(device=torch.device("cpu"))
+    assert "in the output layer" in loss.chunk(model, here, compiler)
+    tokens = torch.randint(0, 96, (2, 25))
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
+    if required:
+        with pytest.raises(UsageError, match="cannot be compiled"):
+            loss.token_loss_sum(model, batch)
+        return
+    for _ in range(2):
+        loss.token_loss_sum(model, batch).backward()
+    loss.token_loss_sum(plain, batch, 2.0).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    said, = (text for text in caplog.messages if "compile" in text)
+    assert "no compiler is here" in said and "\n" not in said
+
+
+def test_on_a_gpu_models_are_compiled_unless_asked_not_to() -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert [compiling.is_wanted(option, device) for option in (None, True, False)
+            for device in (gpu, cpu)] == [True, False, True, True, False, False]

@@ -1,0 +1,136 @@
+"""How a rank joins its groups: time-outs, sockets, cores near its GPU, and very many ranks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from lib.core.paths import Experiment
+from lib.parallel import layout, loss, parallelize
+from lib.tokens.loader import MicroBatch
+from lib.train import startup, watchdog
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return an environment of its own, without torchrun's words."""
+    own = {key: value for key, value in os.environ.items()
+           if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    monkeypatch.setattr(os, "environ", own)
+    return own
+
+
+@pytest.fixture
+def left() -> Iterator[None]:
+    """Leave the process group that a test joins, and the threads as they were."""
+    threads = torch.get_num_threads()
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def tiny(tied: bool = False) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("minutes", [30.0, 0.0])
+def test_the_watchdog_speaks_before_a_collective_times_out(environment: dict[str, str], left: None,
+                                                           minutes: float) -> None:
+    patience = watchdog.longest(minutes)
+    world = layout.start(patience=patience)
+    for group in (dist.group.WORLD, world.mesh.get_group(), world.control, world.saving):
+        limit = group._get_backend(torch.device("cpu")).options._timeout
+        assert limit >= max(timedelta(minutes=30), timedelta(seconds=patience + 60))
+    assert environment["TORCH_GLOO_LAZY_INIT"] == "1" and environment["TORCH_FR_BUFFER_SIZE"]
+    assert "expandable_segments:True" in environment["PYTORCH_ALLOC_CONF"]
+    assert [world.control.group_desc, world.saving.group_desc] == ["control", "saving"]
+
+
+def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
+        environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch reads the variable when CUDA is initialised, which a question about a GPU does."""
+    seen: list[str] = []
+    stage_04 = importlib.import_module("04_train_fsdp")
+    monkeypatch.setattr(startup, "find_inputs", lambda *_: None)
+    monkeypatch.setattr(startup, "is_complete", lambda *_: False)
+
+    def ask() -> bool:
+        seen.append(environment["PYTORCH_ALLOC_CONF"])
+        raise LookupError
+    monkeypatch.setattr(torch.cuda, "is_available", ask)
+    monkeypatch.setattr(startup, "check", lambda *_: torch.cuda.is_available())
+    with pytest.raises(LookupError):
+        stage_04.plan_and_train(None, Experiment(tmp_path, "exp"), None)
+    assert "expandable_segments:True" in seen[0]
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+def test_a_thousand_ranks_start_in_replicas_of_eight(environment: dict[str, str], left: None,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that only pretend stand for the network; all else is what a rank does."""
+    join = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: join(
+        "fake", rank=0, world_size=1024, store=FakeStore()))
+    make = dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, *_, **named: make(
+        ranks, **named | {"backend": "fake"}))
+    world = layout.start(shard_size=8, patience=60.0)
+    assert world.mesh.shape == (128, 8) and world.size == 1024
+    model = tiny()
+    said = parallelize.shard(model, world.mesh, "bf16")
+    assert "over 8 ranks, 128 replicas" in said
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    loss.token_loss_sum(model, MicroBatch(tokens, tokens)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_group_is_gathered_while_the_one_before_computes(
+        environment: dict[str, str], left: None, tied: bool) -> None:
+    model = tiny(tied)
+    parallelize.shard(model, layout.start().mesh, "bf16")
+    names = {module._get_fsdp_state(): name for name, module in model.named_modules()
+             if isinstance(module, FSDPModule)}
+    first, *blocks = "model.embed_tokens", *(f"model.layers.{i}" for i in range(3))
+    last = names[model.lm_head._get_fsdp_state()]
+
+    def ahead(kind: str) -> dict[str, list[str]]:
+        return {name: [names[s] for s in getattr(state, f"_states_to_{kind}_prefetch")]
+                for state, name in names.items()}
+    start = last if tied else first
+    forward = dict(zip([start, *blocks], [[b] for b in blocks], strict=False))
+    forward[blocks[-1]] = [] if tied else [last]
+    backward = {last: [blocks[2]], blocks[2]: [blocks[1]], blocks[1]: [blocks[0]]}
+    assert {k: v for k, v in ahead("forward").items() if v} == {k: v for k, v in forward.items()
+                                                                if v}
+    assert {k: v for k, v in ahead("backward").items() if v} == backward
+
+
+@pytest.mark.parametrize(("listed", "bound"), [
+    ("2-3,6\n", {2, 3}), ("0-127\n", {0, 1, 2, 3}), ("8-9\n", None), ("\n", None), (None, None)])
+def test_a_rank_stays_on_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                listed: str | None, bound: set[int] | None) -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3b, pci_device_id=0)
+    taken: list[set[int]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(layout, "_PCI", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.append(cores))
+    if listed is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(listed)
+    layout._stay_near(torch.device("cuda", 0))
+    assert taken == [bound] * bool(bound)

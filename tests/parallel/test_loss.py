@@ -1,0 +1,145 @@
+"""The loss without logits: the same number and gradients, or the ordinary way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PhiConfig,
+)
+
+from lib.optim.guard import StepGuard
+from lib.parallel import loss
+from lib.tokens.loader import MicroBatch
+from lib.tokens.samples import IGNORED
+
+TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+Gradient = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+HERE = SimpleNamespace(device=torch.device("cpu"))
+
+
+def batch(ignored: bool = False) -> MicroBatch:
+    tokens = torch.randint(0, 300, (3, 21), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[1, 4:9] = IGNORED
+    return MicroBatch(tokens[:, :-1], torch.full_like(labels, IGNORED) if ignored else labels)
+
+
+@pytest.mark.parametrize("gradient", [loss._gradient, loss._fused], ids=["eager", "fused"])
+@pytest.mark.parametrize("rows", [1000, 7, 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunks_give_the_loss_and_the_gradients(
+        monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool, gradient: Gradient) -> None:
+    monkeypatch.setattr(loss, "_FEWEST_ROWS", 1)
+    torch.manual_seed(0)
+    parts = [torch.randn(40, 16), torch.randn(50, 16)] + [torch.randn(50)] * bias
+    parts = [part.double().requires_grad_() for part in parts]
+    labels = torch.randint(0, 50, (40,))
+    labels[::3] = IGNORED
+    whole = F.cross_entropy(F.linear(*parts), labels, ignore_index=IGNORED, reduction="sum")
+    expected = torch.autograd.grad(whole * 0.3, parts)
+    mine = loss._ChunkedLoss.apply(*parts, *[None] * (not bias), labels, 0.6, rows * 50, gradient)
+    found = torch.autograd.grad(mine * 0.5, parts)
+    assert mine.item() == pytest.approx(whole.item(), rel=1e-6)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take two thirds of the products, and memory for a sum in float32."""
+    made: list[str] = []
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+    assert "in the output layer" in loss.chunk(model, HERE)
+    monkeypatch.setattr(model.lm_head.forward, "_gradient", lambda *_: made.append("gradient"))
+    with torch.no_grad():
+        assert loss.token_loss_sum(model, batch()) > 0
+    assert not made
+
+
+def test_half_precision_sums_in_float32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2000, 16).bfloat16(), torch.randn(300, 16).bfloat16()
+    labels = torch.randint(0, 300, (2000,))
+    exact = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+    found = loss._ChunkedLoss.apply(hidden, weight, None, labels, 1.0, 1 << 16, loss._gradient)
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def with_gradients(model: torch.nn.Module, ignored: bool) -> dict[str, torch.Tensor]:
+    """Return the loss and the gradients of all parameters."""
+    model.zero_grad()
+    value = loss.token_loss_sum(model, batch(ignored))
+    value.backward()
+    return {"loss": value.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize(("config", "in_layer"), [
+    (LlamaConfig(**TINY), True), (LlamaConfig(**TINY, tie_word_embeddings=True), True),
+    (PhiConfig(**TINY), True),  # its output layer has a bias
+    (GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
+                embd_pdrop=0.0, attn_pdrop=0.0), True),
+    (Gemma2Config(**TINY, head_dim=8), False),  # caps its logits
+    (CohereConfig(**TINY), False), (GraniteConfig(**TINY, logits_scaling=3.0), False)],
+    ids=lambda value: getattr(value, "model_type", None))
+def test_families(config, in_layer: bool) -> None:
+    """Loss and gradients are those of the plain logits, whichever way was chosen."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    expected = [with_gradients(model, ignored) for ignored in (False, True)]
+    said = loss.chunk(model, HERE)
+    assert said.startswith("in the output layer") == in_layer, said
+    found = [with_gradients(model, ignored) for ignored in (False, True)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert model(**{"input_ids": batch().input_ids}).logits.shape == (3, 20, 300)
+
+
+@pytest.mark.parametrize("in_layer", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_mean_does_not_depend_on_how_many_tokens_there_are(precision: str, in_layer: bool,
+                                                               ) -> None:
+    """A document repeated: the gradient is that of one, however many are in the step."""
+    torch.manual_seed(0)
+    masters = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+    model = copy.deepcopy(masters).to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+    if in_layer:
+        head = model.get_output_embeddings()
+        head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
+    row, guard = batch(False), StepGuard(precision, 0.0, torch.device("cpu"))
+    adamw, norms = torch.optim.AdamW(masters.parameters()), []
+    for repeats in (1, 3, 5, 7):
+        many = MicroBatch(row.input_ids.repeat(repeats, 1), row.labels.repeat(repeats, 1))
+        scale = guard.loss_factor(1 / int((many.labels != IGNORED).sum()))
+        model.zero_grad()
+        loss.token_loss_sum(model, many, scale).backward()
+        for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        norms.append(guard.clip(adamw, 1.0).item())
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-3)
+
+
+@pytest.mark.parametrize(("found", "used"), [(17.0, True), (1.0, False), (None, False)])
+def test_sums_in_place_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch,
+                                                      found: float | None, used: bool) -> None:
+    def addmm(total: torch.Tensor, *_: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor,
+              ) -> torch.Tensor:
+        assert out is total and out_dtype == total.dtype == torch.float32
+        if found is None:
+            raise NotImplementedError("no such kernel")
+        return out.fill_(found)
+    loss._adds_in_place.cache_clear()
+    monkeypatch.setattr(torch, "addmm", addmm)
+    assert loss._adds_in_place(torch.device("cpu"), torch.bfloat16) == used
+    loss._adds_in_place.cache_clear()

@@ -1,0 +1,87 @@
+"""How the ranks of a launch find each other: late ones, lost ones, and those of an earlier life."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lib.parallel import meeting
+from tests import forks
+from tests.conftest import free_port
+
+SILENCE_S = 2.0
+
+
+def take_part(prepares_s: str) -> None:
+    """Prepare for some seconds, meet, and write down what a process group would."""
+    meeting.SILENCE_S, meeting.BEAT_S = SILENCE_S, 0.1
+    me = meeting.Meeting()
+    time.sleep(float(prepares_s))
+    store = me.join()
+    key = f"address/{me.rank}"
+    print("met", me.rank, "another life's" if store.check([key]) else "nobody's", flush=True)
+    store.set(key, str(os.getpid()))
+    others = [int(store.get(f"address/{rank}")) for rank in range(me.size)]
+    print("alive", all(Path(f"/proc/{pid}").exists() for pid in others), flush=True)
+    store.set(f"seen/{me.rank}", "")
+    store.wait([f"seen/{rank}" for rank in range(me.size)])
+    time.sleep(60 if prepares_s == "0" else 0)  # until it is killed
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    """Return a function that starts a life: its ranks in a store that outlives them."""
+    port, launches = free_port(), []
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, **forks.CPU}
+    ranks = [variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+             for variables in forks.rank_variables(2, port)]
+
+    def start(*seconds: float) -> list[tuple[forks.Launch, Path]]:
+        life = []
+        for rank, prepares_s in enumerate(seconds):
+            said = tmp_path / f"said_{len(launches)}"
+            with said.open("ab") as file:
+                one = forks.Launch(forks.server("stages").start(
+                    "", [prepares_s], tmp_path, environment, file.fileno(), file.fileno(),
+                    [ranks[rank]], call="tests.parallel.test_meeting:take_part"))
+            launches.append(one)
+            life.append((one, said))
+        return life
+
+    yield start
+    for one in launches:
+        one.kill()
+    del store
+
+
+def test_a_life_meets_in_a_store_where_another_has_been(launch):
+    for _ in range(3):
+        life = launch(0, 0)
+        deadline = time.monotonic() + 60
+        while any("alive" not in said.read_text() for _, said in life):
+            assert time.monotonic() < deadline, [said.read_text() for _, said in life]
+            time.sleep(0.02)
+        for one, said in life:
+            assert "nobody's" in said.read_text() and "alive True" in said.read_text()
+            one.kill()
+
+
+def test_a_rank_may_prepare_longer_than_it_may_be_silent(launch):
+    life = launch(0.1, 2 * SILENCE_S)
+    assert [one.wait() for one, _ in life] == [[0], [0]]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_while_it_prepares_is_named(launch, lost: int):
+    life = launch(*(30 if rank == lost else 0.1 for rank in range(2)))
+    time.sleep(1.0)
+    life[lost][0].signal(signal.SIGSTOP)
+    other, said = life[1 - lost]
+    assert other.wait()[0] > 0
+    assert f"rank {lost} has shown no sign of life" in said.read_text()

@@ -1,0 +1,91 @@
+"""The share of time that is useful: simulated failures against the closed form, and the plan."""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from lib.planning import saving
+from lib.planning.saving import Saving, best_interval, simulate, useful_share
+from tests.conftest import run_stage
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(("saving", "mtbf", "restart"), [
+    (Saving(600, 60), 3 * HOUR, 300.0),
+    (Saving(600, 2, lag=100), 3 * HOUR, 300.0),
+    (Saving(120, 0.5, lag=110), 1.8 * HOUR, 600.0),
+    (Saving(3000, 300), 5000.0, 600.0),
+    (Saving(3000, 300), 5000.0, 0.0)], ids=str)
+def test_simulated_failures_agree_with_the_closed_form(saving: Saving, mtbf: float, restart: float):
+    run = simulate(saving, mtbf, restart, failures=6000)
+    assert run.useful / run.total == pytest.approx(useful_share(saving, mtbf, restart), rel=0.02)
+    assert run.total / run.failures == pytest.approx(mtbf, rel=0.05)
+
+
+def test_two_tiers_lie_between_their_limits():
+    shared, local = Saving(1800, 2, lag=300), Saving(120, 0.2, lag=5)
+
+    def share(survives: float) -> float:
+        run = simulate(shared, 3 * HOUR, 300, 6000, local=local, survives=survives)
+        return run.useful / run.total
+    never, sometimes, always = share(0.0), share(0.5), share(1.0)
+    alone, near = (useful_share(saving, 3 * HOUR, 300) for saving in (shared, local))
+    assert never == pytest.approx(alone, rel=0.02)
+    assert always == pytest.approx(near, rel=0.02)
+    assert never + 0.02 < sometimes < always - 0.02
+
+
+@pytest.mark.parametrize("stall", [0.1, 5.0, 60.0, 900.0])
+def test_the_best_interval_is_best(stall: float):
+    mtbf = 2.78 * HOUR
+    best = best_interval(stall, 0.0, mtbf)
+    assert best == pytest.approx(math.sqrt(2 * stall * mtbf), rel=0.6 * math.sqrt(stall / mtbf))
+    shares = [useful_share(Saving(best * times, stall), mtbf, 600.0) for times in (0.97, 1, 1.03)]
+    assert shares[1] > max(shares[0], shares[2])
+
+
+def test_a_save_in_the_background_is_not_begun_before_the_last_one_ends():
+    assert best_interval(0.01, 500.0, HOUR) == 500.0
+    waits = simulate(Saving(10, 1, lag=500), HOUR, 0.0, 6000)
+    assert waits.stalled / waits.total == pytest.approx(1 / 501, rel=0.1)
+
+
+def test_failures_too_frequent_for_any_save_leave_nothing():
+    assert useful_share(Saving(HOUR, 1.0), 1.0, 0.0) == 0.0
+    assert simulate(Saving(HOUR, 1.0), 1.0, 0.0, 100).useful == 0.0
+
+
+def test_published_rates():
+    """466 interruptions in 54 days on 16,384 GPUs: one every 2 hours and 47 minutes."""
+    hours = saving.GPU_HOURS_PER_FAILURE / 16384
+    assert hours == pytest.approx(54 * 24 / 466, rel=1e-3)
+
+
+@pytest.mark.parametrize(("on", "every"), [(True, 20.0), (False, math.sqrt(2 * 480 * 2 * HOUR))])
+def test_what_the_plan_says(on: bool, every: float):
+    """512 GPUs that fail every 2 hours in all, and 960 GB: 8 minutes at 2 GB/s."""
+    options = Namespace(plan_mtbf_hours=1024.0, plan_write_gbps=2.0, plan_step_seconds=4.0,
+                        ckpt_async=on)
+    said = saving.describe(960 * 10**9, 512, options)
+    steps = int(re.search(r"--ckpt-freq (\d+) at 4 s per step", said)[1])
+    assert steps == (120 if on else pytest.approx(every / 4, rel=0.15))
+    assert "of 960.0 GB in 8 min 00 s at 2 GB/s" in said and "failure every 2 h 00 min" in said
+
+
+def test_dry_run_tells_the_best_interval(project: Path):
+    before = sorted(project.rglob("*"))
+    command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--dry-run")
+    numbers = ("--plan-mtbf-hours", 10, "--plan-write-gbps", 0.001, "--plan-step-seconds", 0.5)
+    (project / "run.yaml").write_text("plan_gpus: '8'\n")
+    done = run_stage(*command, *numbers, "--config", "run.yaml", cwd=project)
+    assert re.search(r"on 8 GPUs:\n(.*\n)*  best interval +a save every .*--ckpt-freq \d+ at 0.5 s "
+                     r"per step is best with a failure every 1 h 15 min.*at 0.001 GB/s",
+                     done.stdout)
+    (project / "run.yaml").unlink()
+    assert sorted(project.rglob("*")) == before
