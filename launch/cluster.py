@@ -16,23 +16,24 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launch.clusters import aws as cluster_aws  # noqa: E402
-from launch.clusters import nodes as cluster_nodes  # noqa: E402
-from launch.clusters.nodes import EFA, GPU, Node  # noqa: E402
 from launch.common import findings  # noqa: E402
 from launch.common.findings import Finding  # noqa: E402
+from launch.kube import aws, checks  # noqa: E402
+from launch.kube import nodes as cluster_nodes  # noqa: E402
+from launch.kube.asked import JobNeeds  # noqa: E402
+from launch.kube.kinds import KINDS  # noqa: E402
 from launch.kube.kubectl import Kubectl, KubectlError  # noqa: E402
-from lib.core import log, options, stage  # noqa: E402
+from launch.kube.nodes import EFA, GPU, ClusterNode  # noqa: E402
+from lib.core import declared, log, options, stage  # noqa: E402
 from lib.core.errors import Problems, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
-
-KINDS = ("pytorchjob", "trainjob", "hyperpod")
 
 
 def parse(argv: list[str]) -> Options:
@@ -42,30 +43,13 @@ def parse(argv: list[str]) -> Options:
                         help="judge the cluster for a job, or show what it has "
                              "(default: validate)")
     where = parser.add_argument_group("the cluster")
-    where.add_argument("--context", default="", metavar="NAME",
-                       help="context of the kubeconfig (default: the current one)")
-    where.add_argument("--namespace", default="default", metavar="NAME",
-                       help="namespace of the job")
     where.add_argument("--cluster-name", default="", metavar="NAME",
                        help="EKS cluster, for what AWS tells (default: that of the context)")
     where.add_argument("--region", default="", metavar="NAME",
                        help="AWS region (default: that of the context, or of the AWS settings)")
-    job = parser.add_argument_group("the job")
-    job.add_argument("--kind", choices=KINDS, default="pytorchjob", help="kind of job")
-    job.add_argument("--nodes", type=options.positive_int, default=1, metavar="N",
-                     help="nodes that the job asks for")
-    job.add_argument("--instance-type", default="", metavar="T",
-                     help="instance type of the nodes (default: any with GPUs)")
-    job.add_argument("--gpus-per-node", type=options.count, metavar="N",
-                     help="GPUs per node (default: those of the instance type, else 1)")
-    job.add_argument("--efa-per-node", type=options.count, metavar="N",
-                     help="EFA devices per node (default: those of the instance type, else 0)")
-    job.add_argument("--pvc", default="fsx-claim", metavar="NAME",
-                     help="volume claim with data and experiments")
-    job.add_argument("--image", default="", metavar="IMAGE",
-                     help="container image of the job (default: not checked)")
-    job.add_argument("--image-pull-secret", default="", metavar="NAME",
-                     help="secret that the nodes fetch the image with (default: none)")
+    declared.add(parser, JobNeeds, instance_type="instance type of the nodes (default: any with "
+                 "GPUs)", gpus_per_node="GPUs per node (default: those of the instance type, else "
+                 "1)", image="image of the job (default: not checked)")
     findings.add_options(parser)
     options.add_config(parser, "print what would be asked and ask nothing")
     return parser.parse(argv)
@@ -74,42 +58,36 @@ def parse(argv: list[str]) -> Options:
 def main(argv: list[str]) -> None:
     """Judge or describe."""
     opts = parse(argv)
-    _check(opts)
-    kube = Kubectl(opts.namespace, opts.context)
-    if opts.dry_run:
-        _plan(opts, kube)
-    elif opts.action == "describe":
-        describe(kube, opts)
-    else:
-        found = validate(kube, opts)
-        findings.show(found)
-        if opts.json:
-            findings.write_json(opts.json, found)
-        findings.conclude(found, opts.fail_on, "this cluster")
-
-
-def _check(opts: Options) -> None:
-    """Raise UsageError for names that no cluster has, before anything is asked."""
-    from launch.kube import checks, render
-
-    problems, known = Problems(), render.instances()
-    checks.objects(opts, problems)
-    bare_type = opts.instance_type.removeprefix("ml.")
-    if bare_type and bare_type not in known and opts.gpus_per_node is None:
-        checks.unknown_type(bare_type, known, problems)
+    asked, problems = declared.read(JobNeeds, opts), Problems()
+    asked.check_names(problems)
+    if asked.instance_type:
+        asked.check_type(problems)
     problems.raise_if_any()
+    kube = Kubectl(asked.namespace, asked.context)
+    if opts.dry_run:
+        _plan(asked, kube)
+        return
+    eks = _eks(kube, opts.cluster_name, opts.region)
+    if opts.action == "describe":
+        describe(kube, asked, eks, opts.fail_on)
+        return
+    found = validate(kube, asked, eks)
+    findings.show(found)
+    if opts.json:
+        findings.write_json(opts.json, found)
+    findings.conclude(found, opts.fail_on, "this cluster")
 
 
-def validate(kube: Kubectl, opts: Options) -> list[Finding]:
-    """Return everything that can be said of the cluster for this job."""
-    from launch.clusters import checks
-    from launch.kube import render
+def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Finding]:
+    """Return everything that can be said of the cluster for this job.
 
+    eks: name and region of the EKS cluster, empty where they are not known.
+    """
+    wanted, on_hyperpod = asked.settled(), KINDS[asked.kind].on_hyperpod
     found = [checks.server(kube)]
     if found[0].severity == findings.ERROR:
-        return [*found, *_aws(kube, opts)]
-    wanted = checks.wanted_of(opts, render.instances())
-    nodes: list[Node] = []
+        return [*found, *aws.check(*eks, on_hyperpod)]
+    nodes: list[ClusterNode] = []
 
     def look_at_nodes() -> list[Finding]:
         gaps: list[Finding] = []
@@ -118,28 +96,26 @@ def validate(kube: Kubectl, opts: Options) -> list[Finding]:
 
     each: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("namespace", lambda: checks.namespace(kube)),
-        ("rights", lambda: checks.rights(kube, opts.kind)),
-        ("operator", lambda: checks.operator(kube, opts.kind)),
+        ("rights", lambda: checks.rights(kube, asked.kind)),
+        ("operator", lambda: checks.operator(kube, asked.kind)),
         ("nodes", look_at_nodes),
-        ("storage", lambda: checks.storage(kube, opts.pvc)),
+        ("storage", lambda: checks.storage(kube, asked.pvc)),
         ("quota", lambda: checks.quota(kube, wanted)),
         ("image pull secret",
-         lambda: checks.pull_secret(kube, opts.image_pull_secret, opts.image)),
-        ("EKS", lambda: _aws(kube, opts))]
+         lambda: checks.pull_secret(kube, asked.image_pull_secret, asked.image)),
+        ("EKS", lambda: aws.check(*eks, on_hyperpod))]
     with ThreadPoolExecutor() as pool:
         for of_one in pool.map(lambda check: checks.guarded(*check), each):
             found += of_one
-    return [*found, *(checks.drivers(nodes) if wanted.gpus else ())]
+    return [*found, *(checks.drivers(nodes) if wanted.gpus_per_node else ())]
 
 
-def describe(kube: Kubectl, opts: Options) -> None:
+def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str) -> None:
     """Print nodes with their devices, storage, quotas and kinds of job."""
-    from launch.clusters.checks import server
-
-    gaps = [server(kube)]
+    gaps = [checks.server(kube)]
     if gaps[0].severity == findings.ERROR:
         findings.show(gaps)
-        findings.conclude(gaps, opts.fail_on, "this cluster")
+        findings.conclude(gaps, fail_on, "this cluster")
     nodes = _nodes(kube, gaps)
     log.info(f"{len(nodes)} nodes")
     for kind in sorted({node.instance_type for node in nodes}):
@@ -154,10 +130,10 @@ def describe(kube: Kubectl, opts: Options) -> None:
             ("kinds of job", "customresourcedefinitions", _crd_line),
             ("storage classes", "storageclasses",
              lambda item: f"{item['metadata']['name']}: {item['provisioner']}"),
-            (f"claims in {opts.namespace}", "persistentvolumeclaims",
+            (f"claims in {asked.namespace}", "persistentvolumeclaims",
              lambda item: f"{item['metadata']['name']}: {item.get('status', {}).get('phase')}, "
                           f"{', '.join(item['spec'].get('accessModes', []))}"),
-            (f"quotas in {opts.namespace}", "resourcequotas", _quota_line)):
+            (f"quotas in {asked.namespace}", "resourcequotas", _quota_line)):
         log.info(title)
         try:
             lines = [text for item in kube.items(resource) if (text := line(item))]
@@ -165,7 +141,7 @@ def describe(kube: Kubectl, opts: Options) -> None:
             lines = [f"not told: {error.text.strip().splitlines()[-1]}"]
         for text in lines or ["none"]:
             log.info(f"  {text}")
-    findings.show([*gaps, *_aws(kube, opts)])
+    findings.show([*gaps, *aws.check(*eks, KINDS[asked.kind].on_hyperpod)])
 
 
 def manage_eks_cluster(cluster_name: str | None = None, region: str = "", *,
@@ -178,21 +154,22 @@ def manage_eks_cluster(cluster_name: str | None = None, region: str = "", *,
     when it is missing; whatever else is wrong costs money or rights, and is only told with its
     remedy. Raises UsageError without kubectl or the AWS command line, or when AWS refuses.
     """
-    name = cluster_name or cluster_aws.discover(region)
-    cluster_aws.connect(name, region)
-    opts = parse(["validate", f"--namespace={namespace}", f"--kind={kind}", f"--nodes={nodes}",
-                  f"--pvc={pvc}", f"--cluster-name={name}", f"--region={region}",
-                  f"--instance-type={instance_type}"])
+    name = cluster_name or aws.discover(region)
+    aws.connect(name, region)
+    asked = JobNeeds(kind=kind, namespace=namespace, nodes=nodes, instance_type=instance_type,
+                     pvc=pvc)
     kube = Kubectl(namespace)
+    eks = _eks(kube, name, region)
     if auto_fix and kube.find("namespace", namespace) is None:
         made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
         kube.run("create", "--validate=false", "-f", "-", given=json.dumps(made))
-    found = validate(kube, opts) if validate_components else _aws(kube, opts)
+    found = validate(kube, asked, eks) if validate_components else \
+        aws.check(*eks, KINDS[kind].on_hyperpod)
     findings.show(found)
     return found
 
 
-def _nodes(kube: Kubectl, found: list[Finding]) -> list[Node]:
+def _nodes(kube: Kubectl, found: list[Finding]) -> list[ClusterNode]:
     """Return the nodes; which GPUs are taken is only known to those who may see all pods."""
     try:
         pods = kube.items("pods", "--all-namespaces",
@@ -213,23 +190,20 @@ def _grows(kube: Kubectl) -> bool:
         return False
 
 
-def _aws(kube: Kubectl, opts: Options) -> list[Finding]:
-    context = opts.context
+def _eks(kube: Kubectl, name: str, region: str) -> tuple[str, str]:
+    """Return name and region of the EKS cluster: those given, else those that the context names."""
+    context = kube.context
     if not context:
-        try:
+        with suppress(KubectlError, UsageError):
             context = kube.run("config", "current-context").strip()
-        except (KubectlError, UsageError):
-            context = ""
-    name, region = cluster_aws.cluster_of(context)
-    return cluster_aws.check(opts.cluster_name or name, opts.region or region, opts.kind)
+    of_context = aws.cluster_of(context)
+    return name or of_context[0], region or of_context[1]
 
 
 def _crd_line(item: dict[str, Any]) -> str:
-    from launch.clusters.checks import KINDS as known
-
     name = item["metadata"]["name"]
     served = [version["name"] for version in item["spec"]["versions"] if version.get("served")]
-    return f"{name} ({', '.join(served)})" if name in {crd for crd, *_ in known.values()} else ""
+    return f"{name} ({', '.join(served)})" if name in {k.resource for k in KINDS.values()} else ""
 
 
 def _quota_line(item: dict[str, Any]) -> str:
@@ -238,10 +212,10 @@ def _quota_line(item: dict[str, Any]) -> str:
         f"{resource} {used.get(resource, '0')} of {limit}" for resource, limit in hard.items())
 
 
-def _plan(opts: Options, kube: Kubectl) -> None:
+def _plan(asked: JobNeeds, kube: Kubectl) -> None:
     log.table({"kubectl": " ".join(kube.command("get", "…", "-o", "json")),
-               "for": f"version, rights, nodes, pods, CRDs, deployments, claim {opts.pvc}, quotas, "
-                      "secrets (their type only)",
+               "for": "version, rights, nodes, pods, CRDs, deployments, claim "
+                      f"{asked.pvc}, quotas, secrets (their type only)",
                "aws": "eks and sagemaker, describe and list only, where it is installed"})
 
 

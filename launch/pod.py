@@ -26,6 +26,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from launch.kube.kinds import KINDS  # noqa: E402
 from launch.supervision import network  # noqa: E402
 from lib.core import commands, options, stage  # noqa: E402
 from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
@@ -41,7 +42,7 @@ def parse(argv: list[str]) -> Options:
     """Return the options before `--`."""
     parser = options.Parser(__doc__, "--kind KIND --nnodes N --nproc-per-node K [options] -- "
                             "TRAINING OPTIONS")
-    parser.add_argument("--kind", choices=("pytorchjob", "trainjob", "hyperpod"), required=True,
+    parser.add_argument("--kind", choices=tuple(KINDS), required=True,
                         help="what the pod belongs to")
     parser.add_argument("--nnodes", type=options.positive_int, required=True, metavar="N",
                         help="pods of the job")
@@ -72,8 +73,8 @@ def main(argv: list[str]) -> None:
           f"{shlex.join(commands.redacted_argv(command))}", flush=True)
     if opts.dry_run:
         return
-    if opts.kind == "hyperpod":
-        os.execvp(command[0], command)  # its agent wants to be told itself to end
+    if KINDS[opts.kind].agent:
+        os.execvp(command[0], command)  # which wants to be told itself to end
     for number in _SIGNALS:  # the first process of a container ignores what it does not handle
         signal.signal(number, lambda number, frame: sys.exit(_AGAIN))
     if opts.nnodes > 1:
@@ -83,20 +84,18 @@ def main(argv: list[str]) -> None:
 
 def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> list[str]:
     """Return what trains on this pod. operators: PET_ variables."""
-    workers = ["--nproc-per-node", str(opts.nproc_per_node)]
+    workers = ["--nproc-per-node", str(opts.nproc_per_node),
+               "--max-restarts", str(opts.max_restarts)]
     size = str(opts.nnodes) if not opts.min_nodes else f"{opts.min_nodes}:{opts.nnodes}"
-    if opts.kind == "hyperpod":
-        return ["hyperpodrun", "--nnodes", size, *workers, "--rdzv-backend", "hyperpod",
-                "--max-restarts", str(opts.max_restarts), "--shutdown-signal", "SIGTERM",
-                "--shutdown-timeout", "240", _STAGE, *train]
+    if KINDS[opts.kind].agent:
+        program, *more = KINDS[opts.kind].agent
+        return [program, "--nnodes", size, *workers, *more, _STAGE, *train]
     if opts.nnodes == 1:
-        return ["bash", str(ROOT / "launch" / "single_node.sh"), *workers,
-                "--max-restarts", str(opts.max_restarts), "--", *train]
+        return ["bash", str(ROOT / "launch" / "single_node.sh"), *workers, "--", *train]
     head = head_of(operators)
     if not opts.min_nodes:
-        return ["bash", str(ROOT / "launch" / "multi_node.sh"), "--nnodes", size,
-                "--node-rank", str(rank_of(operators)), "--head", head, *workers,
-                "--max-restarts", str(opts.max_restarts), "--", *train]
+        return ["bash", str(ROOT / "launch" / "multi_node.sh"), "--nnodes", size, "--node-rank",
+                str(rank_of(operators)), "--head", head, *workers, "--", *train]
     # Up to torch 2.13, a pod that comes back can only join when the ranks have a store of their
     # own, beside that of the rendezvous.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -105,7 +104,6 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
     return [sys.executable, str(ROOT / "launch" / "torchrun.py"), "--nnodes", size, *workers,
             "--rdzv-backend", "c10d", "--rdzv-endpoint", operators.get("PET_RDZV_ENDPOINT", head),
             "--rdzv-id", "train", "--rdzv-conf", f"is_host={is_host}",
-            "--max-restarts", str(opts.max_restarts),
             "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "240",
             _STAGE, *train]
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from launch import cluster
-from launch.clusters import nodes as cluster_nodes
 from launch.common import findings
 from launch.common.findings import Finding
+from launch.kube import nodes as cluster_nodes
+from launch.kube.asked import JobNeeds
 from lib.core.errors import UsageError
 from tests import kube_server
 from tests.conftest import run_stage
@@ -162,7 +163,7 @@ def test_everything_that_is_missing_is_told_at_once(there: There, tmp_path: Path
 
 def judged(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
     """Return what is said of nodes for a job on two p5 nodes."""
-    wanted = cluster_nodes.Wanted(nodes=2, gpus=8, efa=32, instance_type="p5.48xlarge")
+    wanted = JobNeeds(nodes=2, gpus_per_node=8, efa_per_node=32, instance_type="p5.48xlarge")
     return list(cluster_nodes.judge(cluster_nodes.read([*nodes], []), wanted, grows))
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from launch.kube import cluster_state, job
+from launch.kube import cluster_state
+from launch.kube.asked import JobOptions
 from launch.kube.causes import REMEDIES, Cause
 from launch.kube.kubectl import Kubectl
 from tests.kube_cluster import ended, pod
@@ -49,7 +50,7 @@ def find(cluster: Cluster, *, events: list[dict[str, Any]] | None = None,
     if log is not None:
         cluster.logs[HEAD] = log.splitlines()
     kubectl = Kubectl("default")
-    found = cluster_state.pods(kubectl, job.selector("exp"))
+    found = cluster_state.pods(kubectl, JobOptions(job_name="exp").selector)
     assert len(found) == len(pods)
     return cluster_state.find_cause(kubectl, "exp", found)
 
@@ -188,7 +189,7 @@ def test_pods_that_were_replaced_do_not_count(kube: Cluster):
         item["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
         item["metadata"]["creationTimestamp"] = f"2026-01-0{day}T00:00:00Z"
         kube.add("pods", item)
-    [found] = cluster_state.pods(Kubectl("default"), job.selector("exp"))
+    [found] = cluster_state.pods(Kubectl("default"), JobOptions(job_name="exp").selector)
     assert found["metadata"]["name"] == "exp-node-0-0-bbbbb"
 
 
@@ -202,7 +203,7 @@ def test_nothing_is_wrong_with_pods_that_run(kube: Cluster):
 def test_pods_are_in_the_order_of_their_ranks(kube: Cluster):
     for name in ("exp-worker-10", "exp-worker-2", "exp-worker-0"):
         kube.add("pods", pod("exp", name))
-    found = cluster_state.pods(Kubectl("default"), job.selector("exp"))
+    found = cluster_state.pods(Kubectl("default"), JobOptions(job_name="exp").selector)
     assert [item["metadata"]["name"] for item in found] == [
         "exp-worker-0", "exp-worker-2", "exp-worker-10"]
 

@@ -19,6 +19,7 @@ import pytest
 
 from launch import kubernetes
 from launch.common import stage_04
+from launch.kube import aws
 from launch.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
 from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, launch, pod
@@ -393,7 +394,7 @@ def test_the_same_as_a_function(kube: Cluster, kube_server: Server, tmp_path: Pa
     monkeypatch.setenv("KUBECONFIG", str(kube_server.kubeconfig(tmp_path / "eks", arn)))
     how = {"num_nodes": 2, "job_name": "exp", "instance_type": "p5.48xlarge",
            "image_uri": "registry/train:1", "max_steps": 5, "train": ["-d", "c4"],
-           "patience": Patience(poll=0.2, backoff=0.1)}
+           "patience": Patience(poll_seconds=0.2, backoff_seconds=0.1)}
     kube.on_create = complete
     kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **how)
     [item] = jobs(kube)
@@ -413,5 +414,5 @@ def test_a_cluster_that_the_kubeconfig_does_not_have(kube: Cluster, tmp_path: Pa
     (tmp_path / "bin" / "kubectl").symlink_to(shutil.which("kubectl") or "")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(UsageError, match="no cluster small") as caught:
-        kubernetes.context_of("small")
+        aws.context_of("small")
     assert caught.value.run == "aws eks update-kubeconfig --name small"

@@ -21,8 +21,11 @@ import yaml
 
 from launch import kubernetes
 from launch.common import stage_04
-from launch.kube import job, render
+from launch.kube import job
+from launch.kube.asked import TEMPLATES, JobOptions
 from launch.kube.job import Job
+from launch.kube.kinds import KINDS
+from lib.core import declared
 from lib.core.errors import UsageError
 from lib.train import console
 from tests import kube_schemas
@@ -46,12 +49,13 @@ TEMPLATE_OF = {"PyTorchJob": "spec.pytorchReplicaSpecs.Worker.template",
 
 def asked(*arguments: object) -> Job:
     """Return the job of a command line."""
-    return job.of_options(*kubernetes.parse([str(argument) for argument in arguments]))
+    opts, train = kubernetes.parse([str(argument) for argument in arguments])
+    return job.planned(declared.read(JobOptions, opts), train)
 
 
 def manifests(*arguments: object) -> list[dict[str, Any]]:
     """Return what would be submitted, read back from its YAML."""
-    return list(yaml.safe_load_all(render.text(asked(*arguments).manifests(), "test")))
+    return list(yaml.safe_load_all(job.text(asked(*arguments).manifests(), "test")))
 
 
 def at(value: Any, path: str) -> Any:
@@ -81,14 +85,14 @@ def problems(documents: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "shape"), [
-    (kind, shape) for kind, shape in product(job.KINDS, SHAPES)
+    (kind, shape) for kind, shape in product(KINDS, SHAPES)
     if (kind, shape) not in {("trainjob", "elastic"), ("trainjob", "HyperPod"),
                              ("pytorchjob", "HyperPod")}])
 def test_a_cluster_accepts_every_shape_of_job(kind: str, shape: str) -> None:
     assert not problems(manifests("render", "--kind", kind, *ASKED, *SHAPES[shape], *TRAIN))
 
 
-@pytest.mark.parametrize("kind", job.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_cluster_accepts_every_recipe(kind: str, recipe: Path) -> None:
     found = manifests("render", "--kind", kind, *ASKED, "--", "--config", recipe, "-d", "c4")
@@ -109,7 +113,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(item, (*path, number))
 
 
-@pytest.mark.parametrize("kind", job.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_typo_in_any_field_is_found(kind: str) -> None:
     more = ("--spares", "1", "--min-nodes", "1") if kind == "hyperpod" else ()
     documents = manifests("render", "--kind", kind, *ASKED, "--token-secret", "hub", *more, *TRAIN)
@@ -128,9 +132,9 @@ def test_a_typo_in_any_field_is_found(kind: str) -> None:
 
 
 def test_a_typo_in_a_template_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(render.TEMPLATES, tmp_path / "templates")
+    shutil.copytree(TEMPLATES, tmp_path / "templates")
     pod = tmp_path / "templates" / "pod.yaml"
-    monkeypatch.setattr(render, "TEMPLATES", pod.parent)
+    monkeypatch.setattr(job, "TEMPLATES", pod.parent)
     whole = pod.read_text()
     pod.write_text(whole.replace("mountPath: /dev/shm", "mountpath: /dev/shm"))
     assert problems(manifests("render", *ASKED, *TRAIN))
@@ -357,7 +361,7 @@ def test_the_template_for_envsubst_is_the_same_job() -> None:
         pytest.skip("envsubst is not installed (Debian: gettext-base)")
     settings = {"IMAGE_URI": "registry/train:1", "INSTANCE_TYPE": "p5.48xlarge", "NUM_NODES": "2",
                 "GPU_PER_NODE": "8", "EFA_PER_NODE": "32", "FI_PROVIDER": "efa"}
-    text = (render.TEMPLATES / "pytorchjob.envsubst.yaml").read_text()
+    text = (TEMPLATES / "pytorchjob.envsubst.yaml").read_text()
     filled = subprocess.run(["envsubst"], input=text, env={**os.environ, **settings}, text=True,
                             capture_output=True, check=True).stdout
     found = yaml.safe_load(filled)

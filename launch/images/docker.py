@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from launch.clusters import aws as cluster_aws
+from launch.kube import aws as cluster_aws
 from lib.core import commands
 from lib.core.errors import UsageError
 

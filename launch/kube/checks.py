@@ -1,119 +1,178 @@
-"""What is wrong with a job before anything is asked of a cluster: names, sizes, places."""
+"""What a job needs of a Kubernetes cluster besides nodes: operator, rights, storage, quota, secret.
+
+Each check asks kubectl for itself, so that one which is not allowed leaves the others alone.
+"""
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from lib.core import units
-from lib.core.errors import Problems
-from lib.core.options import Options
+from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
+from launch.images.versions import driver_problem, torch_pin
+from launch.kube.asked import JobNeeds
+from launch.kube.kinds import KINDS
+from launch.kube.kubectl import Kubectl, KubectlError
+from launch.kube.nodes import EFA, GPU, ClusterNode, quantity
 
-LONGEST = 63  # of a label, as Kubernetes calls such a name (RFC 1123)
-_LONGEST_JOB = 45  # the operators append the role and number of a pod
-_LONGEST_OBJECT = 253
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_OBJECT = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
-_TYPE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
-_SIMILAR = 0.75
+_FSX = "fsx.csi.aws.com"
 
 
-def names(opts: Options, problems: Problems) -> None:
-    """Note names that Kubernetes does not take, those of the job among them."""
-    job, namespace = opts.job_name, opts.namespace
-    if not _LABEL.fullmatch(job) or job[0].isdigit() or len(job) > _LONGEST_JOB:
-        problems.add(f"--job-name {job!r} cannot name a job",
-                     expected="small letters, digits and hyphens, a letter first, no "
-                              f"hyphen at the end, at most {_LONGEST_JOB}")
-    objects(opts, problems)
-    if opts.kind == "trainjob" and len(namespace) <= LONGEST \
-            and len(runtime := f"{namespace}-{job}") > LONGEST:
-        problems.add(f"the job's runtime would be named {runtime}, which has {len(runtime)} "
-                     "characters", expected=f"at most {LONGEST} in --namespace and --job-name")
+def guarded(check: str, of: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return what a check finds, or that it could not be made and why."""
+    found: list[Finding] = []
+    try:
+        found.extend(of())
+    except KubectlError as error:
+        why = "not allowed" if error.is_forbidden else error.text.strip().splitlines()[-1][:200]
+        found.append(not_checked(check, why))
+    return found
 
 
-def objects(opts: Options, problems: Problems) -> None:
-    """Note names that no namespace, claim or secret can have."""
-    namespace = opts.namespace
-    if not _LABEL.fullmatch(namespace) or len(namespace) > LONGEST:
-        problems.add(f"--namespace {namespace!r} cannot name a namespace",
-                     expected="small letters, digits and hyphens, a letter or digit at both "
-                              f"ends, at most {LONGEST}")
-    for option in ("pvc", "image_pull_secret", "token_secret"):
-        flag, value = f"--{option.replace('_', '-')}", getattr(opts, option, "")
-        if not value and option == "pvc":
-            problems.add("--pvc is empty", expected="the claim of a volume that all nodes share")
-        elif value and not (_OBJECT.fullmatch(value) and len(value) <= _LONGEST_OBJECT):
-            problems.add(f"{flag} {value!r} cannot name an object",
-                         expected="small letters, digits, hyphens and dots, a letter or digit at "
-                                  f"both ends, at most {_LONGEST_OBJECT}")
+def server(kube: Kubectl) -> Finding:
+    """Tell the version of the cluster, or that it does not answer."""
+    try:
+        told = json.loads(kube.run("version", "-o", "json", "--request-timeout=20s"))
+    except KubectlError as error:
+        return Finding(ERROR, "API server", error.text.strip().splitlines()[-1][:300],
+                       "kubectl config get-contexts; on EKS: "
+                       "aws eks update-kubeconfig --name CLUSTER --region REGION")
+    version = told.get("serverVersion", {}).get("gitVersion", "an unknown version")
+    return Finding(INFO, "API server", f"Kubernetes {version}")
 
 
-def nodes(opts: Options, bare_type: str, known: dict[str, Any], problems: Problems) -> None:
-    """Note an instance type that is not known, and what its nodes do not have.
-
-    bare_type: without HyperPod's prefix. known: render.instances().
-    """
-    has = known.get(bare_type)
-    if has is None and opts.gpus_per_node is None:
-        unknown_type(bare_type, known, problems)
-    elif bare_type and not (_TYPE.fullmatch(bare_type) and len(bare_type) < LONGEST):
-        problems.add(f"--instance-type {bare_type!r} cannot be the type of a node")
-    for option, key, what in (("gpus_per_node", "gpus", "GPU"), ("efa_per_node", "efa", "EFA")):
-        asked = getattr(opts, option)
-        if has and asked is not None and asked > has[key]:
-            problems.add(f"--{option.replace('_', '-')} {asked}: a node of type {bare_type} has "
-                         f"{has[key]} {what}{' adapter' * (what == 'EFA')}"
-                         f"{'s' * (has[key] != 1)}")
-    if opts.min_nodes and opts.min_nodes > opts.nodes:
-        problems.add(f"--min-nodes {opts.min_nodes} is above --nodes {opts.nodes}")
-    if opts.min_nodes and opts.kind == "trainjob":
-        problems.add("--min-nodes: a TrainJob has a fixed size",
-                     expected="--kind pytorchjob or hyperpod")
-    for option in ("spares", "slow_below"):
-        if getattr(opts, option) and opts.kind != "hyperpod":
-            problems.add(f"--{option.replace('_', '-')} is for --kind hyperpod alone")
+def namespace(kube: Kubectl) -> Iterable[Finding]:
+    """Tell when the namespace is missing."""
+    if kube.find("namespace", kube.namespace) is None:
+        yield Finding(ERROR, "namespace", f"there is no namespace {kube.namespace}",
+                      f"kubectl create namespace {kube.namespace}")
 
 
-def fewer_nodes(opts: Options, train: Options, ranks: int, problems: Problems) -> None:
-    """Note that a job which goes on with fewer nodes could not divide its batch among them.
-
-    train: options of stage 04, which all nodes together can share. ranks: of a node.
-    """
-    from lib.train import plan
-
-    division = plan.divide(train, 0, opts.nodes * ranks)
-    batch, per_node = division.global_batch, division.micro_batch * ranks
-    unfit = [nodes for nodes in range(opts.min_nodes, opts.nodes) if batch % (nodes * per_node)]
-    if unfit:
-        least = math.lcm(*(nodes * per_node for nodes in range(opts.min_nodes, opts.nodes + 1)))
-        problems.add(f"--min-nodes {opts.min_nodes}: {units.counted(batch, 'sample')} per step "
-                     f"cannot be divided among the ranks of {' or '.join(map(str, unfit))} "
-                     f"{'nodes' if unfit[-1] > 1 else 'node'}",
-                     expected=f"--global-batch-size, a multiple of {least}, or no --min-nodes")
+def rights(kube: Kubectl, kind: str) -> Iterable[Finding]:
+    """Tell what the caller may not do that a launch does; all is asked in one call."""
+    name, _, group = KINDS[kind].resource.partition(".")
+    asked = [("create", name, group), ("delete", name, group), ("get", "pods", ""),
+             ("get", "pods/log", ""), ("list", "events", ""), ("create", "secrets", "")]
+    reviews = {"apiVersion": "v1", "kind": "List",
+               "items": [_review(kube.namespace, *right) for right in asked]}
+    told = kube.run("create", "--validate=false", "-f", "-", "-o",
+                    'jsonpath={.status.allowed}{"\\n"}', given=json.dumps(reviews))
+    for (verb, resource, _), allowed in zip(asked, told.split(), strict=True):
+        if allowed != "true":
+            yield Finding(ERROR, "rights", f"you may not {verb} {resource} in {kube.namespace}",
+                          "ask for a RoleBinding there")
 
 
-def unknown_type(bare_type: str, known: dict[str, Any], problems: Problems) -> None:
-    """Note an instance type, or none, whose nodes are not known."""
-    near = difflib.get_close_matches(bare_type.lower(), known, n=1, cutoff=_SIMILAR)
-    said = f"--instance-type {bare_type} is not in the table" if bare_type else \
-        "--instance-type is missing"
-    problems.add(said + (f"; the nearest is {near[0]}" if near else ""),
-                 expected="one of " + ", ".join(known) + "; or --gpus-per-node (and "
-                 "--efa-per-node) for any other")
+def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, Any]:
+    plural, _, sub = resource.partition("/")
+    return {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {
+                "namespace": namespace, "verb": verb, "group": group, "resource": plural,
+                **({"subresource": sub} if sub else {})}}}
 
 
-def places(opts: Options, problems: Problems) -> None:
-    """Note an image or a directory that no pod can have."""
-    if not opts.image:
-        problems.add("--image is missing", expected="the image that launch/build_image.py made")
-    elif not re.fullmatch(r"[A-Za-z0-9][^\s]*", opts.image):
-        problems.add(f"--image {opts.image!r} cannot name an image",
-                     expected="REGISTRY/NAME:TAG, without spaces")
-    for option in ("mount_path", "code_dir", "project_dir"):
-        if (value := getattr(opts, option)) is not None \
-                and not re.fullmatch(r"/[^:\s]*", value):
-            problems.add(f"--{option.replace('_', '-')} {value!r} is not a path in a pod",
-                         expected="one that begins with / and holds neither `:` nor spaces")
+def operator(kube: Kubectl, kind: str) -> Iterable[Finding]:
+    """Tell whether the kind of job exists, in the version written here, and someone acts on it."""
+    row = KINDS[kind]
+    crd, version, remedy = row.resource, row.version, row.install
+    definition = kube.find("customresourcedefinition", crd)
+    if definition is None:
+        yield Finding(ERROR, "operator", f"the cluster knows no {kind} (no CRD {crd})",
+                      f"{remedy}, or choose another --kind")
+        return
+    served = [v["name"] for v in definition["spec"]["versions"] if v.get("served")]
+    if version not in served:
+        yield Finding(ERROR, "operator", f"{crd} is served as {', '.join(served)}, not {version}",
+                      remedy)
+    running = [item for item in kube.items("deployments", "--all-namespaces")
+               if item["metadata"]["name"].startswith(row.operator)]
+    if not running:
+        yield Finding(WARNING, "operator", f"no deployment called {row.operator}* was found",
+                      remedy)
+    for item in running:
+        name = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+        if not item.get("status", {}).get("availableReplicas"):
+            yield Finding(ERROR, "operator", f"{name} has no available replica",
+                          f"kubectl -n {item['metadata']['namespace']} describe deployment "
+                          f"{item['metadata']['name']}")
+        else:
+            yield Finding(INFO, "operator", f"{crd} ({version}), run by {name}")
+
+
+def storage(kube: Kubectl, claim: str) -> Iterable[Finding]:
+    """Tell whether the claim that the job mounts is there, bound, and for many nodes."""
+    found = kube.find("persistentvolumeclaim", claim)
+    if found is None:
+        classes = kube.items("storageclasses")
+        drivers = {item["provisioner"] for item in classes}
+        names = ", ".join(item["metadata"]["name"] for item in classes) or "none"
+        yield Finding(ERROR, "storage", f"no claim {claim} in {kube.namespace} (storage classes: "
+                      f"{names})", "create it with access mode ReadWriteMany, or name another with "
+                      "--pvc" + ("" if _FSX in drivers else f"; for FSx install the driver {_FSX}"))
+        return
+    phase, modes = found.get("status", {}).get("phase"), found["spec"].get("accessModes", [])
+    if phase != "Bound":
+        yield Finding(ERROR, "storage", f"claim {claim} is {phase}",
+                      f"kubectl -n {kube.namespace} describe pvc {claim}")
+    elif "ReadWriteMany" not in modes:
+        yield Finding(ERROR, "storage", f"claim {claim} is {', '.join(modes)}: not for many nodes",
+                      "use one with access mode ReadWriteMany (FSx for Lustre, EFS, NFS)")
+    else:
+        size = found.get("status", {}).get("capacity", {}).get("storage", "unknown size")
+        yield Finding(INFO, "storage", f"claim {claim}, {size}, {', '.join(modes)}")
+
+
+def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+    """Tell when the namespace's quotas leave too little for the job. wanted: settled."""
+    needed = {f"requests.{GPU}": wanted.nodes * wanted.gpus_per_node,
+              f"requests.{EFA}": wanted.nodes * wanted.efa_per_node,
+              "pods": wanted.nodes, "count/pods": wanted.nodes}
+    for item in kube.items("resourcequotas"):
+        hard = item.get("status", {}).get("hard", {})
+        used = item.get("status", {}).get("used", {})
+        for resource, amount in needed.items():
+            if resource not in hard:
+                continue
+            left = quantity(hard[resource]) - quantity(used.get(resource, "0"))
+            if left < amount:
+                yield Finding(ERROR, "quota", f"{item['metadata']['name']} leaves {left} of "
+                              f"{resource}, the job needs {amount}",
+                              "raise the quota, end other jobs, or ask for fewer --nodes")
+
+
+def pull_secret(kube: Kubectl, name: str, image: str) -> Iterable[Finding]:
+    """Tell whether nodes can fetch the image; no secret's content is read, only its type."""
+    if name:
+        try:
+            kind = kube.run("get", "secret", name, "-o", "jsonpath={.type}").strip()
+        except KubectlError as error:
+            if not error.is_missing:
+                raise
+            yield Finding(ERROR, "image pull secret", f"no secret {name} in {kube.namespace}",
+                          f"kubectl -n {kube.namespace} create secret docker-registry {name} "
+                          "--docker-server=… --docker-username=… --docker-password=…")
+            return
+        if kind != "kubernetes.io/dockerconfigjson":
+            yield Finding(ERROR, "image pull secret", f"{name} is of type {kind}",
+                          "create it with `kubectl create secret docker-registry`")
+        return
+    if not image or ".dkr.ecr." in image:
+        return  # the nodes' role, or whatever the default service account has
+    account = kube.find("serviceaccount", "default") or {}
+    if not account.get("imagePullSecrets"):
+        yield Finding(INFO, "image pull secret", f"none: {image} must be public, or the nodes must "
+                      "have credentials of their own", "name one with --image-pull-secret")
+
+
+def drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
+    """Tell which nodes' driver is too old for the torch of requirements.txt."""
+    told = {node.driver: node.name for node in nodes if node.driver}
+    if not told:
+        yield not_checked("driver", "the nodes do not tell theirs (NVIDIA's GPU feature discovery "
+                                    "would)")
+    for version, node in told.items():
+        if problem := driver_problem(torch_pin(), version):
+            yield Finding(ERROR, "driver", f"{node}: {problem}",
+                          f"update it, or build the image with --driver-version {version} "
+                          "--auto-fix")

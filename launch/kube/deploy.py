@@ -5,22 +5,28 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from launch.kube import causes, cluster_state, cures, job, render
+from launch.common import stage_04
+from launch.kube import causes, cluster_state
+from launch.kube.asked import JobOptions
 from launch.kube.causes import Cause
 from launch.kube.cluster_state import ACTIVE, FAILED, SUCCEEDED
-from launch.kube.job import Job
+from launch.kube.job import Job, text
+from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
-from lib.core import log, units
+from launch.kube.nodes import INSTANCE_TYPE
+from lib.core import log, options, units
+from lib.core.declared import option
 from lib.core.errors import EXIT_BUG, Problems, StageError
 
 _LONGEST_BACKOFF_S = 600.0
 _MOST_SILENT_POLLS = 20  # of a cluster that does not answer while the job runs
 _LAST_LINES_S = 10.0  # of a job that is complete
 _STOP_TIMEOUT_S = 420.0  # above the grace in which pods save
+_CHECKPOINTING = ("none", "selective", "full")
 # They keep a pod from running for good, or until somebody acts: no need to wait for the operator.
 _STUCK = {"image missing", "image forbidden", "missing token", "missing secret", "wrong image",
           "driver mismatch", "no such node", "no huge pages", "no EFA", "quota", "pods refused",
@@ -38,30 +44,33 @@ class JobFailed(StageError):
 
 @dataclass(frozen=True)
 class Patience:
-    """attempts: submissions in all. poll, backoff, pending: seconds; pending: how long a job may
-    wait for nodes, its image or its volume.
-    """
+    """How often and how long a job is tried."""
 
-    attempts: int = 5
-    poll: float = 10.0
-    backoff: float = 30.0
-    pending: float = 1800.0
+    attempts: int = option(5, group="the run", parse=options.positive_int, metavar="N",
+                           help="deploy: submissions in all")
+    poll_seconds: float = option(10.0, parse=options.positive, metavar="S",
+                                 help="deploy: between two looks at the job")
+    backoff_seconds: float = option(
+        30.0, parse=options.non_negative, metavar="S",
+        help="deploy: before the second attempt, doubled with each further one")
+    pending_minutes: float = option(
+        30.0, parse=options.positive, metavar="MIN",
+        help="deploy: how long pods may wait for nodes, image and volume")
 
 
 def submit(asked: Job, kubectl: Kubectl) -> None:
     """Create or change the job; KubectlError when the cluster refuses it."""
-    headline = f"job {asked.name}, made by launch/kubernetes.py"
-    for line in kubectl.apply(render.text(asked.manifests(), headline)).splitlines():
+    headline = f"job {asked.job_name}, made by launch/kubernetes.py"
+    for line in kubectl.apply(text(asked.manifests(), headline)).splitlines():
         log.info(f"  {line}")
 
 
-def stop(kubectl: Kubectl, kind: str, name: str, runtime: str) -> None:
+def stop(asked: JobOptions, kubectl: Kubectl) -> None:
     """Delete a job, whose pods save and end, and the runtime that was made for it."""
-    resource = job.KINDS[kind].resource
-    kubectl.run("delete", resource, name, "--ignore-not-found", "--cascade=foreground",
-                timeout=_STOP_TIMEOUT_S)
-    if kind == "trainjob":
-        kubectl.run("delete", job.RUNTIMES, runtime, "--ignore-not-found")
+    kubectl.run("delete", asked.resource, asked.job_name, "--ignore-not-found",
+                "--cascade=foreground", timeout=_STOP_TIMEOUT_S)
+    if runtimes := KINDS[asked.kind].runtime:
+        kubectl.run("delete", runtimes, asked.runtime, "--ignore-not-found")
 
 
 def check(asked: Job, kubectl: Kubectl) -> None:
@@ -81,8 +90,8 @@ def check(asked: Job, kubectl: Kubectl) -> None:
                      hint=f"`kubectl get pvc --namespace {asked.namespace}` shows those there are")
     elif (phase := claim.get("status", {}).get("phase", "Bound")) == "Lost":
         problems.add(f"--pvc: {asked.pvc} is {phase}")
-    if asked.pull_secret and _looked_up(kubectl, "secret", asked.pull_secret) is None:
-        problems.add(f"--image-pull-secret: no secret {asked.pull_secret}")
+    if asked.image_pull_secret and _looked_up(kubectl, "secret", asked.image_pull_secret) is None:
+        problems.add(f"--image-pull-secret: no secret {asked.image_pull_secret}")
     problems.raise_if_any()
     if asked.instance_type:
         _note_nodes(asked, kubectl)
@@ -99,13 +108,12 @@ def _looked_up(kubectl: Kubectl, kind: str, name: str) -> dict[str, object] | No
 
 
 def _note_nodes(asked: Job, kubectl: Kubectl) -> None:
-    label = "node.kubernetes.io/instance-type"
     try:
         nodes = kubectl.items("nodes")
     except KubectlError as error:
         log.info(f"nodes: not checked ({error.text.strip().splitlines()[-1]})")
         return
-    types = [node["metadata"].get("labels", {}).get(label, "?") for node in nodes]
+    types = [node["metadata"].get("labels", {}).get(INSTANCE_TYPE, "?") for node in nodes]
     if (there := types.count(asked.instance_type)) < asked.nodes:
         log.warn(f"{there} of {asked.nodes} nodes of type {asked.instance_type} are there; the "
                  f"cluster has: {', '.join(sorted(set(types))) or 'no nodes'}")
@@ -113,7 +121,7 @@ def _note_nodes(asked: Job, kubectl: Kubectl) -> None:
 
 def put_token(kubectl: Kubectl, name: str, token: str) -> None:
     """Create or replace the secret that holds the Hub's token, which no command line shows."""
-    kubectl.put(render.text([{
+    kubectl.put(text([{
         "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
         "metadata": {"name": name, "namespace": kubectl.namespace}, "stringData": {"token": token},
     }], "made by launch/kubernetes.py"))
@@ -129,25 +137,26 @@ def deploy(asked: Job, kubectl: Kubectl, *, token: str = "", monitor: bool = Tru
     patience = patience or Patience()
     check(asked, kubectl)
     if token:
-        asked = replace(asked, token_secret=asked.token_secret or f"{asked.name}-hub-token")
+        asked = replace(asked, token_secret=asked.token_secret or f"{asked.job_name}-hub-token")
     for attempt in range(1, patience.attempts + 1):
         if token:
             put_token(kubectl, asked.token_secret, token)
-        log.info(f"attempt {attempt} of {patience.attempts}: {asked.name}, {asked.nodes} × "
+        log.info(f"attempt {attempt} of {patience.attempts}: {asked.job_name}, {asked.nodes} × "
                  f"{asked.instance_type or 'any node'}")
         if not _is_there(asked, kubectl):
             submit(asked, kubectl)
         cause = _Watch(asked, kubectl, patience, monitor).until_it_ends()
         if cause is None:
-            log.info(f"job {asked.name} is complete")
+            log.info(f"job {asked.job_name} is complete")
             return
         cluster_state.show_cause(cause)
-        cured = cures.cured(asked, cause, kubectl)
+        cure = _CURES.get(cause.name)
+        cured = cure(asked, kubectl) if cure else None
         if attempt == patience.attempts or not (cured or cause.passes):
             break
-        pause = min(patience.backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF_S)
+        pause = min(patience.backoff_seconds * 2 ** (attempt - 1), _LONGEST_BACKOFF_S)
         log.info(f"trying again in {units.duration(pause)}" + (", with the cure" if cured else ""))
-        stop(kubectl, asked.kind, asked.name, asked.runtime)
+        stop(asked, kubectl)
         time.sleep(pause)
         asked = cured or asked
     raise _give_up(asked, kubectl, cause, attempt)
@@ -155,28 +164,73 @@ def deploy(asked: Job, kubectl: Kubectl, *, token: str = "", monitor: bool = Tru
 
 def _is_there(asked: Job, kubectl: Kubectl) -> bool:
     """Tell whether a job of that name runs; one that has ended makes room."""
-    there = kubectl.find(asked.resource, asked.name)
+    there = kubectl.find(asked.resource, asked.job_name)
     if there is None:
         return False
     if cluster_state.of_job(there).state == ACTIVE:
-        log.warn(f"a job {asked.name} runs already: it is followed as it is; stop it to change it")
+        log.warn(f"a job {asked.job_name} runs already: it is followed as it is; stop it to change "
+                 "it")
         return True
     log.info("  an ended job of that name makes room")
-    stop(kubectl, asked.kind, asked.name, asked.runtime)
+    stop(asked, kubectl)
     return False
 
 
 def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFailed:
     """Return the last word; a job that would still wait or crash is deleted, it holds GPUs."""
-    there = kubectl.find(asked.resource, asked.name)
+    there = kubectl.find(asked.resource, asked.job_name)
     left = f"kubectl describe pods --namespace {asked.namespace} --selector {asked.selector}"
     if there and cluster_state.of_job(there).state == ACTIVE:
-        stop(kubectl, asked.kind, asked.name, asked.runtime)
+        stop(asked, kubectl)
         left = "nothing of the job is left in the cluster"
     tried = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
-    return JobFailed(f"job {asked.name} failed {tried}: {cause.name}", cause.code,
+    return JobFailed(f"job {asked.job_name} failed {tried}: {cause.name}", cause.code,
                      hint=cause.remedy,
                      found=f"{cause.evidence.strip() or 'the operator says no more'}\n({left})")
+
+
+def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
+    """Recompute more, which changes nothing that is learned."""
+    now = stage_04.parse(asked.train).activation_checkpointing
+    if now == _CHECKPOINTING[-1]:
+        return None
+    more = _CHECKPOINTING[_CHECKPOINTING.index(now) + 1]
+    log.info(f"  cure: --activation-checkpointing {more} instead of {now}")
+    return replace(asked, train=(*asked.train, f"--activation-checkpointing={more}"))
+
+
+def _changed(said: str, **changes: object) -> Callable[[Job, Kubectl], Job | None]:
+    """Return the cure that changes a job in one way; None once it has been changed so."""
+    def cure(asked: Job, kubectl: Kubectl) -> Job | None:
+        if changes.items() <= vars(asked).items():
+            return None
+        log.info(f"  cure: {said}")
+        return replace(asked, **changes)
+    return cure
+
+
+def _pull_secret(asked: Job, kubectl: Kubectl) -> Job | None:
+    """Use the namespace's registry credentials when there are just one."""
+    if asked.image_pull_secret:
+        return None
+    try:
+        found = kubectl.items("secrets", "--field-selector", "type=kubernetes.io/dockerconfigjson")
+    except KubectlError:
+        return None
+    if len(found) != 1:
+        return None
+    name = found[0]["metadata"]["name"]
+    log.info(f"  cure: the image is pulled with the secret {name}")
+    return replace(asked, image_pull_secret=name)
+
+
+# Nothing that changes what is learned; each returns None where only a person can help.
+_CURES: dict[str, Callable[[Job, Kubectl], Job | None]] = {
+    "out of GPU memory": _less_memory,
+    "no huge pages": _changed("no huge pages are asked for", huge_pages=False),
+    "network interface": _changed("NCCL_SOCKET_IFNAME is left out", interfaces=""),
+    "image forbidden": _pull_secret,
+}
 
 
 class _Watch:
@@ -203,14 +257,14 @@ class _Watch:
                     ended, cause = False, None
                 if ended:
                     return cause
-                time.sleep(self._patience.poll)
+                time.sleep(self._patience.poll_seconds)
         finally:
             if self._log is not None:
                 self._log.terminate()
                 self._log.wait()
 
     def _look(self) -> tuple[bool, Cause | None]:
-        name = self._job.name
+        name = self._job.job_name
         found = self._kubectl.find(self._job.resource, name)
         if found is None:
             return True, Cause("deleted", "", "the job is no longer there")
@@ -235,7 +289,7 @@ class _Watch:
             self._pending_since = time.monotonic()
         elif cause and (cause.name in _STUCK or any(map(causes.is_looping, pods))):
             return True, cause
-        elif time.monotonic() - self._pending_since > self._patience.pending:
+        elif time.monotonic() - self._pending_since > 60 * self._patience.pending_minutes:
             return True, cause or Cause("operator missing", "", "there are no pods yet" if not pods
                                         else "the pods do not start")
         elif cause and cause.evidence != self._told_cause:

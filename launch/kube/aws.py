@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
+from lib.core import commands
 from lib.core.errors import UsageError
 
 _TIMEOUT_S = 60
@@ -57,6 +58,25 @@ def connect(cluster: str, region: str) -> None:
     aws("eks", "update-kubeconfig", "--name", cluster, region=region)
 
 
+def context_of(cluster: str) -> str:
+    """Return the context of a cluster; EKS's is fetched when the kubeconfig has none."""
+    def known() -> str:
+        listed = subprocess.run(["kubectl", "config", "get-contexts", "-o", "name"],
+                                capture_output=True, text=True)
+        return next((name for name in listed.stdout.split()
+                     if name == cluster or name.endswith(f":cluster/{cluster}")), "")
+    if shutil.which("kubectl") is None:
+        raise UsageError("kubectl is not installed")
+    if not (context := known()) and shutil.which("aws"):
+        subprocess.run(["aws", "eks", "update-kubeconfig", "--name", cluster],
+                       stdout=subprocess.DEVNULL)
+        context = known()
+    if not context:
+        raise UsageError(f"the kubeconfig has no cluster {cluster}", run=commands.shell(
+            "aws", "eks", "update-kubeconfig", "--name", cluster))
+    return context
+
+
 def discover(region: str) -> str:
     """Return the only EKS cluster of the account and region; UsageError when there is not one."""
     found = aws("eks", "list-clusters", region=region).get("clusters", [])
@@ -66,14 +86,14 @@ def discover(region: str) -> str:
     return found[0]
 
 
-def check(cluster: str, region: str, kind: str) -> list[Finding]:
+def check(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
     """Return what AWS says of a cluster, or why it was not asked."""
     if not shutil.which("aws"):
         return [not_checked("EKS", "the AWS command line is not installed")]
     if not cluster:
         return [not_checked("EKS", "the context names no EKS cluster (--cluster-name does)")]
     try:
-        return [*_eks(cluster, region), *(_hyperpod(cluster, region) if kind == "hyperpod" else ())]
+        return [*_eks(cluster, region), *(_hyperpod(cluster, region) if on_hyperpod else ())]
     except AwsError as error:
         return [not_checked("EKS", f"{error.problem}: {error.found.splitlines()[-1]}"
                             if error.found else error.problem)]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.common.findings import ERROR, INFO, WARNING, Finding
+from launch.kube.asked import JobNeeds
 from lib.core import units
 
 GPU, EFA, HUGE_PAGES = "nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi"
-_TYPE = "node.kubernetes.io/instance-type"
+INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 _HEALTH = "sagemaker.amazonaws.com/node-health-status"
 _TOLERATED = {GPU}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
@@ -18,18 +19,8 @@ _DECIMAL = {"k": 10 ** 3, "M": 10 ** 6, "G": 10 ** 9, "T": 10 ** 12}
 HUGE_PAGES_NEEDED = 5 << 30  # what a job's pod asks for (launch/kubernetes/pod.yaml)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a job will ask for. gpus, efa: per node. instance_type: empty for any."""
-
-    nodes: int = 1
-    gpus: int = 1
-    efa: int = 0
-    instance_type: str = ""
-
-
 @dataclass
-class Node:
+class ClusterNode:
     """A node. unfit: why no pod can go there, empty when one can. driver: empty if not told."""
 
     name: str
@@ -56,7 +47,7 @@ def quantity(text: str) -> int:
     return int(float(text.removesuffix("m")) / 1000) if text.endswith("m") else int(float(text))
 
 
-def read(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[Node]:
+def read(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[ClusterNode]:
     """Return the nodes as `kubectl get` gives them, with what pods that run or wait use."""
     found = {item["metadata"]["name"]: _node(item) for item in nodes}
     for pod in pods:
@@ -68,13 +59,14 @@ def read(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[Node]:
     return list(found.values())
 
 
-def _node(item: dict[str, Any]) -> Node:
+def _node(item: dict[str, Any]) -> ClusterNode:
     labels = item["metadata"].get("labels", {})
     has = item["status"].get("allocatable", {})
-    return Node(name=item["metadata"]["name"], instance_type=labels.get(_TYPE, "unknown"),
-                unfit=_unfit(item, labels), gpus=quantity(has.get(GPU, "0")),
-                efa=quantity(has.get(EFA, "0")), huge_pages=quantity(has.get(HUGE_PAGES, "0")),
-                driver=_driver(labels))
+    return ClusterNode(
+        name=item["metadata"]["name"], instance_type=labels.get(INSTANCE_TYPE, "unknown"),
+        unfit=_unfit(item, labels), gpus=quantity(has.get(GPU, "0")),
+        efa=quantity(has.get(EFA, "0")), huge_pages=quantity(has.get(HUGE_PAGES, "0")),
+        driver=_driver(labels))
 
 
 def _driver(labels: dict[str, str]) -> str:
@@ -99,20 +91,21 @@ def _unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
     return ", ".join(reasons)
 
 
-def judge(nodes: list[Node], wanted: Wanted, grows: bool) -> Iterable[Finding]:
-    """Tell whether a job fits. grows: an autoscaler adds nodes."""
+def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[Finding]:
+    """Tell whether a job fits. wanted: settled. grows: an autoscaler adds nodes."""
+    gpus, efa = wanted.gpus_per_node, wanted.efa_per_node
     candidates = [node for node in nodes if wanted.instance_type in ("", node.instance_type)
-                  and (node.gpus or wanted.instance_type or not wanted.gpus)]
-    label = wanted.instance_type or ("nodes with GPUs" if wanted.gpus else "nodes")
+                  and (node.gpus or wanted.instance_type or not gpus)]
+    label = wanted.instance_type or ("nodes with GPUs" if gpus else "nodes")
     for node in candidates:
         if node.unfit:
             yield Finding(WARNING, "nodes", f"{node.name} takes no pods: {node.unfit}",
                           f"kubectl describe node {node.name}")
     fit = [node for node in candidates if not node.unfit]
-    suited = [node for node in fit if node.gpus >= wanted.gpus and node.efa >= wanted.efa]
-    yield from _devices(fit, wanted)
-    free = [node for node in suited if node.gpus_free >= wanted.gpus]
-    need = f"{wanted.nodes} with {wanted.gpus} GPUs and {wanted.efa} EFA each"
+    suited = [node for node in fit if node.gpus >= gpus and node.efa >= efa]
+    yield from _devices(fit, gpus, efa)
+    free = [node for node in suited if node.gpus_free >= gpus]
+    need = f"{wanted.nodes} with {gpus} GPUs and {efa} EFA each"
     if len(suited) < wanted.nodes:
         yield Finding(WARNING if grows else ERROR, "capacity",
                       f"{len(suited)} of {len(candidates)} {label} can take a pod, the job needs "
@@ -126,17 +119,17 @@ def judge(nodes: list[Node], wanted: Wanted, grows: bool) -> Iterable[Finding]:
         yield Finding(INFO, "capacity", f"{len(free)} {label} are free, the job needs {need}")
 
 
-def _devices(fit: list[Node], wanted: Wanted) -> Iterable[Finding]:
+def _devices(fit: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
     """Tell which nodes lack devices that they should show."""
-    if wanted.gpus and (bare := [node.name for node in fit if not node.gpus]):
+    if gpus and (bare := [node.name for node in fit if not node.gpus]):
         yield Finding(ERROR, "GPUs", f"no {GPU} on {_some(bare)}",
                       "install NVIDIA's device plugin or GPU operator; "
                       "kubectl get daemonsets -A | grep nvidia")
-    if wanted.efa and (bare := [node.name for node in fit if node.efa < wanted.efa]):
-        yield Finding(ERROR, "EFA", f"fewer than {wanted.efa} {EFA} on {_some(bare)}",
+    if efa and (bare := [node.name for node in fit if node.efa < efa]):
+        yield Finding(ERROR, "EFA", f"fewer than {efa} {EFA} on {_some(bare)}",
                       "install the EFA device plugin (aws-efa-k8s-device-plugin), and launch the "
                       "nodes with EFA interfaces")
-    if wanted.efa and (bare := [node for node in fit if node.huge_pages < HUGE_PAGES_NEEDED]):
+    if efa and (bare := [node for node in fit if node.huge_pages < HUGE_PAGES_NEEDED]):
         yield Finding(WARNING, "huge pages", f"{units.size(bare[0].huge_pages)} on "
                       f"{_some([node.name for node in bare])}, EFA pods ask for 5120Mi",
                       "use an EKS accelerated AMI, or reserve them: sysctl vm.nr_hugepages=5128")

@@ -1,1 +1,0 @@
-"""What cluster.py looks at."""

@@ -1,0 +1,55 @@
+"""Options that are declared once, each as a field of a frozen dataclass.
+
+`add` makes the options of a parser from the fields, `read` makes the object from what was parsed;
+where options come from a program, the class is called as any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lib.core.options import Options
+
+Declared = TypeVar("Declared")
+
+
+def option(default: Any = dataclasses.MISSING, *, help: str, parse: Callable[[str], Any] = str,
+           group: str = "", **more: Any) -> Any:
+    """Declare a field as the option of its name, `--job-name` for job_name.
+
+    Without a default it has to be given; one that is False makes it a flag, unless `parse` reads a
+    value. group: the title of the group that it and those behind it stand in. more: what argparse
+    takes, such as metavar.
+    """
+    return dataclasses.field(default=default, kw_only=True, metadata={
+        "help": help, "parse": parse, "group": group, **more})
+
+
+def add(parser: argparse.ArgumentParser, declared: type, **other_help: str) -> None:
+    """Add the options that a class declares, in the order of its fields.
+
+    other_help: by field, what this command says of an option instead of its declaration.
+    """
+    groups = {group.title: group for group in parser._action_groups}
+    where: argparse._ActionsContainer = parser
+    for field in dataclasses.fields(declared):
+        more = {**field.metadata, "help": other_help.get(field.name, field.metadata["help"])}
+        parse, title = more.pop("parse"), more.pop("group")
+        if title:
+            where = groups[title] = groups.get(title) or parser.add_argument_group(title)
+        if field.default is dataclasses.MISSING:
+            more["required"] = True
+        else:
+            more["default"] = field.default
+        is_flag = field.default is False and parse is str
+        more |= {"action": "store_true"} if is_flag else {"type": parse}
+        where.add_argument(f"--{field.name.replace('_', '-')}", **more)
+
+
+def read(declared: type[Declared], opts: Options) -> Declared:
+    """Return what a class declares, as it was parsed."""
+    return declared(**{field.name: getattr(opts, field.name)
+                       for field in dataclasses.fields(declared)})
