@@ -207,8 +207,10 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
     known |= {"--nproc-per-node", "--nnodes", "--standalone", "--no-index", "--find-links",
               "--signals-to-handle", "--shutdown-timeout"}
     launchers = [path for path in (ROOT / "launch").rglob("*") if path.suffix in SCRIPTS]
-    known |= {option for path in launchers for option in
-              re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text(encoding="utf-8"))}
+    for text in (path.read_text(encoding="utf-8") for path in launchers):
+        known |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
+        known |= {f"--{name.replace('_', '-')}" for name in
+                  re.findall(r"^    (\w+): .* = option\(", text, re.MULTILINE)}
     named = {option.replace("_", "-") for span in spans(path.read_text(encoding="utf-8"))
              for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", span)}
     assert not named - known
