@@ -156,8 +156,8 @@ def manage_eks_cluster(cluster_name: str | None = None, region: str = "", *,
     """
     name = cluster_name or aws.discover(region)
     aws.connect(name, region)
-    asked = JobNeeds(kind=kind, namespace=namespace, nodes=nodes, instance_type=instance_type,
-                     pvc=pvc)
+    asked = declared.made(JobNeeds, kind=kind, namespace=namespace, nodes=nodes,
+                          instance_type=instance_type, pvc=pvc)
     kube = Kubectl(namespace)
     eks = _eks(kube, name, region)
     if auto_fix and kube.find("namespace", namespace) is None:

@@ -185,8 +185,8 @@ def deploy_training_job(*, cluster_name: str, num_nodes: int, job_name: str, ins
     cluster_name: of EKS, or a context of the kubeconfig. train: further options of stage 04, such
     as --config recipes/llama-3.1-8b.yaml. patience: how often and how long to try.
     """
-    asked = JobOptions(kind=kind, namespace=namespace, job_name=job_name, nodes=num_nodes,
-                       instance_type=instance_type, image=image_uri)
+    asked = declared.made(JobOptions, kind=kind, namespace=namespace, job_name=job_name,
+                          nodes=num_nodes, instance_type=instance_type, image=image_uri)
     job = planned(asked, [*train, *([f"--max-steps={max_steps}"] if max_steps else [])])
     deploy.deploy(job, Kubectl(namespace, aws.context_of(cluster_name)), token=hf_token or "",
                   monitor=monitor, patience=patience)

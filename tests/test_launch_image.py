@@ -275,6 +275,8 @@ def test_as_a_function(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     machine.fail("build-1", NO_SPACE)
     assert build_image.build_docker_image(auto_fix=True, tag="mine:1") == "mine:1"
     assert len(machine.calls("build")) == 2
+    with pytest.raises(UsageError, match="--driver-version: expected a version"):
+        build_image.build_docker_image(driver_version="latest")
 
 
 def test_the_table_knows_the_torch_that_is_required():
@@ -312,9 +314,9 @@ def test_dockerfile_has_no_fault_that_hadolint_knows():
 
 def test_dockerfile_takes_what_build_image_passes_and_ends_as_a_user_without_rights():
     text = image_plan.DOCKERFILE.read_text()
-    build = image_plan.Build(ROOT, "t", Torch("2.13.0", "12.6"), Torch("2.13.0", "13.0"), "3.11",
-                             "python:3.11.14-bookworm", True, "", "requirements.txt",
-                             "linux/amd64", None)
+    build = image_plan.ImageBuild(
+        torch=Torch("2.13.0", "12.6"), named_torch=Torch("2.13.0", "13.0"), tag="t",
+        base_image="python:3.11.14-bookworm", efa=True)
     declared = {line.split()[1].partition("=")[0] for line in text.splitlines()
                 if line.startswith("ARG ")}
     assert set(build_arguments(build.command())) <= declared

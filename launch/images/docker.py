@@ -1,26 +1,107 @@
-"""Calls of docker and of AWS's registry; what they print is shown and kept."""
+"""Calls of docker and of AWS's registry; what they print is shown, kept, and explained."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from launch.kube import aws as cluster_aws
+from launch.kube import aws
 from lib.core import commands
-from lib.core.errors import UsageError
+from lib.core.errors import DiskFullError, UsageError
 
+# What --auto-fix does about a cause, carried out by build_image.
+PRUNE, MIRROR, RETRY, DEFAULT_TORCH, NOTHING = (
+    "prune", "mirror", "retry", "default torch", "")
 _ECR = re.compile(r"\d+\.dkr\.ecr\.(?P<region>[\w-]+)\.amazonaws\.com(\.cn)?")
 _KEPT = 200_000
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Why an image could not be built or run. pattern: of what was said; is_disk: exit code 4.
+
+    fix: what can be done without asking.
+    """
+
+    pattern: str
+    problem: str
+    remedy: str
+    fix: str = NOTHING
+    is_disk: bool = False
+
+
+# The first that matches counts, so what explains more stands further up.
+_CAUSES = (
+    Fault(r"Cannot connect to the Docker daemon|Is the docker daemon running",
+          "the docker daemon does not answer", "start it (systemctl start docker), or set "
+          "DOCKER_HOST"),
+    Fault(r"permission denied while trying to connect to the [Dd]ocker",
+          "you may not use the docker daemon", "sudo usermod -aG docker $USER, then log in again"),
+    Fault(r"--mount option requires BuildKit|unknown flag: --progress|unknown flag: --secret|"
+          r"buildx component is missing|BuildKit is enabled but the buildx",
+          "this docker builds without BuildKit", "install the package docker-buildx-plugin "
+          "(docker 23 or newer has it)"),
+    Fault(r"no space left on device|disk quota exceeded", "docker's disk is full",
+          "docker builder prune --force; docker image prune; docker system df tells what is there",
+          PRUNE, is_disk=True),
+    Fault(r"toomanyrequests|pull rate limit", "the registry of the base image limits pulls",
+          "docker login, or --base-image with a mirror's name", MIRROR),
+    Fault(r"unsatisfied condition: cuda|driver on your system is too old|"
+          r"CUDA driver version is insufficient", "the driver is too old for the CUDA of torch",
+          "update the driver, or give its version by --driver-version, with --auto-fix"),
+    Fault(r"No matching distribution found for torch\b|"
+          r"Could not find a version that satisfies the requirement torch\b",
+          "pip finds no such torch for this Python and platform",
+          "a build with another CUDA is not on the default index: name one that has it by "
+          "--pip-conf FILE, or give a wheelhouse for this Python", DEFAULT_TORCH),
+    Fault(r"No matching distribution found for|Could not find a version that satisfies",
+          "pip finds no such package for this Python and platform",
+          "pack the wheelhouse again for the Python of the image, or name an index by --pip-conf"),
+    Fault(r"ResolutionImpossible|conflicting dependencies", "two requirements exclude each other",
+          "restore requirements.txt: its versions were tried together"),
+    Fault(r"DO NOT MATCH THE HASHES|BadZipFile|has an invalid wheel",
+          "a wheel is damaged", "python launch/airgap.py verify on the bundle, then copy it again"),
+    Fault(r"manifest unknown|manifest for \S+ not found|pull access denied|"
+          r"failed to resolve source metadata.*not found",
+          "the base image is not there", "--base-image with one that this machine can pull; in an "
+          "air gap, docker load it first", MIRROR),
+    Fault(r"efa-installer\.amazonaws\.com|efa_installer\.sh", "the EFA installer failed",
+          "put aws-efa-installer-<version>.tar.gz beside requirements.txt, or build without --efa"),
+    Fault(r"[Tt]emporary failure in name resolution|Could not resolve host|i/o timeout|"
+          r"TLS handshake timeout|[Cc]onnection (refused|reset|timed out)|Read timed out|"
+          r"Network is unreachable", "the network failed",
+          "in an air gap, build in an unpacked bundle: it has a wheelhouse", RETRY),
+)
+
+
 class DockerError(Exception):
-    """A call of docker that failed. said: the end of what it printed."""
+    """A call of docker that failed. said: the end of what it printed; cause: None if not known."""
 
     def __init__(self, said: str) -> None:
         super().__init__(said)
         self.said = said
+        self.cause = next((cause for cause in _CAUSES
+                           if re.search(cause.pattern, said, re.MULTILINE)), None)
+
+    def evidence(self, of_cause: bool = True) -> str:
+        """Return the lines to show: those that its cause was told by, or the last ones."""
+        lines = [line.rstrip() for line in self.said.splitlines() if line.strip()]
+        if self.cause and of_cause:
+            lines = [line for line in lines if re.search(self.cause.pattern, line)] or lines
+        return "\n".join(line[:300] for line in lines[-5:])
+
+    def explained(self, attempt: int) -> UsageError | DiskFullError:
+        """Return the error in words, after so many attempts."""
+        after = f" after {attempt} attempts" if attempt > 1 else ""
+        if self.cause is None:
+            return UsageError(f"the image could not be built{after}", found=self.evidence(),
+                              hint="see what docker printed above")
+        kind = DiskFullError if self.cause.is_disk else UsageError
+        return kind(f"{self.cause.problem}{after}", found=self.evidence(), hint=self.cause.remedy)
 
 
 def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
@@ -68,7 +149,7 @@ def region_of(registry: str) -> str:
 def log_in(registry: str) -> None:
     """Log in to an Amazon registry with the credentials of the AWS command line."""
     region = region_of(registry)
-    password = cluster_aws.text("ecr", "get-login-password", region=region)
+    password = aws.text("ecr", "get-login-password", region=region)
     try:
         docker("login", "--username", "AWS", "--password-stdin", registry.partition("/")[0],
                given=password, quiet=True)
@@ -82,9 +163,9 @@ def create_repository(repository: str) -> bool:
     """Make a repository in an Amazon registry; False when it is there already."""
     name = repository.partition("/")[2]
     try:
-        cluster_aws.aws("ecr", "create-repository", "--repository-name", name,
+        aws.aws("ecr", "create-repository", "--repository-name", name,
                         region=region_of(repository))
-    except cluster_aws.AwsError as error:
+    except aws.AwsError as error:
         if "RepositoryAlreadyExistsException" in error.found:
             return False
         raise
@@ -93,5 +174,4 @@ def create_repository(repository: str) -> bool:
 
 def shown(arguments: Sequence[str]) -> str:
     """Return a docker command as one would type it."""
-    import shlex
     return shlex.join(["docker", *arguments])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.images import versions as image_versions
 from launch.images.versions import ROOT, Torch
-from lib.core import commands, log
+from lib.core import commands, log, options
+from lib.core.declared import option
 from lib.core.errors import Problems, UsageError
-from lib.core.options import Options
 
 DOCKERFILE = ROOT / "launch" / "Dockerfile"
 NAME = "llm-training"
@@ -19,21 +22,61 @@ PYTHONS = {"3.10": "3.10.19", "3.11": "3.11.14", "3.12": "3.12.12"}
 _CODE = "/opt/pipeline"
 
 
-@dataclass(frozen=True)
-class Build:
-    """What is built. python: `3.11`; driver: of the nodes, empty when not known."""
+def _like(pattern: str, wanted: str) -> Callable[[str], str]:
+    """Return what reads an option of a certain form; an empty one means its default."""
+    def read(text: str) -> str:
+        if text and not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+        return text
+    return read
 
-    context: Path
-    tag: str
-    torch: Torch
-    named_torch: Torch
-    python: str
-    base_image: str
-    efa: bool
-    driver: str
-    requirements: str
-    platform: str
-    pip_conf: Path | None
+
+_IMAGE = _like(r"[A-Za-z0-9][\w./:@-]*", "letters, digits and any of . _ - / : @")
+_PLATFORM = _like(r"[a-z]+/[a-z0-9]+(/v\d+)?", "OS/ARCH, such as linux/arm64")
+_CUDA = _like(r"\d+\.\d+|none", "a version such as 12.6, or none")
+_DRIVER = _like(r"\d+(\.\d+){0,2}", "a version such as 570.86.15")
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """The image that is asked for."""
+
+    tag: str = option("", parse=_IMAGE, metavar="NAME",
+                      help=f"name of the image (default: {NAME}:<commit>-torch…)")
+    efa: bool = option(False, help="with libfabric and the NCCL plugin for AWS's network")
+    context: Path = option(ROOT, parse=Path, metavar="DIR",
+                           help="checkout or unpacked bundle to build from; its wheelhouse/ is "
+                                "used when there is one (default: this checkout)")
+    requirements: str = option("requirements.txt", metavar="FILE",
+                               help="requirements*.txt of the context to install")
+    python: str = option("3.11", choices=tuple(PYTHONS), help="Python of the image")
+    base_image: str = option("", parse=_IMAGE, metavar="IMAGE", help="image to start from "
+                             "(default: the official one of that Python)")
+    platform: str = option("linux/amd64", parse=_PLATFORM, metavar="OS/ARCH",
+                           help="platform of the nodes")
+    cuda: str = option("", parse=_CUDA, metavar="X.Y", help="CUDA build of torch, or none "
+                                                            "(default: that of requirements.txt)")
+    driver_version: str = option("", parse=_DRIVER, metavar="V", help="NVIDIA driver of the nodes "
+                                 "(default: this machine's, if it has one)")
+    pip_conf: Path | None = option(None, parse=Path, metavar="FILE",
+                                   help="pip.conf with the index to install from; it stays out of "
+                                        "the image (default: none)")
+    auto_fix: bool = option(False, help="apply remedies that cost nothing, and try again")
+    max_attempts: int = option(3, parse=options.positive_int, metavar="N",
+                               help="builds to try with --auto-fix")
+    push: str = option("", parse=_IMAGE, metavar="REGISTRY",
+                       help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR "
+                            "(default: not pushed)")
+    create_repository: bool = option(False, help="with --push to ECR: make the repository if it is "
+                                                 "missing")
+
+
+@dataclass(frozen=True)
+class ImageBuild(ImageOptions):
+    """Options with nothing left open. named_torch: that of the requirements."""
+
+    torch: Torch = field(kw_only=True)
+    named_torch: Torch = field(kw_only=True)
 
     def command(self) -> list[str]:
         """Return the arguments of docker."""
@@ -61,7 +104,7 @@ class Build:
                 f'python {_CODE}/04_train_fsdp.py --help > /dev/null && python -c "{program}"']
 
 
-def planned(opts: Options) -> Build:
+def planned(opts: ImageOptions) -> ImageBuild:
     """Return the build of the options, with what does not agree told, or mended by --auto-fix."""
     requirements = opts.context / opts.requirements
     if not requirements.is_file():
@@ -96,8 +139,9 @@ def planned(opts: Options) -> Build:
     problems.raise_if_any()
     tag = opts.tag or (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
                        f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else ""))
-    return Build(opts.context.resolve(), tag, torch, named, python, base, opts.efa, driver,
-                 opts.requirements, opts.platform, opts.pip_conf and opts.pip_conf.resolve())
+    settled = replace(opts, context=opts.context.resolve(), tag=tag, python=python, base_image=base,
+                      driver_version=driver, pip_conf=opts.pip_conf and opts.pip_conf.resolve())
+    return ImageBuild(**vars(settled), torch=torch, named_torch=named)
 
 
 def _wheelhouse_problem(wheelhouse: Path, torch: Torch, named: Torch, python: str) -> str:

@@ -1,7 +1,7 @@
 """Options that are declared once, each as a field of a frozen dataclass.
 
-`add` makes the options of a parser from the fields, `read` makes the object from what was parsed;
-where options come from a program, the class is called as any other.
+`add` makes the options of a parser from the fields, `read` makes the object from what was parsed,
+and `made` from what a program says.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from lib.core.errors import Problems
 from lib.core.options import Options
 
 Declared = TypeVar("Declared")
@@ -53,3 +54,21 @@ def read(declared: type[Declared], opts: Options) -> Declared:
     """Return what a class declares, as it was parsed."""
     return declared(**{field.name: getattr(opts, field.name)
                        for field in dataclasses.fields(declared)})
+
+
+def made(declared: type[Declared], **values: Any) -> Declared:
+    """Return what a program asks for; UsageError tells all that a command line could not say."""
+    problems = Problems()
+    for field in dataclasses.fields(declared):
+        flag, told = f"--{field.name.replace('_', '-')}", field.metadata
+        if (value := values.get(field.name, field.default)) == field.default:
+            continue
+        try:
+            told["parse"](str(value))
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            problems.add(f"{flag}: {error}")
+        if value not in told.get("choices", (value,)):
+            problems.add(f"{flag}: there is no {value!r}",
+                         expected=f"one of {', '.join(told['choices'])}")
+    problems.raise_if_any()
+    return declared(**values)
