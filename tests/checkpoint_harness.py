@@ -73,10 +73,10 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     from lib.core.paths import step_of
     from lib.models import architecture
     from lib.optim import registry
-    from lib.parallel import attention, layout, parallelize
+    from lib.parallel import layout, parallelize
 
     world = layout.start()
-    model = architecture.build_on_meta(Path(model_dir), attention.choose("sdpa", "concat", "fp32"))
+    model = architecture.build_on_meta(Path(model_dir))
     parallelize.shard(model, world.mesh, "fp32", False, False)
     parallelize.materialise(model, world.device, False)
     adamw = registry.build("adamw", model, 0.0, (0.9, 0.95), 0.0)

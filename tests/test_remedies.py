@@ -450,7 +450,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
     yield lambda: layout._device(3)
-    yield lambda: attention.choose("varlen", "documents", "fp32")
+    yield lambda: attention.choose("varlen", "documents", "fp32", None)
     patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     opts.compile = False
     for capability in ((8, 0), (9, 0)):

@@ -44,6 +44,7 @@ def test_windows(plain: Path, options: tuple[object, ...]) -> None:
                      cwd=plain, ranks=2)
     assert figures(plain, name) == pytest.approx(figures(plain, "windows"), rel=1e-4)
     assert "the logits of all tokens never exist" in done.stdout
+    assert "attention: sdpa, by torch's kernel for CPUs" in done.stdout
     if "--shard-size" in options:
         assert "over 1 rank, 2 replicas" in done.stdout
 

@@ -7,54 +7,108 @@ interface knows it by here. On a CPU, which has no such kernel, it goes document
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
 
-from lib.core import commands, log
+from lib.core import commands
 from lib.core.errors import UsageError
 from lib.tokens.loader import MicroBatch
 
-_VARLEN = "varlen"
-CAUSAL = "causal"  # sdpa for rows of one document each, which need no mask
-_BY_BOUNDARIES = (_VARLEN, "flash_attention_2")  # told where documents end, instead of a mask
+VARLEN = "varlen"
+_FLASH = "flash_attention_2"
+_BY_BOUNDARIES = (VARLEN, _FLASH)  # told where documents end, instead of a mask
+_WIDEST = 256  # numbers per head that the kernel for packed documents takes, a multiple of _ALIGNED
+_ALIGNED = 8
 
 
-def choose(wanted: str, packing: str, precision: str) -> str:
+class HeadSizes(NamedTuple):
+    """How many numbers the widest head of a model has; 0 where its config does not say."""
+
+    query: int  # and key
+    value: int
+
+
+def choose(wanted: str, packing: str, precision: str, config: PretrainedConfig) -> str:
     """Return the name in transformers' attention interface for --attention.
 
     auto: sdpa for windows (it takes the fastest causal kernel there is); varlen for packed
-    documents on a GPU, where a mask would rule out the fast kernels, if the GPU and the precision
-    have that kernel. Raises UsageError for what cannot train here.
+    documents on a GPU, where a mask would rule out the fast kernels, if the GPU, the precision and
+    the model have that kernel. Raises UsageError for what cannot train here.
     """
     on_gpu = torch.cuda.is_available()
     if wanted == "flex" and not on_gpu:
         raise UsageError("--attention flex cannot train on a CPU",
                          run=commands.again("--attention", "sdpa"))
-    lacks = _lacks_kernel(precision) if on_gpu else ""
-    if wanted == _VARLEN and lacks:
+    lacks = lacks_varlen(precision, config) if on_gpu else ""
+    if wanted == VARLEN and lacks:
         raise UsageError("--attention varlen cannot train here", found=lacks,
                          run=commands.again("--attention", "sdpa"))
     if wanted == "auto":
-        if lacks and packing == "documents":
-            log.info(f"attention: sdpa with a mask, since {lacks}; that is several times slower")
-        return _VARLEN if packing == "documents" and on_gpu and not lacks else "sdpa"
+        return VARLEN if packing == "documents" and on_gpu and not lacks else "sdpa"
     return {"flex": "flex_attention"}.get(wanted, wanted)
 
 
-def _lacks_kernel(precision: str) -> str:
+def lacks_varlen(precision: str, config: PretrainedConfig) -> str:
     """Say why the kernel for rows of documents cannot run on this GPU; empty where it can."""
     if precision == "fp32":
         return "the kernel for packed documents takes no fp32"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is older than what the kernel for packed " \
-               "documents needs (compute capability 8.0)"
+    capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    if capability < (8, 0):
+        return f"{name} is older than what the kernel for packed documents needs (compute " \
+               "capability 8.0)"
+    widest = max(head_sizes(config))
+    if widest > _WIDEST:
+        return f"the kernel for packed documents takes {_WIDEST} numbers per head at most, and " \
+               f"this model has {widest}"
+    if 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
+        return f"{name} has no backward kernel for packed documents with {widest} numbers per head"
     return ""
+
+
+def head_sizes(config: PretrainedConfig) -> HeadSizes:
+    """Return how wide the heads of a model are, as its config tells it, whatever the layer."""
+    text = config.get_text_config()
+    found: dict[str, int] = {}
+    _collect_sizes(text.to_dict(), found)
+    latent = found.get("qk_nope_head_dim", 0) + found.get("qk_rope_head_dim", 0)
+    hidden, heads = (getattr(text, name, None) for name in ("hidden_size", "num_attention_heads"))
+    even = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
+    query = latent or found.get("head_dim") or even
+    return HeadSizes(query, found.get("v_head_dim") or query)
+
+
+def _collect_sizes(part: Mapping[Any, Any], found: dict[str, int]) -> None:
+    """Note the largest number under each name that ends in head_dim; layers may have their own."""
+    for key, value in part.items():
+        if isinstance(value, Mapping):
+            _collect_sizes(value, found)
+        elif str(key).endswith("head_dim") and isinstance(value, int):
+            found[key] = max(value, found.get(key, 0))
+
+
+def ask_no_device(model: nn.Module, packing: str) -> None:
+    """Spare transformers questions to the device in each pass, for whose answers the host waits.
+
+    To make a mask it asks whether documents are packed. Rows of one document need no mask, nor do
+    kernels that are told where documents end. For packed documents and a mask the question stays:
+    a pass whose rows are one document each then goes without, and fast. GPT-2 also asks whether
+    tokens are padding, for a warning.
+    """
+    if packing != "documents" or model.config._attn_implementation in _BY_BOUNDARIES:
+        masking_utils.find_packed_sequence_indices = _unasked
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.warn_if_padding_and_no_attention_mask = _unasked
+
+
+def _unasked(*_: Tensor | None) -> None:
+    """Stand for a function of transformers that reads numbers: there is nothing to be found."""
 
 
 def inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
@@ -63,14 +117,23 @@ def inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     Without a mask, and with positions that restart, transformers keeps documents apart.
     """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+    implementation, ends = model.config._attn_implementation, batch.boundaries
     if batch.position_ids is not None:
         arguments["position_ids"] = batch.position_ids
-        if model.config._attn_implementation in _BY_BOUNDARIES:
-            # The longest document may be as long as a row: no number that changes by the batch.
-            longest = batch.input_ids.shape[1]
-            arguments |= {"cu_seq_lens_q": batch.boundaries, "cu_seq_lens_k": batch.boundaries,
-                          "max_length_q": longest, "max_length_k": longest}
+    elif implementation == _FLASH:  # which would ask the device, in each layer, for documents
+        ends = _ends_of_rows(batch.input_ids)
+    if ends is not None and implementation in _BY_BOUNDARIES:
+        # The longest document may be as long as a row: no number that changes by the batch.
+        longest = batch.input_ids.shape[1]
+        arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
+                      "max_length_q": longest, "max_length_k": longest}
     return arguments
+
+
+def _ends_of_rows(tokens: Tensor) -> Tensor:
+    """Return where the rows of a batch begin and end, as if each were a document. tokens: [B, T]"""
+    rows, length = tokens.shape
+    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=tokens.device)
 
 
 def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -87,8 +150,7 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
                          "this model has", run=commands.again("--attention", "sdpa"))
     batch, _, length, _ = query.shape
     if cu_seq_lens_q is None:
-        cu_seq_lens_q = torch.arange(0, batch * length + 1, length, dtype=torch.int32,
-                                     device=query.device)
+        cu_seq_lens_q = _ends_of_rows(query[:, 0, :, 0])
     window = sliding_window if sliding_window and sliding_window < length else 0
     flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # [B·T, H, D]
     if query.is_cuda:
@@ -100,14 +162,24 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
                scaling: float | None, window: int) -> Tensor:
-    """Attend within each document by torch's kernel. query, key, value: [B·T, H, D]."""
+    """Attend within each document by torch's kernel. query, key: [B·T, H, D]; value: [B·T, H, V].
+
+    The kernel takes heads of one size, a multiple of eight: others are filled up with zeros, which
+    add nothing to a score.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    wide = max(query.shape[-1], value.shape[-1])
+    wide += -wide % _ALIGNED
+    parts = [F.pad(part, (0, wide - part.shape[-1])) if part.shape[-1] < wide else part
+             for part in (query, key, value)]
     # torch 2.11 has no word for fewer heads of keys than of queries, and the kernel takes them.
     has_word = "enable_gqa" in inspect.signature(varlen_attn).parameters
     groups = {"enable_gqa": True} if has_word else {}
-    return varlen_attn(query, key, value, boundaries, boundaries, longest, longest, scale=scaling,
-                       window_size=(window - 1, 0) if window else (-1, 0), **groups)
+    out = varlen_attn(*parts, boundaries, boundaries, longest, longest, scale=scaling,
+                      window_size=(window - 1, 0) if window else (-1, 0), **groups)
+    return out[..., :value.shape[-1]]
 
 
 @torch.compiler.disable  # or each way in which documents share a row were compiled anew
@@ -127,13 +199,5 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor,
     return torch.cat(done)
 
 
-def _causal(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-            attention_mask: Tensor | None, **others: Any) -> tuple[Tensor, None]:
-    """Attend as sdpa does without a mask."""
-    return sdpa_attention_forward(module, query, key, value, None, **others)
-
-
-# Neither has an entry in AttentionMaskInterface: transformers makes no mask then, and does not ask
-# the device on the way whether the positions are those of packed documents.
-AttentionInterface.register(_VARLEN, _varlen)
-AttentionInterface.register(CAUSAL, _causal)
+# It has no entry in AttentionMaskInterface: transformers makes no mask then.
+AttentionInterface.register(VARLEN, _varlen)

@@ -27,6 +27,8 @@ from lib.models.weights import load_pretrained
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import (
+    attention,
+    attention_kernel,
     blocks,
     compiling,
     determinism,
@@ -126,7 +128,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
         _first_weights(opts, inputs, model, world)
         journal.event("start", 0, ranks=world.size)
     float8.rescale_with(adamw, model)
-    isolation.settle(model, opts.packing, setting.seq_length, world)
+    _settle_attention(opts, setting, world)
     log.info(f"loss: {loss.chunk(model, world, compiler)}")
     run.report = Report(opts, experiment, run_plan, world.rank, run.step,
                         f"{experiment.root.name}: {model.config.model_type}, {world.size} × "
@@ -136,6 +138,15 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     run.tell_estimate()
     _collect_together()
     return run
+
+
+def _settle_attention(opts: Options, setting: Setting, world: World) -> None:
+    """Decide how the model attends, and say so; UsageError where packed documents cannot train."""
+    attention.ask_no_device(setting.model, opts.packing)
+    log.info("attention: " + attention_kernel.settle(setting.model, opts.packing,
+                                                     setting.precision, world.device))
+    if opts.packing == "documents":
+        isolation.require(setting.model, world)
 
 
 def _watchdog(opts: Options, rank_log: Path) -> Watchdog:

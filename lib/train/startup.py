@@ -156,8 +156,9 @@ def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
 
     compute = opts.precision or inputs.begun_with("precision") \
         or ("bf16" if opts.plan_gpus else precision.default())
+    config = architecture.read_config(inputs.model_dir, opts.trust_remote_code)
     model = architecture.build_on_meta(inputs.model_dir, attention.choose(
-        opts.attention, opts.packing, compute), opts.trust_remote_code)
+        opts.attention, opts.packing, compute, config), opts.trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if opts.seq_length and longest and opts.seq_length > longest:
         raise UsageError(f"--seq-length {opts.seq_length} is longer than the model allows",

@@ -9,7 +9,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +162,12 @@ def packed(place: Place) -> None:
 
 
 def attention(place: Place) -> None:
-    """Forward and backward of attention by kernel: cuDNN, flash, and varlen by FA2 and FA3."""
+    """Forward and backward of attention by kernel: cuDNN, flash, and both by FA2 and FA3."""
     import torch
     import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
+
+    from lib.parallel.attention_kernel import take_flash_3
 
     place.need(place.on_gpu, "a CPU has none of these kernels")
     from torch.nn.attention.varlen import varlen_attn
@@ -189,25 +190,22 @@ def attention(place: Place) -> None:
         works = {"sdpa cudnn": lambda sdpa=sdpa: sdpa(SDPBackend.CUDNN_ATTENTION),
                  "sdpa flash": lambda sdpa=sdpa: sdpa(SDPBackend.FLASH_ATTENTION),
                  "varlen FA2": varlen}
-        if find_spec("flash_attn_interface"):
-            works["varlen FA3"] = lambda varlen=varlen: with_fa3(varlen)
-        for name, work in works.items():
-            try:
-                reached = flops / median_s(place, work) / 1e12
-            except Exception as error:  # a kernel that is not there is a figure too
-                reached = str(error).splitlines()[0][:200]
-            place.note(**{f"{name}, {width} wide, TFLOP/s": reached})
-
-
-def with_fa3(work: Callable[[], None]) -> None:
-    """Do some work with FlashAttention 3 in the place of torch's own kernels."""
-    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
-
-    activate_flash_attention_impl("FA3")
-    try:
-        work()
-    finally:
+        tell(place, works, flops, width)
+        if left_out := take_flash_3("varlen", parts):
+            place.note(**{f"FA3, {width} wide": left_out})
+            continue
+        tell(place, {"sdpa FA3": works["sdpa flash"], "varlen FA3": varlen}, flops, width)
         restore_flash_attention_impl()
+
+
+def tell(place: Place, works: dict[str, Callable[[], None]], flops: float, width: int) -> None:
+    """Note what attention of heads of a width reaches by each kernel."""
+    for name, work in works.items():
+        try:
+            reached = flops / median_s(place, work) / 1e12
+        except Exception as error:  # a kernel that is not there is a figure too
+            reached = str(error).splitlines()[0][:200]
+        place.note(**{f"{name}, {width} wide, TFLOP/s": reached})
 
 
 def eight_ranks(place: Place) -> None:

@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+)
 
 from lib.core.errors import UsageError
 from lib.parallel import attention
+
+LLAMA = LlamaConfig(hidden_size=32, num_attention_heads=4)
 
 
 @pytest.fixture
@@ -22,19 +32,45 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     return set_up
 
 
-def test_packed_documents_fall_back_to_a_mask_in_words(gpu, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    monkeypatch.setattr(attention.log, "info", said.append)
+def test_packed_documents_go_by_a_mask_where_there_is_no_kernel(gpu) -> None:
     gpu(9, 0)
-    assert attention.choose("auto", "documents", "bf16") == "varlen"
-    assert attention.choose("auto", "concat", "fp32") == "sdpa" and not said
-    assert attention.choose("auto", "documents", "fp32") == "sdpa"
-    assert "takes no fp32" in said.pop()
-    gpu(7, 5)
-    assert attention.choose("auto", "documents", "fp16") == "sdpa"
-    assert "a GPU is older" in said.pop()
-    with pytest.raises(UsageError, match="varlen cannot train here"):
-        attention.choose("varlen", "documents", "fp16")
+    assert attention.choose("auto", "documents", "bf16", LLAMA) == "varlen"
+    assert attention.choose("auto", "concat", "fp32", LLAMA) == "sdpa"
+    wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)  # 260 numbers per head
+    cases = [((9, 0), "fp32", LLAMA, "takes no fp32"), ((7, 5), "fp16", LLAMA, "a GPU is older"),
+             ((9, 0), "bf16", wide, "256 numbers per head at most, and this model has 260"),
+             ((9, 0), "bf16", Gemma4TextConfig(), "this model has 512"),
+             ((8, 6), "bf16", LlamaConfig(head_dim=208), "no backward kernel")]
+    for capability, precision, config, says in cases:
+        gpu(*capability)
+        assert attention.choose("auto", "documents", precision, config) == "sdpa"
+        with pytest.raises(UsageError, match="varlen cannot train here") as error:
+            attention.choose("varlen", "documents", precision, config)
+        assert says in error.value.render()
+
+
+@pytest.mark.parametrize("config, sizes", [
+    (LLAMA, (8, 8)), (DeepseekV3Config(), (192, 128)), (Gemma3TextConfig(head_dim=256), (256, 256)),
+    (LlamaConfig(hidden_size=36, num_attention_heads=3), (12, 12)), (GPT2Config(), (64, 64))],
+    ids=lambda value: getattr(value, "model_type", ""))
+def test_the_config_tells_how_wide_heads_are(config: PretrainedConfig, sizes: tuple) -> None:
+    assert attention.head_sizes(config) == sizes
+
+
+@pytest.mark.parametrize("wide, of_values", [(12, 12), (24, 16)], ids=["12", "24 and 16"])
+def test_the_kernel_gets_heads_of_a_size_that_it_takes(monkeypatch: pytest.MonkeyPatch, wide: int,
+                                                       of_values: int) -> None:
+    """Its limits, as torch's sources have them: one size for all, a multiple of eight."""
+    def kernel(query, key, value, ends, *_, scale, **__):
+        assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
+        return attention._by_document(query, key, value, ends, scale, 0)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    torch.manual_seed(0)
+    parts = [torch.randn(20, 2, size) for size in (wide, wide, of_values)]
+    ends = torch.tensor([0, 7, 20])
+    found = attention._by_kernel(*parts, ends, 20, None, 0)
+    torch.testing.assert_close(found, attention._by_document(*parts, ends, None, 0))
 
 
 @pytest.mark.parametrize("window", [0, 4])

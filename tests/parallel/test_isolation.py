@@ -7,18 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib.core.errors import UsageError
 from lib.parallel import attention, isolation
 from lib.tokens.loader import MicroBatch, boundaries
 from tests.models.families import FAMILIES
+from tests.train.test_no_waiting import Watched
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
 LEAKS = {"falcon_7b", "falcon_40b"}  # passes no positions to its mask (transformers 5.17 to 5.23)
-
-OWN_ATTENTION = {"falcon_7b", "falcon_40b"}  # a table of its own, of what it knows
 
 
 @pytest.mark.parametrize("how", ["sdpa", "sdpa in bfloat16", "varlen"])
@@ -55,30 +52,38 @@ def test_a_packed_document_is_read_as_if_alone(family: str, implementation: str)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_one_document_need_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits stay, and nothing asks the device a question in a forward pass."""
+def test_windows_ask_the_device_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits stay, and no number is read in a forward pass, with sliding windows too."""
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices",
+                        masking_utils.find_packed_sequence_indices)
     torch.manual_seed(0)
     model, ids = built(family, "sdpa").eval(), torch.randint(3, 97, (2, 24))
     with torch.no_grad():
-        masked = model(input_ids=ids, use_cache=False).logits
-    isolation.spare_mask(model, 24, CPU)
-    spared = model.config._attn_implementation == attention.CAUSAL
-    windows = getattr(model.config, "sliding_window", None) or 24
-    assert spared == (family not in OWN_ATTENTION and windows >= 24)
-    if spared:
-        monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", pytest.fail)
-    with torch.no_grad():
-        assert torch.equal(masked, model.eval()(input_ids=ids, use_cache=False).logits)
+        asked = model(input_ids=ids, use_cache=False).logits
+        attention.ask_no_device(model, "concat")
+        with Watched():
+            logits = model(**attention.inputs(model, MicroBatch(ids, ids))).logits
+    assert torch.equal(asked, logits)
 
 
-def test_a_family_that_changes_without_its_mask_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = built("llama", "sdpa")
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.CAUSAL,
-                        lambda *parts, **named: sdpa_attention_forward(
-                            *parts, **named | {"is_causal": False}))
-    isolation.spare_mask(model, 24, CPU)
-    assert model.config._attn_implementation == "sdpa"
+@pytest.mark.parametrize("implementation, asks", [("sdpa", True), ("varlen", False),
+                                                  ("flash_attention_2", False)])
+def test_packed_documents_ask_where_there_is_a_mask(monkeypatch: pytest.MonkeyPatch,
+                                                    implementation: str, asks: bool) -> None:
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", pytest.fail)
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation),
+                            modules=list)
+    attention.ask_no_device(model, "documents")
+    assert (masking_utils.find_packed_sequence_indices is pytest.fail) == asks
+
+
+def test_flash_attention_is_told_where_rows_end() -> None:
+    """Without that, transformers asks the device in each layer."""
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
+    ids = torch.zeros(3, 8, dtype=torch.int64)
+    given = attention.inputs(model, MicroBatch(ids, ids))
+    assert given["cu_seq_lens_q"].tolist() == [0, 8, 16, 24] and given["max_length_q"] == 8
+    assert given["cu_seq_lens_q"].dtype == torch.int32 and "position_ids" not in given
 
 
 def built(family: str, implementation: str) -> PreTrainedModel:

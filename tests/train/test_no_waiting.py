@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
 from lib.optim import registry
 from lib.optim.guard import StepGuard
-from lib.parallel import attention, isolation, loss, parallelize
+from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import World
 from lib.tokens.loader import MicroBatch, boundaries
 
@@ -42,7 +42,8 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("packed", [False, True], ids=["windows", "documents"])
-def test_three_steps(group: dist.ProcessGroup, by_kernel: None, packed: bool, kind: str) -> None:
+def test_three_steps(group: dist.ProcessGroup, by_kernel: None, monkeypatch: pytest.MonkeyPatch,
+                     packed: bool, kind: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -51,8 +52,8 @@ def test_three_steps(group: dist.ProcessGroup, by_kernel: None, packed: bool, ki
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     parallelize.shard(model, mesh, "bf16")
     world = World(0, 1, CPU, mesh, group, group)
-    if not packed:
-        isolation.spare_mask(model, 24, world)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
+    attention.ask_no_device(model, "documents" if packed else "concat")
     loss.chunk(model, world)
     steps = registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1)
     guard, total = StepGuard("bf16", 30.0, CPU), torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,149 @@
+"""Which kernel computes attention: FlashAttention 3 where its package is and it computes the same.
+
+torch takes that one in the place of its own FlashAttention 2 when it is told to. It is tried first,
+forward and backward, on heads like the model's.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+from transformers import AttentionInterface, PretrainedConfig
+
+from lib.parallel import attention
+from lib.parallel.parallelize import COMPUTE_DTYPES
+
+_MODULE = "flash_attn_interface"  # of the package flash_attn_3; torch imports it by this name
+_LENGTH = 256  # of the row that a kernel is tried on
+_NOISE = 0.02  # of the norm: more than two ways of rounding in half precision
+_KERNELS = {SDPBackend.FLASH_ATTENTION: "FlashAttention 2 of torch",
+            SDPBackend.CUDNN_ATTENTION: "cuDNN",
+            SDPBackend.EFFICIENT_ATTENTION: "torch's memory-efficient kernel",
+            SDPBackend.MATH: "matrix products, which is slow"}
+_OTHERS = {"flash_attention_2": "flash_attention_2, by the package flash_attn",
+           "flex_attention": "flex, compiled by torch",
+           "eager": "eager, by matrix products, which is slow"}
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def settle(model: nn.Module, packing: str, precision: str, device: torch.device) -> str:
+    """Take the fastest kernel that a model's attention has here; return in words which, and why."""
+    config = model.config.get_text_config()
+    name = config._attn_implementation
+    by_mask = packing == "documents" and name == "sdpa"
+    called = "sdpa with a mask" if by_mask else name
+    if name in _OTHERS:
+        return _OTHERS[name]
+    if device.type != "cuda":
+        return f"{called}, by torch's " + (
+            "kernel for CPUs" if name == "sdpa" else "kernel for CPUs, document by document")
+    heads = _heads(config, COMPUTE_DTYPES[precision], device)
+    if not heads:
+        return called
+    takes = SDPBackend.FLASH_ATTENTION if name == attention.VARLEN else _torch_takes(heads, by_mask)
+    if by_mask:
+        why = attention.lacks_varlen(precision, config)
+        return f"{called}, by {_KERNELS[takes]}" \
+            + (f", since {why}; that is several times slower" if why else "")
+    if takes not in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        return f"{called}, by {_KERNELS[takes]}"
+    without = _lacks_flash_3(config, device) or take_flash_3(name, heads)
+    if without:
+        return f"{called}, by {_KERNELS[takes]} ({without})"
+    if name == "sdpa":
+        _prefer_flash()
+    return f"{called}, by FlashAttention 3 of flash_attn_3"
+
+
+def take_flash_3(name: str, heads: list[Tensor]) -> str:
+    """Let torch take FlashAttention 3 if it computes the same; return why not, empty where it does.
+
+    name: sdpa or varlen. heads: queries [1, H, T, D], keys and values, with gradients.
+    """
+    try:
+        expected = _tried(name, heads)
+        activate_flash_attention_impl("FA3")
+        pairs = zip(_tried(name, heads), expected, strict=True)
+        worst = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+        if worst < _NOISE:
+            return ""
+        failed = f"its results differ by {worst:.2g} of their norm"
+    except Exception as error:  # of another build, CUDA or torch: whatever it raises
+        failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if current_flash_attention_impl():
+        restore_flash_attention_impl()
+    return f"FlashAttention 3 fails here: {failed}"
+
+
+def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return queries, keys and values like a model's: [1, H or fewer, T, D]; none if untold."""
+    sizes, count = attention.head_sizes(config), getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", None) or count
+    if not sizes.query or not isinstance(shared, int) or count % shared:
+        return []
+    generator = torch.Generator(device).manual_seed(0)  # not the state that dropout goes on from
+    return [torch.randn(1, heads, _LENGTH, size, device=device, dtype=dtype, generator=generator,
+                        requires_grad=True)
+            for heads, size in ((count, sizes.query), (shared, sizes.query), (shared, sizes.value))]
+
+
+def _torch_takes(heads: list[Tensor], by_mask: bool) -> SDPBackend:
+    """Return the kernel that torch's scaled_dot_product_attention chooses by itself."""
+    query, key, value = heads
+    groups = query.shape[1] // key.shape[1]
+    mask = None
+    if by_mask:  # transformers repeats keys and values then
+        mask = query.new_ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool)
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+    return SDPBackend(torch._fused_sdp_choice(query, key, value, attn_mask=mask,
+                                              is_causal=not by_mask,
+                                              enable_gqa=groups > 1 and not by_mask))
+
+
+def _lacks_flash_3(config: PretrainedConfig, device: torch.device) -> str:
+    """Say why FlashAttention 3 cannot be taken; empty where it can be tried."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "FlashAttention 3 needs compute capability 9.0"
+    if not find_spec(_MODULE):
+        return "flash_attn_3 is not installed"
+    if "FA3" not in list_flash_attention_impls():
+        return "this torch does not know FlashAttention 3"
+    if torch.are_deterministic_algorithms_enabled():
+        return "--deterministic on leaves FlashAttention 3 out"
+    if any(getattr(config, name, None) for name in _DROPOUTS):
+        return "FlashAttention 3 knows no dropout, which this model has"
+    return ""
+
+
+def _tried(name: str, heads: list[Tensor]) -> list[Tensor]:
+    """Return the result and the gradients of attention over heads, by FlashAttention."""
+    attend = AttentionInterface()[name]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "sdpa" else nullcontext():
+        if name == "sdpa":
+            out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        else:
+            out, _ = attend(None, *heads, None)
+        gradients = torch.autograd.grad(out.float().square().sum(), heads)
+    return [part.detach().float() for part in (out, *gradients)]
+
+
+def _prefer_flash() -> None:
+    """Let sdpa take FlashAttention before cuDNN, which torch takes first on this GPU.
+
+    What has a mask goes on to the next kernel as before.
+    """
+    flash = int(SDPBackend.FLASH_ATTENTION)
+    order = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(sorted(order, key=lambda kernel: kernel != flash))

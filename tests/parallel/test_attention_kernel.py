@@ -1,0 +1,123 @@
+"""Which kernel computes attention, told in words: the choice is torch's, the GPU a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    _registry,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig
+
+from lib.parallel import attention_kernel
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+NOT_HERE = "(flash_attn_3 is not installed)"
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch):
+    """Stand in for a GPU of compute capability 9.0, with flash_attn_3 and heads on the CPU."""
+    heads, order = attention_kernel._heads, torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(attention_kernel, "_heads", lambda config, dtype, _: heads(
+        config, torch.float32, CPU))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    monkeypatch.setattr(attention_kernel, "find_spec", lambda _: True)
+    takes(monkeypatch, SDPBackend.CUDNN_ATTENTION)
+    provide(monkeypatch, lambda: SimpleNamespace(remove=lambda: None))
+    yield
+    torch._C._set_sdp_priority_order(order)
+    if current_flash_attention_impl():
+        restore_flash_attention_impl()
+
+
+def takes(monkeypatch: pytest.MonkeyPatch, kernel: SDPBackend) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: int(kernel))
+
+
+def provide(monkeypatch: pytest.MonkeyPatch, register: object) -> None:
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", register)
+
+
+def settled(name: str = "sdpa", packing: str = "concat", precision: str = "bf16",
+            device: torch.device = GPU, config: PretrainedConfig | None = None) -> str:
+    config = config or LlamaConfig(**LLAMA)
+    config._attn_implementation = name
+    return attention_kernel.settle(SimpleNamespace(config=config), packing, precision, device)
+
+
+def test_flash_attention_3_is_taken_where_it_computes_the_same(hopper) -> None:
+    assert settled() == "sdpa, by FlashAttention 3 of flash_attn_3"
+    assert current_flash_attention_impl() == "FA3"
+    assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)
+    assert settled("varlen", "documents") == "varlen, by FlashAttention 3 of flash_attn_3"
+
+
+@pytest.mark.parametrize("fault", ["raises", "is not there", "is wrong"])
+def test_one_that_fails_its_trial_is_left_alone(hopper, monkeypatch: pytest.MonkeyPatch,
+                                                fault: str) -> None:
+    """In words, and torch's own kernel is back."""
+    tried = attention_kernel._tried
+
+    def faulty(name: str, heads: list[Tensor]) -> list[Tensor]:
+        if not current_flash_attention_impl():
+            return tried(name, heads)
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available\nmore")
+        return [part * 1.1 for part in tried(name, heads)]
+
+    def absent() -> None:
+        raise ModuleNotFoundError("No module named 'flash_attn_3._C'")
+
+    monkeypatch.setattr(attention_kernel, "_tried", faulty)
+    if fault == "is not there":
+        provide(monkeypatch, absent)
+    before = torch._C._get_sdp_priority_order()
+    says = {"raises": "RuntimeError: no kernel image is available",
+            "is not there": "ModuleNotFoundError: No module named 'flash_attn_3._C'",
+            "is wrong": "its results differ by 0.1 of their norm"}[fault]
+    assert settled("varlen", "documents") == "varlen, by FlashAttention 2 of torch " \
+        f"(FlashAttention 3 fails here: {says})"
+    assert current_flash_attention_impl() is None
+    assert torch._C._get_sdp_priority_order() == before
+
+
+def test_why_it_is_not_tried(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "knows no dropout" in settled(config=GPT2Config(n_embd=64, n_head=4))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert settled() == "sdpa, by cuDNN (--deterministic on leaves FlashAttention 3 out)"
+    monkeypatch.setattr(attention_kernel, "find_spec", lambda _: None)
+    assert settled("varlen", "documents") == f"varlen, by FlashAttention 2 of torch {NOT_HERE}"
+    takes(monkeypatch, SDPBackend.FLASH_ATTENTION)
+    assert settled() == f"sdpa, by FlashAttention 2 of torch {NOT_HERE}"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert "(FlashAttention 3 needs compute capability 9.0)" in settled()
+    assert current_flash_attention_impl() is None
+
+
+def test_what_no_flash_kernel_computes(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes(monkeypatch, SDPBackend.EFFICIENT_ATTENTION)
+    kernel = "torch's memory-efficient kernel"
+    assert settled(precision="fp32") == f"sdpa, by {kernel}"
+    assert settled("sdpa", "documents") == f"sdpa with a mask, by {kernel}"
+    assert settled("sdpa", "documents", "fp32") == f"sdpa with a mask, by {kernel}, since the " \
+        "kernel for packed documents takes no fp32; that is several times slower"
+    assert settled("eager") == "eager, by matrix products, which is slow"
+    assert settled(device=CPU) == "sdpa, by torch's kernel for CPUs"
+
+
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_torch_is_asked_as_transformers_will_ask_it(by_mask: bool) -> None:
+    heads = attention_kernel._heads(LlamaConfig(**LLAMA), torch.float32, CPU)
+    assert [tuple(part.shape) for part in heads] == [(1, n, 256, 16) for n in (4, 2, 2)]
+    assert attention_kernel._torch_takes(heads, by_mask) in SDPBackend.__members__.values()
+    assert attention_kernel._heads(LlamaConfig(**LLAMA | {"num_key_value_heads": 3}),
+                                   torch.float32, CPU) == []
