@@ -20,8 +20,17 @@ from pathlib import Path
 
 from lib.core import commands, log, manifest, options, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus import balance, inputs, place
-from lib.corpus.scan import PATTERN, Entry, Rules, inputs_of, reasons, scan, taken, without_match
+from lib.corpus import inputs, place
+from lib.corpus.scan import (
+    PATTERN,
+    Rules,
+    TreeEntry,
+    count_reasons,
+    identify,
+    list_unmatched,
+    scan,
+    select_taken,
+)
 
 STAGE, KIND = "01_organize_data.py", "splits/1"
 
@@ -61,9 +70,9 @@ def check_paths(src: Path, dst: Path) -> None:
                          expected="a destination that can be created without touching the source")
 
 
-def identity_of(opts: options.Options, entries: Sequence[Entry]) -> dict:
+def identity_of(opts: options.Options, entries: Sequence[TreeEntry]) -> dict:
     """Return what decides the content of the splits, wherever source and destination lie."""
-    found = inputs_of(taken(entries))
+    found = identify(select_taken(entries))
     if opts.mode == "symlink":  # the links name the place
         found["source"] = str(opts.src_dir.resolve())
     return {"options": options.identity(opts, "src_dir", "dst_root"), "inputs": found}
@@ -73,7 +82,8 @@ def require_whole(dst: Path) -> None:
     """Raise ArtifactError when splits have lost files since they were made."""
     splits = manifest.read(dst, KIND, "the splits")["summary"].get("splits")
     try:
-        found = place.missing(dst, {name: int(split["files"]) for name, split in splits.items()})
+        found = place.list_missing(dst, {name: int(split["files"])
+                                         for name, split in splits.items()})
     except (AttributeError, KeyError, TypeError, ValueError):
         found = ["manifest.json does not say how many files the splits hold"]
     if found:
@@ -81,25 +91,25 @@ def require_whole(dst: Path) -> None:
                             run=commands.again("--overwrite"))
 
 
-def require_files(opts: options.Options, entries: Sequence[Entry]) -> list[Entry]:
+def require_files(opts: options.Options, entries: Sequence[TreeEntry]) -> list[TreeEntry]:
     """Return the entries that are taken; UsageError when there are none."""
-    if files := taken(entries):
+    if files := select_taken(entries):
         return files
     raise UsageError(f"no file to take in {opts.src_dir}", expected="files that hold text",
-                     found=reasons(entries) or "an empty directory")
+                     found=count_reasons(entries) or "an empty directory")
 
 
-def assign(files: Sequence[Entry], num_dirs: int) -> list[tuple[Entry, str]]:
+def assign(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEntry, str]]:
     """Return every file with the name of its split."""
     splits = min(num_dirs, len(files))
     digits = max(2, len(str(splits - 1)))
-    numbers = balance.deal([entry.bytes for entry in files], splits)
+    numbers = place.deal([entry.bytes for entry in files], splits)
     return [(entry, f"split_{number:0{digits}}")
             for entry, number in zip(files, numbers, strict=True)]
 
 
-def print_plan(opts: options.Options, entries: Sequence[Entry],
-               files: Sequence[tuple[Entry, str]]) -> tuple[Counter, Counter]:
+def print_plan(opts: options.Options, entries: Sequence[TreeEntry],
+               files: Sequence[tuple[TreeEntry, str]]) -> tuple[Counter, Counter]:
     """Print what will be made; return files and bytes per split."""
     counts, sizes = Counter(), Counter()
     for entry, split in files:
@@ -113,7 +123,7 @@ def print_plan(opts: options.Options, entries: Sequence[Entry],
     log.table({
         "take": f"{units.counted(len(files), 'file')}, {units.size(sum(sizes.values()))} "
                 f"({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())})",
-        "skip": reasons(entries) or "nothing",
+        "skip": count_reasons(entries) or "nothing",
         "splits": f"{len(counts)}, each with {_range(min(counts.values()), max(counts.values()))}, "
                   f"{units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
         "mode": opts.mode,
@@ -125,7 +135,8 @@ def _range(low: int, high: int) -> str:
     return f"{'' if low == high else f'{low:,} or '}{units.counted(high, 'file')}"
 
 
-def write_list(path: Path, entries: Sequence[Entry], files: Sequence[tuple[Entry, str]]) -> None:
+def write_list(path: Path, entries: Sequence[TreeEntry],
+               files: Sequence[tuple[TreeEntry, str]]) -> None:
     """Write one JSON line per entry, sorted by the bytes of its path.
 
     Bytes of a name that are not UTF-8 stand as `\\udcXX`, which json.loads and os.fsencode reverse.
@@ -162,9 +173,9 @@ def main(argv: list[str]) -> None:
     rules = Rules(tuple(opts.include), tuple(opts.exclude), opts.follow_symlinks)
     entries = scan(opts.src_dir, rules, opts.dst_root, progress)
     require_files(opts, entries)
-    for glob in without_match(opts.include, entries):
+    for glob in list_unmatched(opts.include, entries):
         log.warn(f"--include {glob} matches no file of {opts.src_dir} that is taken")
-    for glob in without_match(opts.exclude, entries, PATTERN):
+    for glob in list_unmatched(opts.exclude, entries, PATTERN):
         log.warn(f"--exclude {glob} matches nothing in {opts.src_dir}")
     identity = identity_of(opts, entries)
     next_command = commands.script("02_build_hf_dataset.py", "--data-folder", opts.dst_root)
@@ -186,8 +197,7 @@ def main(argv: list[str]) -> None:
         with publish.Build(opts.dst_root, KIND, identity, opts.overwrite) as build:
             # Work, and verify each file in its place.
             total = sum(sizes.values())
-            mode = place.mode_that_works(opts.src_dir / files[0][0].path, build.dir, opts.mode,
-                                         total)
+            mode = place.choose_mode(opts.src_dir / files[0][0].path, build.dir, opts.mode, total)
             ways = place.place_all(opts.src_dir, build.dir, files, mode, workers, progress)
             write_list(build.dir / "files.jsonl", entries, files)
 

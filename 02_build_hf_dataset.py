@@ -26,11 +26,12 @@ from pathlib import Path
 from lib.core import commands, log, options, publish, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.progress import Progress
-from lib.corpus import doubts, inputs, pool, store, work
-from lib.corpus.dataset import ERRORS, PARTS, Dataset
-from lib.corpus.documents import TRAIN, Shape
+from lib.corpus import inputs, pool, store, work
+from lib.corpus.dataset import PARTS, Dataset
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import Pool
+from lib.corpus.scan import identify
+from lib.corpus.tally import ERRORS, TRAIN, Shape, describe_other_fields, list_doubts
 
 STAGE, KIND = "02_build_hf_dataset.py", "dataset/1"
 
@@ -135,15 +136,15 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
 def identity_of(opts: options.Options, files: Sequence[InputFile]) -> dict:
     """Return what decides the content of the dataset, on however many machines it is built."""
     chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge")
-    return {"options": chosen, "inputs": inputs.identity(files)}
+    return {"options": chosen, "inputs": identify(files)}
 
 
 def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape) -> None:
     """Build the parts of some splits, each an artifact of its own, and say what comes next."""
-    began, root = time.monotonic(), store.root(opts.save_dir)
-    by_split = inputs.by_split(files)
+    began, root = time.monotonic(), store.locate_parts(opts.save_dir)
+    by_split = inputs.group_by_split(files)
     names = store.choose(list(by_split), opts.only_splits)
-    needed = work.room([file for name in names for file in by_split[name]])
+    needed = work.estimate_room([file for name in names for file in by_split[name]])
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     for name in names:
@@ -166,13 +167,13 @@ def build_split(opts: options.Options, build: publish.Build, files: Sequence[Inp
                 shape: Shape) -> None:
     """Build the parts of one split; a run that was killed goes on after its finished units."""
     with build:
-        tasks = work.units(opts.data_folder, files, build.dir, shape)
+        tasks = work.cut(opts.data_folder, files, build.dir, shape)
         total, rows, listed = sum(file.bytes for file in files), 0, []
         with Pool(min(opts.num_workers, len(tasks)), store.process) as workers, \
                 Progress(build.target.name, total, "B", not opts.no_progress) as bar:
             for done in workers.run(tasks):
-                work.require_same(done)
-                listed += store.entries(done)
+                work.require_unchanged(done)
+                listed += store.list_files(done)
                 rows += sum(done.rows.values())
                 bar.advance(done.unit.bytes)
         build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
@@ -181,7 +182,7 @@ def build_split(opts: options.Options, build: publish.Build, files: Sequence[Inp
              f"{units.counted(len(files), 'file')}")
 
 
-def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Unit]) -> int:
+def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.WorkUnit]) -> int:
     """Add what the units give that are not in a dataset yet: read now, or kept for the merge.
 
     Returns the bytes of these units.
@@ -193,8 +194,8 @@ def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Unit
     with Pool(min(opts.num_workers, len(tasks))) as workers, \
             Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar:
         bar.skip(total - sum(task.bytes for task in left))
-        for done in store.kept(left) if opts.merge else workers.run(left):
-            work.require_same(done)
+        for done in store.recall_all(left) if opts.merge else workers.run(left):
+            work.require_unchanged(done)
             dataset.add(done)
             bar.advance(done.unit.bytes)
     return sum(task.bytes for task in left)
@@ -218,9 +219,9 @@ def check_result(opts: options.Options, shape: Shape, dataset: Dataset, files: i
         build.resumable = False  # other options or inputs are needed, so nothing goes on from here
         raise UsageError(kept, found=f"{units.counted(tally.short, 'row')} below "
                                      f"--min-chars; problems: "
-                                     f"{problems}{doubts.other_fields(tally)}\nlisted in {left}; "
+                                     f"{problems}{describe_other_fields(tally)}\nlisted in {left}; "
                                      "nothing was published")
-    for text in doubts.of(dataset, shape):
+    for text in list_doubts(tally, shape, dataset.rows, dataset.duplicates):
         log.warn(text)
 
 
@@ -281,17 +282,17 @@ def main(argv: list[str]) -> None:
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} holds these files")
         if opts.merge and not opts.dry_run:
-            store.remove(opts.save_dir, inputs.by_split(files))
+            store.remove(opts.save_dir, inputs.group_by_split(files))
         print_next(opts)
         return
 
     # Plan.
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
-    parts = store.root(opts.save_dir) if opts.merge else build.dir / PARTS
-    tasks = work.units_in_order(opts.data_folder, files, parts, shape)
+    parts = store.locate_parts(opts.save_dir) if opts.merge else build.dir / PARTS
+    tasks = work.cut_by_split(opts.data_folder, files, parts, shape)
     total = sum(file.bytes for file in files)
-    needed = store.check(opts.save_dir, identity, inputs.by_split(files)) if opts.merge \
-        else work.room(files)
+    needed = store.check(opts.save_dir, identity, inputs.group_by_split(files)) if opts.merge \
+        else work.estimate_room(files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:
@@ -311,7 +312,7 @@ def main(argv: list[str]) -> None:
                       summary={"files": len(files), "bytes": total} | dataset.summary())
 
     if opts.merge:
-        store.remove(opts.save_dir, inputs.by_split(files))
+        store.remove(opts.save_dir, inputs.group_by_split(files))
     print_summary(opts, dataset, len(files), total, read, time.monotonic() - began)
 
 

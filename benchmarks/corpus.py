@@ -195,11 +195,11 @@ def parse_lines(paths: list[Path]) -> None:
     """Parse JSON Lines and take the strings, with nothing around it."""
     import orjson
 
-    from lib.corpus.strings import strings_of
+    from lib.corpus.documents import extract_strings
     for path in paths:
         with path.open("rb", buffering=1 << 20) as file:
             for line in file:
-                "\n".join(strings_of(orjson.loads(line))).encode()
+                "\n".join(extract_strings(orjson.loads(line))).encode()
 
 
 def write_rate(directory: Path, size: int) -> float:
@@ -236,9 +236,9 @@ def own_cpu(source: Path, directory: Path, workers: int) -> float:
     import pyarrow  # noqa: F401  (its import is no work on the input)
 
     from lib.corpus import inputs, work
-    from lib.corpus.documents import Shape
+    from lib.corpus.tally import Shape
     files, _ = inputs.find(source, False)
-    units = work.units(source, files, directory / "parts", Shape())
+    units = work.cut(source, files, directory / "parts", Shape())
 
     def process() -> None:
         for unit in units:

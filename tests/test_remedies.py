@@ -400,7 +400,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
         file = Fake(path="a", bytes=1, mtime_ns=0)
         yield lambda fake=fake, file=file: place.place_all(Path(), Path(), [(file, "s")],
                                                            "copy", fake, False)
-    yield lambda: work.require_same(Fake(changed=("a", "it is gone"), unit=Fake(folder="d")))
+    yield lambda: work.require_unchanged(Fake(changed=("a", "it is gone"), unit=Fake(folder="d")))
     Path("built").mkdir(exist_ok=True)
     Path("built/x").touch()
     yield lambda: stamps.require_same({Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read")
@@ -541,13 +541,13 @@ def sites() -> list[tuple[str, int, int, str]]:
 
 def test_a_remedy_is_a_command_and_no_sentence() -> None:
     """What is said in words stands under `hint`."""
-    spelled = re.compile(r"commands\.|remedy|again|older|built_again|_calmer|_prepared_by|_command|"
-                         r"shlex\.join|with_target|\.get\(")
+    spelled = re.compile(r"commands\.|remedy|again|older|show_rebuild|_calmer|_prepared_by|"
+                         r"_command|shlex\.join|with_target|\.get\(")
     assert not [site for site in sites() if not spelled.search(site[3])]
 
 
 # Other tests make these: of memory (test_memory_fit), images, clusters and bundles (test_launch_*).
-ELSEWHERE = re.compile(r"launch/|lib/train/(memory_fit|isolation)\.py")
+ELSEWHERE = re.compile(r"launch/|lib/train/memory_fit\.py|lib/parallel/isolation\.py")
 
 
 def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest) -> None:

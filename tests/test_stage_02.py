@@ -18,7 +18,7 @@ import pytest
 
 from lib.core.errors import UsageError
 from lib.corpus import inputs, store, work
-from lib.corpus.documents import Shape
+from lib.corpus.tally import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "02_build_hf_dataset.py"
@@ -321,13 +321,13 @@ def test_a_file_that_changes_after_it_was_listed_stops_the_build(tmp_path: Path,
     changes = {"shrinks": lambda path: path.write_text(line * 10), "goes": Path.unlink,
                "grows": lambda path: path.write_text(line * 101),
                "is written to": lambda path: path.write_text(line * 100)}
-    listed = work.units_in_order
+    listed = work.cut_by_split
 
     def disturbed(*arguments: object) -> list:
         units = listed(*arguments)
         changes[way](folder / "b.jsonl")
         return units
-    monkeypatch.setattr(work, "units_in_order", disturbed)
+    monkeypatch.setattr(work, "cut_by_split", disturbed)
     monkeypatch.setattr(sys, "argv", [SCRIPT])
     stage = runpy.run_path(str(ROOT / SCRIPT))
     arguments = ["--data-folder", str(folder), "--save-dir", str(target), "--num-workers", "1"]
@@ -349,7 +349,7 @@ def test_parts_of_a_file_that_changes_are_not_kept(tmp_path: Path) -> None:
     """Nor is it recorded that they were made."""
     (tmp_path / "a.txt").write_text("text")
     files, _ = inputs.find(tmp_path, False)
-    [unit] = work.units(tmp_path, files, tmp_path / "parts", Shape())
+    [unit] = work.cut(tmp_path, files, tmp_path / "parts", Shape())
     (tmp_path / "a.txt").write_text("tex")
     assert store.process(unit).changed == ("a.txt", "it held 4 bytes when it was listed, and 3 now")
     assert not list((tmp_path / "parts").glob("*.json"))

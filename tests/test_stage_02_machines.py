@@ -16,7 +16,7 @@ from lib.core import publish
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, work
 from lib.corpus.dataset import PARTS, Dataset
-from lib.corpus.documents import Shape
+from lib.corpus.tally import Shape
 from tests.conftest import stage_command
 
 SCRIPT = "02_build_hf_dataset.py"
@@ -110,7 +110,7 @@ def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> No
     files, _ = inputs.find(folder, False)
     out.mkdir(exist_ok=True)
     with Dataset(out, shape) as dataset:
-        tasks = work.units(folder, files, out / PARTS, shape)
+        tasks = work.cut(folder, files, out / PARTS, shape)
         for task in tasks[dataset.units:units]:
             dataset.add(work.process(task))
         if units is None:

@@ -1,4 +1,4 @@
-"""Parquet and Arrow (IPC file and stream): one document per row, a batch of rows at a time."""
+"""Reads Parquet and Arrow (IPC file and stream): each row is a document, a batch at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.corpus.documents import DROPPED, DROPPED_REST, SKIPPED_FILE, Documents
-from lib.corpus.source import Source
+from lib.corpus.raw_file import RawFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -16,11 +16,11 @@ _READ_BUFFER = 1 << 20
 _ARROW_FILE = b"ARROW1"
 
 
-def read_parquet(source: Source, documents: Documents) -> None:
+def read_parquet(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per row; a row group that cannot be read is dropped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
-    with source.seekable() as content:
+    with raw.open_seekable() as content:
         try:
             # Small buffers: a row group may have any size.
             file = pq.ParquetFile(content, buffer_size=_READ_BUFFER, pre_buffer=False)
@@ -28,9 +28,9 @@ def read_parquet(source: Source, documents: Documents) -> None:
             _note(documents, error, "Parquet", SKIPPED_FILE)
             return
         names = [name for name, field in _columns(file.schema_arrow) if _has_text(field.type)]
-        before = sum(file.metadata.row_group(group).num_rows for group in range(source.start))
-        stop = file.num_row_groups if source.stop is None else source.stop
-        for number in range(source.start, stop):
+        before = sum(file.metadata.row_group(group).num_rows for group in range(raw.start))
+        stop = file.num_row_groups if raw.stop is None else raw.stop
+        for number in range(raw.start, stop):
             group = file.metadata.row_group(number)
             rows = _rows_at_once(group.total_byte_size, group.num_rows)
             try:
@@ -43,39 +43,39 @@ def read_parquet(source: Source, documents: Documents) -> None:
             before += group.num_rows
 
 
-def read_arrow(source: Source, documents: Documents) -> None:
+def read_arrow(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per row, up to the first damage."""
     import pyarrow as pa
-    with source.seekable() as content:
+    with raw.open_seekable() as content:
         rows = 0
         try:
             is_file = content.read(len(_ARROW_FILE)) == _ARROW_FILE
             content.seek(0)
             open_it = _batches_of_file if is_file else _batches_of_stream
-            schema, batches, rows = open_it(pa, content, source)
+            schema, batches, rows = open_it(pa, content, raw)
             _hand_on(batches, schema, rows, documents)
         except (pa.ArrowException, OSError) as error:
             _note(documents, error, "Arrow", DROPPED_REST)
-    if source.damage:
-        documents.problem("cut", source.damage, DROPPED_REST)
+    if raw.damage:
+        documents.note("cut", raw.damage, DROPPED_REST)
 
 
-def _batches_of_file(pa: Any, content: BinaryIO, source: Source) -> tuple:
+def _batches_of_file(pa: Any, content: BinaryIO, raw: RawFile) -> tuple:
     reader = pa.ipc.open_file(pa.PythonFile(content, "r"))
-    stop = reader.num_record_batches if source.stop is None else source.stop
-    before = sum(reader.get_batch(i).num_rows for i in range(source.start))
-    return reader.schema, (reader.get_batch(i) for i in range(source.start, stop)), before
+    stop = reader.num_record_batches if raw.stop is None else raw.stop
+    before = sum(reader.get_batch(i).num_rows for i in range(raw.start))
+    return reader.schema, (reader.get_batch(i) for i in range(raw.start, stop)), before
 
 
-def _batches_of_stream(pa: Any, content: BinaryIO, source: Source) -> tuple:
+def _batches_of_stream(pa: Any, content: BinaryIO, raw: RawFile) -> tuple:
     reader = pa.ipc.open_stream(pa.PythonFile(content, "r"))
     return reader.schema, iter(reader), 0
 
 
-def cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
-    """Return where to cut a large file: the row groups (record batches) at which pieces start.
+def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
+    """Return where to cut a large file: the row groups (record batches) at which spans start.
 
-    A file that cannot be cut, or read, is one piece: [0].
+    A file that cannot be cut, or read, is one span: [0].
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -116,10 +116,10 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
             for number, values in enumerate(_values(batch, schema, start, count, documents)):
                 place = before + start + number + 1
                 if values is None:
-                    documents.problem("syntax", f"row {place}: a value is not of the column's type",
+                    documents.note("syntax", f"row {place}: a value is not of the column's type",
                                       DROPPED)
                 else:
-                    documents.value(dict(zip(names, values, strict=True)), number=place)
+                    documents.add_value(dict(zip(names, values, strict=True)), number=place)
         before += batch.num_rows
 
 
@@ -183,4 +183,4 @@ def _rows_at_once(size: int, rows: int) -> int:
 def _note(documents: Documents, error: Exception, what: str, action: str) -> None:
     if getattr(error, "errno", None):
         raise error  # of the file system, not of the format
-    documents.problem("syntax", f"not valid {what}: {str(error).splitlines()[0]}", action)
+    documents.note("syntax", f"not valid {what}: {str(error).splitlines()[0]}", action)

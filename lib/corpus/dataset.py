@@ -18,23 +18,23 @@ from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import shards, work
 from lib.corpus.dedup import DIGEST_BYTES, Seen
-from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE, Shape, Tally, problem_line
-from lib.corpus.flush import Flusher
-from lib.corpus.scan import Entry
-from lib.corpus.shards import ShardWriter
-from lib.corpus.work import Done
+from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
+from lib.corpus.scan import TreeEntry
+from lib.corpus.shards import Flusher, ShardWriter
+from lib.corpus.tally import ERRORS, Shape, Tally, format_problem
+from lib.corpus.work import UnitResult
 
 if TYPE_CHECKING:
     import numpy as np
 
-ERRORS, WORK = "errors.jsonl", "unfinished"
+WORK = "unfinished"
 PARTS = f"{WORK}/parts"  # where workers write
 NOTE_BYTES, NOTE_SECONDS = 256_000_000, 10.0
 _PROGRESS, _DIGESTS = f"{WORK}/progress.json", f"{WORK}/digests"
 
 
 class Dataset:
-    """A dataset in the making: one split lies in the directory itself, two in one each.
+    """Makes a dataset: one split lies in the directory itself, two in one each.
 
     units: how many of them are in it already. duplicates: rows dropped by --dedup.
 
@@ -59,7 +59,7 @@ class Dataset:
                          for split, home in self._homes.items()}
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
-        self._seen = _Remembered(directory / _DIGESTS) if shape.dedup != "none" else None
+        self._seen = _DigestLog(directory / _DIGESTS) if shape.dedup != "none" else None
         self._unnoted, self._noted_at = 0, time.monotonic()
 
     def __enter__(self) -> Dataset:
@@ -86,14 +86,14 @@ class Dataset:
         """Return the rows of each split so far."""
         return {split: writer.rows for split, writer in self._writers.items()}
 
-    def note_skipped(self, entries: Iterable[Entry]) -> None:
+    def note_skipped(self, entries: Iterable[TreeEntry]) -> None:
         """List what the scan of a plain directory left out; once, before the first unit."""
         for entry in entries:
-            self._errors.write(problem_line(entry.path, None, None, entry.skipped,
+            self._errors.write(format_problem(entry.path, None, None, entry.skipped,
                                             "left out by the scan of the directory", SKIPPED_FILE))
             self.tally.problems[entry.skipped] += 1
 
-    def add(self, done: Done) -> None:
+    def add(self, done: UnitResult) -> None:
         """Add what the next unit gave and delete its parts, unless they were kept for a merge.
 
         Units must come in their order. Raises ArtifactError when a kept part is damaged.
@@ -137,7 +137,7 @@ class Dataset:
                 "duplicates": self.duplicates, "replaced": tally.replaced,
                 "failed_files": len(tally.failed), "problems": dict(sorted(tally.problems.items()))}
 
-    def _new_rows(self, done: Done, split: str) -> np.ndarray | None:
+    def _new_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
         """Return which rows of a part were not seen before (None: all), and list the others."""
         if not self._seen or not done.rows[split]:
             return None
@@ -145,20 +145,20 @@ class Dataset:
         if new.all():
             return None
         start = 0
-        for piece, stop in zip(done.unit.pieces, done.rows_of[split], strict=True):
+        for span, stop in zip(done.unit.spans, done.rows_of[split], strict=True):
             if gone := stop - start - int(new[start:stop].sum()):
-                self._errors.write(problem_line(
-                    piece.path, None, None, "duplicate",
+                self._errors.write(format_problem(
+                    span.file.path, None, None, "duplicate",
                     f"{gone} rows of {split} have the text of an earlier one", DROPPED_ROWS))
                 self.tally.problems["duplicate"] += 1
                 self.duplicates += gone
             start = stop
         return new
 
-    def _add_errors(self, done: Done) -> None:
+    def _add_errors(self, done: UnitResult) -> None:
         """Append the lines of errors.jsonl, numbering those of a cut file through."""
-        piece = done.unit.pieces[0]
-        if piece.start == 0:
+        span = done.unit.spans[0]
+        if span.start == 0:
             self._lines_before = 0
         with done.unit.part("errors").open("rb") as lines:
             for text in lines:
@@ -168,7 +168,7 @@ class Dataset:
                         problem["line"] += self._lines_before
                     text = json.dumps(problem).encode() + b"\n"
                 self._errors.write(text)
-        self._lines_before += 0 if piece.is_whole else done.lines
+        self._lines_before += 0 if span.is_whole else done.lines
 
     def _note_progress(self) -> None:
         self._errors.flush()
@@ -193,8 +193,8 @@ class Dataset:
         self._unnoted, self._noted_at = 0, time.monotonic()
 
 
-class _Remembered:
-    """The digests seen so far, in memory and in a file from which a later run fills its memory."""
+class _DigestLog:
+    """Keeps the digests seen so far in memory, and in a file that fills that of a later run."""
 
     def __init__(self, path: Path) -> None:
         self._seen = Seen()
@@ -211,17 +211,17 @@ class _Remembered:
         return new
 
 
-def _check(done: Done) -> None:
+def _check(done: UnitResult) -> None:
     for name, digest in done.digests.items():
         path = Path(done.unit.out) / name
         if not path.is_file() or not hashing.matches(path, digest):
             raise ArtifactError(f"{path} is damaged or gone", found="other content than when it "
-                                "was written", run=work.built_again(path.parent))
+                                "was written", run=work.show_rebuild(path.parent))
 
 
 def _recall(directory: Path) -> dict[str, Any]:
     """Cut a directory back to its last note of progress and return that, {} after a clean start."""
-    shards.bring_back(directory)
+    shards.restore_names(directory)
     try:
         noted = reading.patiently(lambda: records.read_json(directory / _PROGRESS),
                                   directory / _PROGRESS)

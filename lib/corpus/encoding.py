@@ -1,17 +1,14 @@
-"""From bytes of a file to text and back; what is not text becomes U+FFFD and is counted."""
+"""Turns bytes of a file into text and back; what is not text becomes U+FFFD and is counted."""
 
 from __future__ import annotations
 
 import codecs
-import io
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator
 
 from lib.corpus import kinds
+from lib.corpus.kinds import UTF8_BOM
 
 REPLACEMENT = "\ufffd"
-UTF8_BOM = b"\xef\xbb\xbf"
-_CHUNK = 1 << 20
 
 
 def decode(data: bytes, fallback: str = "") -> tuple[str, int]:
@@ -21,7 +18,8 @@ def decode(data: bytes, fallback: str = "") -> tuple[str, int]:
     """
     if kinds.is_utf16(data):
         text = data.decode("utf-16", "replace")
-        return text, text.count(REPLACEMENT) - _in_utf16(data)
+        own = data.decode("utf-16", "ignore").count(REPLACEMENT)  # that the file itself holds
+        return text, text.count(REPLACEMENT) - own
     data = data.removeprefix(UTF8_BOM)
     try:
         return data.decode(), 0
@@ -42,27 +40,21 @@ def encode(text: str) -> tuple[bytes, int]:
         return repaired.encode(), replaced
 
 
-def _in_utf16(data: bytes) -> int:
-    """Count the U+FFFD that a UTF-16 file itself holds."""
-    text = data.decode("utf-16", "ignore")
-    return text.count(REPLACEMENT)
+class DecodedText:
+    """Decodes chunks of bytes into chunks of text. replaced: how often so far.
 
-
-class Pieces:
-    """Decodes a stream of any length piece by piece. replaced: how often so far.
-
-    fallback: the encoding of single bytes that are not UTF-8.
+    head: the first bytes of the file. fallback: the encoding of single bytes that are not UTF-8.
     """
 
-    def __init__(self, stream: BinaryIO, head: bytes, fallback: str = "") -> None:
+    def __init__(self, chunks: Iterable[bytes], head: bytes, fallback: str = "") -> None:
         self.replaced = 0
-        self._stream, self._fallback = stream, fallback
+        self._chunks, self._fallback = chunks, fallback
         self._codec = "utf-16" if kinds.is_utf16(head) else "utf-8-sig"
 
     def __iter__(self) -> Iterator[str]:
         codecs.register_error("lib.corpus", self._repair)
         decoder = codecs.getincrementaldecoder(self._codec)("lib.corpus")
-        while data := self._stream.read(_CHUNK):
+        for data in self._chunks:
             if text := decoder.decode(data):
                 yield text
         if text := decoder.decode(b"", True):
@@ -73,26 +65,6 @@ class Pieces:
         if self._fallback and self._codec != "utf-16":
             return error.object[error.start:error.end].decode(self._fallback, "replace"), error.end
         return REPLACEMENT, error.end
-
-
-class Utf8(io.RawIOBase):
-    """What pieces of text are as UTF-8, as a stream."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        super().__init__()
-        self._texts, self._rest = iter(pieces), b""
-
-    def readable(self) -> bool:
-        """Tell io.BufferedReader that this can be read."""
-        return True
-
-    def readinto(self, target: Any) -> int:
-        """Fill as much of a buffer as there is; 0 at the end."""
-        if not self._rest:
-            self._rest = encode(next(self._texts, ""))[0]
-        data, self._rest = self._rest[:len(target)], self._rest[len(target):]
-        target[:len(data)] = data
-        return len(data)
 
 
 class Locator:

@@ -1,4 +1,4 @@
-"""What stage 02 reads: the splits of stage 01, or any directory of files."""
+"""Finds what stage 02 reads: the splits of stage 01, or any directory of files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from pathlib import Path
 from lib.core import commands, log, manifest, paths, records, units
 from lib.core.errors import ArtifactError, UsageError, is_missing
 from lib.corpus.scan import (
-    Entry,
     Rules,
+    TreeEntry,
     count_files,
-    inputs_of,
-    made_as,
-    reasons,
+    count_reasons,
+    escape,
+    recognise,
     scan,
-    shown,
-    taken,
+    select_taken,
 )
 
 SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
@@ -29,7 +28,7 @@ _LEFT_BY_A_STAGE = re.compile(r"\.partial-|\.errors\.jsonl$")
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file to read.
+    """Describes a file to read.
 
     path: relative to the data folder. source: relative to where it was collected (equal in a plain
     directory). mtime_ns: modification time in nanoseconds. split: "" in a plain directory.
@@ -42,7 +41,7 @@ class InputFile:
     split: str = ""
 
 
-def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[Entry]]:
+def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]]:
     """Return the files of a data folder in the order of their rows, and what is left out.
 
     Raises ArtifactError when it holds splits that are missing, unfinished or damaged, UsageError
@@ -51,16 +50,16 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[Entry]]:
     if folder.is_file():
         raise UsageError(f"--data-folder {folder} is a file", expected="a directory")
     if _is_splits(folder):
-        files, skipped = _of_splits(folder), []
+        files, skipped = _find_in_splits(folder), []
     else:
         entries = scan(folder, Rules(), progress=progress)
         files = [InputFile(entry.path, entry.path, entry.bytes, entry.mtime_ns)
-                 for entry in taken(entries)]
+                 for entry in select_taken(entries)]
         skipped = [entry for entry in entries if entry.skipped]
         log.info(f"{folder} is a plain directory (no splits of stage 01): reading its files")
     if not files:
         raise UsageError(f"no file in {folder}", expected="files that hold text",
-                         found=reasons(skipped) or "an empty directory")
+                         found=count_reasons(skipped) or "an empty directory")
     return files, skipped
 
 
@@ -72,11 +71,11 @@ def require_raw(folder: Path, option: str) -> None:
     if not folder.exists() and "split" not in folder.name:
         raise ArtifactError(f"{option} {folder} does not exist",
                             expected="splits of stage 01, or a directory of raw files")
-    if kind := made_as(folder):
+    if kind := recognise(folder):
         raise UsageError(f"{option} {folder} is a {kind}, and not raw text", **_use([folder], kind))
     inside = [path for path in sorted(folder.iterdir() if folder.is_dir() else [])
               if not path.name.startswith(".") and not _LEFT_BY_A_STAGE.search(path.name)]
-    kinds = [made_as(path) for path in inside]
+    kinds = [recognise(path) for path in inside]
     if kinds and all(kinds):
         raise UsageError(f"{option} {folder} holds {' and '.join(sorted({f'{k}s' for k in kinds}))}"
                          ", and no raw text", found=", ".join(path.name for path in inside),
@@ -106,7 +105,8 @@ def _is_splits(folder: Path) -> bool:
     return True
 
 
-def _of_splits(folder: Path) -> list[InputFile]:
+def _find_in_splits(folder: Path) -> list[InputFile]:
+    """Return the files that stage 01 listed; ArtifactError when one is gone or the list is torn."""
     content = manifest.read(folder, SPLITS_KIND, "the splits")
     again = manifest.again(content, "--overwrite", dst_root=folder)
     manifest.check(folder, content, "the splits", **again, deep=True)
@@ -134,13 +134,12 @@ def _of_splits(folder: Path) -> list[InputFile]:
                 missing.append(path)
                 continue
             changed += info.st_size != size
-            files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns,
-                                   split))
+            files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns, split))
     if missing:
         raise ArtifactError(
             f"the splits {folder} are damaged", **again,
             found=f"{len(missing):,} of {len(missing) + len(files):,} files of {FILE_LIST} are "
-                  f"gone, {shown(missing[0])} the first")
+                  f"gone, {escape(missing[0])} the first")
     if changed:
         log.warn(f"{units.counted(changed, 'file')} changed since stage 01 listed them; stage 02 "
                  "reads what is there now")
@@ -151,14 +150,9 @@ def _of_splits(folder: Path) -> list[InputFile]:
     return sorted(files, key=lambda file: os.fsencode(file.path))
 
 
-def by_split(files: Sequence[InputFile]) -> dict[str, list[InputFile]]:
+def group_by_split(files: Sequence[InputFile]) -> dict[str, list[InputFile]]:
     """Return the files of each split, in their order."""
     found: dict[str, list[InputFile]] = {}
     for file in files:
         found.setdefault(file.split, []).append(file)
     return found
-
-
-def identity(files: Sequence[InputFile]) -> dict[str, object]:
-    """Return what identifies the files, wherever the folder lies (see scan.inputs_of)."""
-    return inputs_of(Entry(file.path, file.bytes, file.mtime_ns) for file in files)

@@ -1,4 +1,4 @@
-"""JSON and JSON Lines, fast where the input is clean and value by value where it is not."""
+"""Reads JSON and JSON Lines, fast where the input is clean and value by value where it is not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from lib.corpus.documents import DROPPED, DROPPED_REST, TOO_LARGE, Documents
-from lib.corpus.encoding import UTF8_BOM, Locator
-from lib.corpus.source import LARGE_BYTES, Source
+from lib.corpus.encoding import Locator
+from lib.corpus.kinds import UTF8_BOM
+from lib.corpus.raw_file import LARGE_BYTES, RawFile
 
 _ELEMENTS = 64  # of a list, taken at once
 _SOME, _KEY = 1 << 17, 200  # characters of a large list taken at once, and up to a first key's end
@@ -26,22 +27,22 @@ except ImportError:
         return _DECODER.decode(data.decode())
 
 
-def read_json_lines(source: Source, documents: Documents) -> None:
+def read_json_lines(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per line; a line that is not JSON is dropped and the next one read."""
     documents.lines = 0
-    for offset, lines in source.blocks():
+    for offset, lines in raw.blocks():
         if lines is None:
             documents.lines += 1
-            documents.problem(*TOO_LARGE, DROPPED, offset, documents.lines)
+            documents.note(*TOO_LARGE, DROPPED, offset, documents.lines)
         elif _take_all(lines, documents):
             documents.lines += len(lines)
         else:
             for line in lines:
                 documents.lines += 1
-                _take(line, offset, source, documents)
+                _take(line, offset, raw, documents)
                 offset = None if offset is None else offset + len(line)
-    if source.damage:
-        documents.problem("cut", source.damage, DROPPED_REST)
+    if raw.damage:
+        documents.note("cut", raw.damage, DROPPED_REST)
 
 
 def _take_all(lines: list[bytes], documents: Documents) -> bool:
@@ -50,27 +51,27 @@ def _take_all(lines: list[bytes], documents: Documents) -> bool:
         values = list(map(_fast, lines))
     except (ValueError, RecursionError):
         return False
-    return documents.values(values)
+    return documents.add_values(values)
 
 
-def _take(line: bytes, offset: int | None, source: Source, documents: Documents) -> None:
+def _take(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -> None:
     try:
         value = _fast(line)
     except (ValueError, RecursionError):
-        if not line.strip() or (source.damage and not line.endswith(b"\n")):
+        if not line.strip() or (raw.damage and not line.endswith(b"\n")):
             return  # blank, or cut
         try:
             value = _DECODER.decode(documents.decode(line))
         except (ValueError, RecursionError) as error:
-            documents.problem(*_described(error), DROPPED, offset, documents.lines)
+            documents.note(*_described(error), DROPPED, offset, documents.lines)
             return
-    documents.value(value, offset, documents.lines)
+    documents.add_value(value, offset, documents.lines)
 
 
-def read_json(source: Source, documents: Documents) -> None:
+def read_json(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per element of a top-level list, else one per value in the file."""
-    data = source.read()
-    if data is not None and not source.damage:
+    data = raw.read()
+    if data is not None and not raw.damage:
         try:
             value = _fast(data.removeprefix(UTF8_BOM))
         except (ValueError, RecursionError):
@@ -79,22 +80,22 @@ def read_json(source: Source, documents: Documents) -> None:
             _elements(value, documents)
             return
     if data is None:
-        pieces = source.pieces(documents.fallback)
-        _Values(iter(pieces), source, documents).read()
-        documents.tally.replaced += pieces.replaced
+        decoded = raw.decode(documents.fallback)
+        _Values(iter(decoded), raw, documents).read()
+        documents.tally.replaced += decoded.replaced
     else:
-        _Values(iter([documents.decode(data)]), source, documents).read()
-    if source.damage:
-        documents.problem("cut", source.damage, DROPPED_REST)
+        _Values(iter([documents.decode(data)]), raw, documents).read()
+    if raw.damage:
+        documents.note("cut", raw.damage, DROPPED_REST)
 
 
 def _elements(value: Any, documents: Documents) -> None:
     elements = value if isinstance(value, list) else [value]
     for start in range(0, len(elements), _ELEMENTS):
         some = elements[start:start + _ELEMENTS]
-        if not documents.values(some):
+        if not documents.add_values(some):
             for number, element in enumerate(some, start + 1):
-                documents.value(element, number=number)
+                documents.add_value(element, number=number)
 
 
 def _described(error: Exception) -> tuple[str, str]:
@@ -109,14 +110,14 @@ def _described(error: Exception) -> tuple[str, str]:
 class _Values:
     """Reads the values of a text one after the other, up to the first damage.
 
-    texts: pieces of the text. Only those are in memory that hold the value at hand.
+    texts: chunks of the text. Only those are in memory that hold the value at hand.
     """
 
-    def __init__(self, texts: Iterator[str], source: Source, documents: Documents) -> None:
+    def __init__(self, texts: Iterator[str], raw: RawFile, documents: Documents) -> None:
         self._texts, self._documents = texts, documents
         self._text, self._ahead, self._ended = next(texts, ""), "", False
         self._slow_before = 0  # up to here elements are taken one by one
-        self._locator = Locator(self._text, source.head)
+        self._locator = Locator(self._text, raw.head)
 
     def read(self) -> None:
         """Hand on every value that is whole."""
@@ -152,7 +153,7 @@ class _Values:
             if self._text[position:position + 1] == ",":
                 position = self._skip(position + 1)
             elif self._text[position:position + 1] != "]":
-                self._documents.problem("syntax", "not valid JSON: expected a comma or ]",
+                self._documents.note("syntax", "not valid JSON: expected a comma or ]",
                                         DROPPED_REST, *self._locator.at(position))
                 return
         self._values(self._skip(position + 1))
@@ -172,7 +173,7 @@ class _Values:
         end = len(text[position:following].rstrip(" \t\r\n")) + position - 1
         if following > 0 and text[end] == ",":
             with suppress(ValueError, RecursionError):
-                if self._documents.values(_fast(f"[{text[position:end]}]".encode())):
+                if self._documents.add_values(_fast(f"[{text[position:end]}]".encode())):
                     return end
         self._slow_before = limit
         return 0
@@ -204,12 +205,12 @@ class _Values:
                 is_large = len(self._text) - position > LARGE_BYTES
                 if is_large or isinstance(error, RecursionError) or self._is_at_end():
                     problem = TOO_LARGE if is_large else _described(error)
-                    self._documents.problem(*problem, action, *self._locator.at(position))
+                    self._documents.note(*problem, action, *self._locator.at(position))
                     self._bad = position
                     return -1
             self._grow(position)
             position = 0
-        self._documents.value(value, *self._locator.at(position))
+        self._documents.add_value(value, *self._locator.at(position))
         return end
 
     def _skip(self, position: int) -> int:
@@ -225,13 +226,11 @@ class _Values:
 
         Returns False, and forgets nothing, when there is no more.
         """
-        more, wanted = [], len(self._text) - position
-        size = 0
-        while not self._ended and size <= wanted:
-            piece, self._ahead = self._ahead or next(self._texts, ""), ""
-            self._ended = not piece
-            more.append(piece)
-            size += len(piece)
+        more, size, wanted = [], 0, len(self._text) - position
+        while size <= wanted and not self._is_at_end():
+            chunk, self._ahead = self._ahead, ""
+            more.append(chunk)
+            size += len(chunk)
         if not size:
             return False
         self._text = self._text[position:] + "".join(more)

@@ -1,4 +1,4 @@
-"""What a file holds, told from its name and its first bytes: stages 01 and 02 share this."""
+"""Finds out from its name and first bytes what a file holds; stages 01 and 02 share this."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz",
 _MAGICS = tuple(_MAGIC)
 _ARROW_STREAM, _MAX_ARROW_SCHEMA = b"\xff\xff\xff\xff", 1 << 26
 _PACKED_SUFFIXES = {".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd"}
+UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _UTF32_BOM = b"\xff\xfe\x00\x00"
 # What text hardly ever has; tab, line feed, form feed, carriage return and escape are text.
@@ -49,7 +50,7 @@ def _json_kind(kind: str, head: bytes) -> str:
     """Return `json`, `jsonl` or `text` for a file with a suffix of JSON or JSON Lines."""
     if is_utf16(head):
         return kind
-    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    start = head.removeprefix(UTF8_BOM).lstrip()
     if start and start[:1] not in b'{["-0123456789tfnNI':
         return "text"
     if kind == "json":
@@ -82,7 +83,7 @@ def _starts_as_json_lines(head: bytes) -> bool:
     """Tell whether the first two lines hold a whole JSON object or list each."""
     first, _, rest = head.partition(b"\n")
     second, newline, _ = rest.partition(b"\n")
-    first = first.removeprefix(b"\xef\xbb\xbf").strip()
+    first = first.removeprefix(UTF8_BOM).strip()
     if first[:1] not in (b"{", b"[") or second[:1] != first[:1]:
         return False
     cut_short = not newline and len(head) >= HEAD_BYTES

@@ -1,4 +1,4 @@
-"""Rows as Arrow record batches.
+"""Writes rows as Arrow record batches.
 
 An Arrow stream is the message of its schema, one message per record batch, and an end mark. A part
 holds only batch messages, so parts laid one after the other between schema and end mark make a
@@ -21,14 +21,14 @@ _CHUNK = 1 << 20
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def schema(keep_source: bool) -> pa.Schema:
+def make_schema(keep_source: bool) -> pa.Schema:
     """Return the columns of a dataset: `text`, and `source` if it is kept."""
     import pyarrow as pa
     columns = [("text", pa.large_string())] + [("source", pa.string())] * keep_source
     return pa.schema(columns)
 
 
-class Part:
+class PartWriter:
     """Writes rows as batch messages of about 16 MB (one row may be larger).
 
     digests: where 16 bytes of hash go for each row, if anywhere. text_bytes: written so far.
@@ -36,7 +36,7 @@ class Part:
 
     def __init__(self, file: BinaryIO, keep_source: bool, digests: BinaryIO | None = None) -> None:
         self._written = self.text_bytes = 0
-        self._file, self._schema, self._digests = file, schema(keep_source), digests
+        self._file, self._schema, self._digests = file, make_schema(keep_source), digests
         self._texts: list[bytes] = []
         self._sources: list[str] | None = [] if keep_source else None
         self._size = 0
@@ -82,7 +82,7 @@ class Part:
             if self._sources is not None:
                 columns.append(pa.array([source], pa.string()))
             batch = pa.record_batch(columns, schema=self._schema)
-            sink = _Sink(self._file, text, size)
+            sink = _Splice(self._file, text, size)
             # NOTE: the writer hands large buffers on as they are, so no page of the map is read.
             writer = pa.ipc.new_stream(pa.PythonFile(sink, "w"), self._schema)
             sink.skip = len(self._schema.serialize())
@@ -124,7 +124,7 @@ class Part:
         self._size = 0
 
 
-class _Sink:
+class _Splice:
     """Takes a stream with one huge buffer and puts the content of a file in the buffer's place.
 
     skip: bytes to leave out before the rest is written.
@@ -156,14 +156,14 @@ class _Sink:
         """Do nothing: the target is closed by its owner."""
 
 
-def without(part: Path, keep: np.ndarray, keep_source: bool) -> Iterator[tuple[bytes, int]]:
+def select(part: Path, keep: np.ndarray, keep_source: bool) -> Iterator[tuple[bytes, int]]:
     """Yield the messages of the batches with some rows of a part, and the bytes of text in each.
 
     keep: bool, one per row.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
-    columns, row = schema(keep_source), 0
+    columns, row = make_schema(keep_source), 0
     with pa.OSFile(str(part)) as file:
         while file.tell() < file.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), columns)

@@ -1,4 +1,4 @@
-"""Puts files into splits: hard links, symbolic links or copies; sources are never touched."""
+"""Deals files into splits and puts them there: as links or copies; sources are never touched."""
 
 # Plain strings below: making a Path costs more than the system call that it is for.
 # ruff: noqa: PTH103, PTH114, PTH116, PTH211
@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import errno
+import heapq
 import os
 import shutil
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +21,7 @@ from lib.core import commands, log, publish
 from lib.core.errors import StageError, UsageError, is_of_disk
 from lib.core.progress import Progress
 from lib.corpus import kinds
-from lib.corpus.scan import EMPTY, UNREADABLE, Entry, count_files, shown
+from lib.corpus.scan import EMPTY, UNREADABLE, TreeEntry, count_files, escape
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
@@ -28,12 +30,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _CHUNK = 512
+_SWAP_WORK = 3_000_000  # files looked at while exchanging: seconds, whatever the corpus
 # Another file system, a file of someone else (protected_hardlinks), a file system without links.
 _NO_HARDLINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class Workers:
-    """Processes that work through lists in chunks; a short list is worked through right here.
+    """Starts processes that work through lists in chunks; this one works through a short list.
 
     They are forked, at the first long list: this stage has loaded nothing that forbids it, and a
     new interpreter would take as long as placing thousands of files.
@@ -84,16 +87,15 @@ class Workers:
 
 
 def _died() -> StageError:
-    return StageError("a worker process has died",
-                      expected="signal 9 mostly means that memory ran out: fewer --num-workers",
-                      run=commands.again())
+    return StageError("a worker process has died", run=commands.again(),
+                      expected="signal 9 mostly means that memory ran out: fewer --num-workers")
 
 
-def sniff_all(root: Path, entries: Iterable[Entry], workers: Workers, progress: bool) -> None:
+def sniff_all(root: Path, entries: Iterable[TreeEntry], workers: Workers, progress: bool) -> None:
     """Set `kind` of the entries that are taken so far, and `skipped` of those that are not text."""
     candidates = [entry for entry in entries if not entry.skipped]
     total = len(candidates)
-    found = workers.map(_kinds, (f"{root}/{entry.path}" for entry in candidates), total)
+    found = workers.map(_sniff_some, (f"{root}/{entry.path}" for entry in candidates), total)
     with Progress("look", total, "files", progress) as bar:
         for entry, kind in zip(candidates, found, strict=True):
             entry.kind = kind
@@ -104,7 +106,7 @@ def sniff_all(root: Path, entries: Iterable[Entry], workers: Workers, progress: 
             bar.advance()
 
 
-def _kinds(paths: list[str]) -> list[str]:
+def _sniff_some(paths: list[str]) -> list[str]:
     """Return what files hold, "" for one that cannot be read; OSError when a disk fails."""
     found = []
     for path in paths:
@@ -145,7 +147,7 @@ def place(source: str, target: str, mode: str) -> str:
     return mode
 
 
-def mode_that_works(source: Path, beside: Path, mode: str, needed: int) -> str:
+def choose_mode(source: Path, beside: Path, mode: str, needed: int) -> str:
     """Return `copy` where hard links are impossible, after telling why; else the mode.
 
     beside: an existing directory of the destination. needed: bytes that copies would take.
@@ -165,7 +167,7 @@ def mode_that_works(source: Path, beside: Path, mode: str, needed: int) -> str:
     return mode
 
 
-def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode: str,
+def place_all(root: Path, build: Path, files: Sequence[tuple[TreeEntry, str]], mode: str,
               workers: Workers, progress: bool) -> dict[str, int]:
     """Place every `(entry, split)` under `build/split/` and return how many went which way.
 
@@ -177,15 +179,15 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[Entry, str]], mode:
     with Progress("place", len(files), "files", progress) as bar:
         for (entry, _), (way, size, mtime_ns) in zip(files, placed, strict=True):
             if size < 0:
-                raise UsageError(f"{shown(entry.path)} vanished from {root} while it was "
+                raise UsageError(f"{escape(entry.path)} vanished from {root} while it was "
                                  "organised", run=commands.again())
-            if size != entry.bytes:
-                raise UsageError(f"{shown(entry.path)} changed while it was organised",
-                                 expected=f"{entry.bytes} bytes", found=f"{size} bytes",
-                                 hint="once nothing writes to the source:", run=commands.again())
-            if mtime_ns != entry.mtime_ns:
-                raise UsageError(f"{shown(entry.path)} was written to while it was organised",
-                                 hint="once nothing writes to the source:", run=commands.again())
+            if (size, mtime_ns) != (entry.bytes, entry.mtime_ns):
+                resized = size != entry.bytes
+                raise UsageError(
+                    f"{escape(entry.path)} {'changed' if resized else 'was written to'} while it "
+                    "was organised", expected=f"{entry.bytes} bytes" * resized,
+                    found=f"{size} bytes" * resized,
+                    hint="once nothing writes to the source:", run=commands.again())
             ways[way] = ways.get(way, 0) + 1
             bar.advance()
     if "copy" in ways:
@@ -201,23 +203,24 @@ def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int,
     done = []
     for source, target in files:
         try:
-            done.append(_placed(source, target, mode))
+            done.append(_place_one(source, target, mode))
         except FileNotFoundError:  # the first file of its directory, mostly
             os.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
-                done.append(_placed(source, target, mode))
+                done.append(_place_one(source, target, mode))
             except FileNotFoundError:
                 done.append((mode, -1, 0))
     return done
 
 
-def _placed(source: str, target: str, mode: str) -> tuple[str, int, int]:
+def _place_one(source: str, target: str, mode: str) -> tuple[str, int, int]:
+    """Place a file; return how, its bytes and when the source was last written."""
     way, info = place(source, target, mode), os.stat(target)
     # The time of a copy is that of another file system, which may be coarser.
     return way, info.st_size, (os.stat(source) if way == "copy" else info).st_mtime_ns
 
 
-def missing(root: Path, splits: Mapping[str, int]) -> list[str]:
+def list_missing(root: Path, splits: Mapping[str, int]) -> list[str]:
     """Return what is wrong with the number of files in splits, a sentence each.
 
     splits: by name, how many files it should hold. Directories are listed, no file is looked at.
@@ -228,3 +231,90 @@ def missing(root: Path, splits: Mapping[str, int]) -> list[str]:
         if there < expected:
             found.append(f"{root / name} holds {there:,} files instead of {expected:,}")
     return found
+
+
+def deal(sizes: Sequence[int], splits: int) -> list[int]:
+    """Return the split of each file: counts differ by at most one, byte sums are even.
+
+    sizes: bytes per file. First the largest files go to the lightest splits that still have room
+    in number (longest processing time first), then files are exchanged between splits while that
+    lowers the heavier of the two. The same sizes always give the same answer.
+    """
+    bins = _largest_first(sizes, splits)
+    _exchange(bins, sizes)
+    split_of = [0] * len(sizes)
+    for number, members in enumerate(bins):
+        for file in members:
+            split_of[file] = number
+    return split_of
+
+
+def _largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
+    """Return the files of each split, dealt one by one to the lightest split that has room."""
+    base = len(sizes) // splits
+    bins: list[list[int]] = [[] for _ in range(splits)]
+    heap = [(0, 0, number) for number in range(splits)]
+    for file in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        _, load, number = heap[0]
+        bins[number].append(file)
+        # Splits of `base` files come after all others; of them the lightest take one file more.
+        over = max(0, len(bins[number]) - base + 1)
+        heapq.heapreplace(heap, (over, load + sizes[file], number))
+    return bins
+
+
+def _exchange(bins: list[list[int]], sizes: Sequence[int]) -> None:
+    """Exchange files between the heaviest and lighter splits until it helps no more."""
+    loads = [sum(sizes[file] for file in members) for members in bins]
+    for members in bins:
+        members.sort(key=lambda file: sizes[file])
+    open_bins = list(range(len(bins)))
+    work = 0
+    while len(open_bins) > 1 and work < _SWAP_WORK:
+        open_bins.sort(key=lambda number: (loads[number], number))
+        heavy = open_bins[-1]
+        for light in open_bins[:-1]:
+            work += len(bins[heavy]) + len(bins[light])
+            if gain := _swap(bins[heavy], bins[light], sizes, loads[heavy] - loads[light]):
+                loads[heavy] -= gain
+                loads[light] += gain
+                break
+            if work >= _SWAP_WORK:
+                break
+        else:
+            open_bins.pop()  # as light as it gets: even out the others
+
+
+def _swap(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) -> int:
+    """Exchange one file each so that the gap between two splits shrinks most.
+
+    heavy, light: files sorted by size. A split that has one file more may also just give one.
+    Returns the bytes that moved, 0 when nothing helps.
+    """
+    best, pair = gap, None  # what remains of the gap
+    least = gap % 2  # bytes are whole, and moving some changes the gap by twice as many
+    if best == least:
+        return 0
+    light_sizes = [sizes[file] for file in light]
+    if len(heavy) > len(light):
+        light_sizes.insert(0, 0)  # giving without taking is taking a file of no size
+    for position, file in enumerate(heavy):
+        wanted = sizes[file] - gap / 2
+        near = bisect_left(light_sizes, wanted)
+        for other in (near - 1, near):
+            if 0 <= other < len(light_sizes):
+                left = abs(gap - 2 * (sizes[file] - light_sizes[other]))
+                if left < best:
+                    best, pair = left, (position, other)
+        if best == least:
+            break
+    if pair is None:
+        return 0
+    mine = heavy.pop(pair[0])
+    moved = sizes[mine] - light_sizes[pair[1]]
+    index = pair[1] - (len(light_sizes) - len(light))
+    if index >= 0:
+        theirs = light.pop(index)
+        heavy.insert(bisect_left(heavy, sizes[theirs], key=lambda f: sizes[f]), theirs)
+    light.insert(bisect_left(light, sizes[mine], key=lambda f: sizes[f]), mine)
+    return moved

@@ -15,10 +15,10 @@ from multiprocessing.context import BaseContext
 
 from lib.core import log, workers
 from lib.corpus import work
-from lib.corpus.scan import shown
-from lib.corpus.work import Done, Unit
+from lib.corpus.scan import escape
+from lib.corpus.work import UnitResult, WorkUnit
 
-Work = Callable[[Unit], Done]
+Work = Callable[[WorkUnit], UnitResult]
 
 # Deep enough for what orjson refuses, far from the end of the C stack.
 _RECURSION_LIMIT = 10_000
@@ -43,9 +43,9 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def run(self, units: Sequence[Unit]) -> Iterator[Done]:
+    def run(self, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
         """Yield what each unit gave; only a few are in flight, so parts do not pile up."""
-        flying: dict[int, Future[Done]] = {}
+        flying: dict[int, Future[UnitResult]] = {}
         ahead = 2 * self._workers
         for position, unit in enumerate(units):
             for later in range(position, min(position + ahead, len(units))):
@@ -58,7 +58,7 @@ class Pool:
                 flying = {later: future for later, future in flying.items() if _is_good(future)}
             yield done
 
-    def _submit(self, unit: Unit) -> Future[Done]:
+    def _submit(self, unit: WorkUnit) -> Future[UnitResult]:
         try:
             return self._executor.submit(self._work, unit)
         except BrokenProcessPool:
@@ -96,26 +96,26 @@ def _prepare() -> None:
     workers.set_up()
 
 
-def _is_good(future: Future[Done]) -> bool:
+def _is_good(future: Future[UnitResult]) -> bool:
     """Tell whether a future of a broken pool still has its result."""
     return future.done() and not future.cancelled() and future.exception() is None
 
 
-def _alone(work: Work, unit: Unit) -> Done:
+def _alone(work: Work, unit: WorkUnit) -> UnitResult:
     """Process a unit again while nothing else runs; leave out the files that end the process."""
     if done := _try(work, unit):
         return done
-    fatal = frozenset(piece.path for piece in unit.pieces
-                      if not _try(work, replace(unit, pieces=(piece,))))
+    fatal = frozenset(span.file.path for span in unit.spans
+                      if not _try(work, replace(unit, spans=(span,))))
     for path in sorted(fatal):
-        log.warn(f"{shown(path)} crashes the worker process that reads it; it is left out")
+        log.warn(f"{escape(path)} crashes the worker process that reads it; it is left out")
     done = _try(work, replace(unit, avoid=fatal))
     if done is None:
         raise RuntimeError(f"worker processes crash on unit {unit.number} ({unit.bytes} bytes)")
     return done
 
 
-def _try(work: Work, unit: Unit) -> Done | None:
+def _try(work: Work, unit: WorkUnit) -> UnitResult | None:
     with _executor(1) as executor:
         try:
             return executor.submit(work, unit).result()

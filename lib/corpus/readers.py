@@ -1,31 +1,58 @@
-"""Which reader takes which kind of file.
+"""Finds the reader for a kind of file, and reads plain text.
 
-A reader gets an open Source and hands the documents in it to Documents: `text` for plain text,
+A reader gets an open RawFile and hands the documents in it to Documents: `text` for plain text,
 `value` for nested dicts, lists and strings. It notes what it cannot read and keeps what came
 before. A new format is a function here, and its kind in kinds.py.
 """
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from collections.abc import Callable
 
-from lib.corpus import columnar_reader, json_reader, table_reader, yaml_reader
+from lib.corpus import columnar_reader, encoding, json_reader, table_reader, yaml_reader
 from lib.corpus.documents import SKIPPED_FILE, Documents
-from lib.corpus.large_text import read_large_text
-from lib.corpus.source import Source
+from lib.corpus.raw_file import RawFile
 
-Reader = Callable[[Source, Documents], None]
+Reader = Callable[[RawFile, Documents], None]
 
 
-def read_text(source: Source, documents: Documents) -> None:
-    """Take a plain-text file as one document; a damaged archive holds only a part of it."""
-    data = source.read()
+def read_text(raw: RawFile, documents: Documents) -> None:
+    """Take a plain-text file of any size as one document; a damaged archive holds only a part."""
+    data = raw.read()
     if data is None:
-        read_large_text(source, documents)
-    elif source.damage:
-        documents.problem("cut", f"the only document is cut: {source.damage}", SKIPPED_FILE)
-    else:
-        documents.text(data)
+        _read_large_text(raw, documents)
+    elif not _is_cut(raw, documents):
+        documents.add_text(data)
+
+
+def _read_large_text(raw: RawFile, documents: Documents) -> None:
+    """Clean a text too large for memory into a file, and make a row of that."""
+    decoded = raw.decode(documents.fallback)
+    hasher, characters, size, is_blank = hashlib.sha256(), 0, 0, True
+    with tempfile.TemporaryFile(dir=raw.scratch) as file:
+        for text in decoded:
+            data, _ = encoding.encode(text)
+            hasher.update(data)
+            file.write(data)
+            characters, size = characters + len(text), size + len(data)
+            is_blank = is_blank and text.isspace()
+        file.flush()
+        documents.tally.replaced += decoded.replaced
+        if _is_cut(raw, documents):
+            return
+        if is_blank:
+            documents.note_blank()
+        else:
+            documents.add_large_text(file, size, characters, hasher.digest())
+
+
+def _is_cut(raw: RawFile, documents: Documents) -> bool:
+    """Tell whether the only document of a file is cut, after noting it."""
+    if raw.damage:
+        documents.note("cut", f"the only document is cut: {raw.damage}", SKIPPED_FILE)
+    return bool(raw.damage)
 
 
 READERS: dict[str, Reader] = {
@@ -40,15 +67,15 @@ READERS: dict[str, Reader] = {
 }
 
 
-def read(source: Source, documents: Documents) -> None:
+def read(raw: RawFile, documents: Documents) -> None:
     """Read a file of any kind, or note why it gives nothing."""
-    reader = READERS.get(source.kind)
+    reader = READERS.get(raw.kind)
     if reader:
-        reader(source, documents)
-    elif source.kind == "binary":
-        documents.problem("binary", "not text", SKIPPED_FILE)
-    elif source.kind == "empty":
-        kind, message = ("cut", source.damage) if source.damage else ("empty", "it is empty")
-        documents.problem(kind, message, SKIPPED_FILE)
+        reader(raw, documents)
+    elif raw.kind == "binary":
+        documents.note("binary", "not text", SKIPPED_FILE)
+    elif raw.kind == "empty":
+        kind, message = ("cut", raw.damage) if raw.damage else ("empty", "it is empty")
+        documents.note(kind, message, SKIPPED_FILE)
     else:
-        documents.problem("unsupported", f"{source.kind} files cannot be read here", SKIPPED_FILE)
+        documents.note("unsupported", f"{raw.kind} files cannot be read here", SKIPPED_FILE)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lib.core import manifest, unfinished
 from lib.core.errors import is_of_disk
@@ -29,8 +30,8 @@ _MADE = {"dataset": "dataset", "dataset-parts": "dataset part", "tokens": "token
 
 
 @dataclass(slots=True)
-class Entry:
-    """A file of the source tree, or a directory that is not entered.
+class TreeEntry:
+    """Describes a file of the source tree, or a directory that is not entered.
 
     path: relative to the source, `/` between parts and at the end of a directory; bytes that are
     no UTF-8 as surrogates (os.fsencode gives them back). skipped: why it is left out, "" if not.
@@ -46,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Rules:
-    """Which files a scan takes. A glob matches the relative path or the basename."""
+    """Says which files a scan takes. A glob matches the relative path or the basename."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class Rules:
 
 
 class Scan:
-    """One walk through a source tree; `entries()` yields them in no particular order.
+    """Walks through a source tree once; `entries()` yields them in no particular order.
 
     output: a directory that the walk must not enter, with what unfinished runs left beside it.
     """
@@ -65,7 +66,7 @@ class Scan:
         self._include, self._exclude = _pattern(rules.include), _pattern(rules.exclude)
         self._output = str(output.resolve()) if output else None
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[TreeEntry]:
         """Walk the tree; OSError only when a disk fails, or the root itself cannot be read."""
         stack = [("", _identity(self.root.stat()), ())]
         while stack:
@@ -76,36 +77,36 @@ class Scan:
             except OSError as error:
                 if not prefix or is_of_disk(error):
                     raise
-                yield Entry(prefix, skipped=UNREADABLE)
+                yield TreeEntry(prefix, skipped=UNREADABLE)
                 continue
             with listing:
                 for item in listing:
                     found = self._look(item, prefix + item.name, above)
-                    if isinstance(found, Entry):
+                    if isinstance(found, TreeEntry):
                         yield found
                     else:
                         stack.append((prefix + item.name + "/", found, above))
 
-    def _look(self, item: os.DirEntry, path: str, above: tuple) -> Entry | tuple[int, int]:
+    def _look(self, item: os.DirEntry, path: str, above: tuple) -> TreeEntry | tuple[int, int]:
         """Return an entry, or the identity of a directory to enter."""
         try:
             info = item.stat(follow_symlinks=False)
             if stat.S_ISLNK(info.st_mode) and not item.name.startswith("."):
-                if reason := self._link_reason(item):
-                    return Entry(path, skipped=reason)
+                if reason := self._why_not_link(item):
+                    return TreeEntry(path, skipped=reason)
                 info = item.stat()
         except OSError as error:
             if is_of_disk(error) and not (self._exclude and _matches(self._exclude, path)):
                 raise
             reason = {errno.ENOENT: DANGLES, errno.ELOOP: LOOPS}.get(error.errno, UNREADABLE)
-            return Entry(path, skipped=reason)
+            return TreeEntry(path, skipped=reason)
         if not stat.S_ISDIR(info.st_mode):
-            reason = self._file_reason(item.name, path, info)
-            return Entry(path, info.st_size, info.st_mtime_ns, reason)
-        reason = self._directory_reason(item, path, info, above)
-        return Entry(path + "/", skipped=reason) if reason else _identity(info)
+            reason = self._why_not_file(item.name, path, info)
+            return TreeEntry(path, info.st_size, info.st_mtime_ns, reason)
+        reason = self._why_not_directory(item, path, info, above)
+        return TreeEntry(path + "/", skipped=reason) if reason else _identity(info)
 
-    def _link_reason(self, item: os.DirEntry) -> str:
+    def _why_not_link(self, item: os.DirEntry) -> str:
         target = os.path.realpath(item.path, strict=True)
         if self.rules.follow_symlinks:
             return ""
@@ -113,7 +114,7 @@ class Scan:
         # as well would train on the same text twice.
         return INSIDE if _is_within(target, str(self.root)) else OUTSIDE
 
-    def _file_reason(self, name: str, path: str, info: os.stat_result) -> str:
+    def _why_not_file(self, name: str, path: str, info: os.stat_result) -> str:
         if name.startswith("."):
             return HIDDEN
         if not stat.S_ISREG(info.st_mode):
@@ -123,7 +124,7 @@ class Scan:
             return PATTERN
         return "" if info.st_size else EMPTY
 
-    def _directory_reason(self, item: os.DirEntry, path: str, info: os.stat_result,
+    def _why_not_directory(self, item: os.DirEntry, path: str, info: os.stat_result,
                           above: tuple) -> str:
         if item.name.startswith("."):
             return HIDDEN
@@ -131,14 +132,14 @@ class Scan:
             return OWN_OUTPUT
         if manifest.kind_of(Path(item.path)).startswith("splits/"):
             return OWN_OUTPUT  # of an earlier run: the same files once more
-        if made_as(Path(item.path)):
+        if recognise(Path(item.path)):
             return MADE  # from text that is read elsewhere, or no text at all
         if self._exclude and _matches(self._exclude, path):
             return PATTERN
         return LOOPS if _identity(info) in above else ""
 
 
-def made_as(directory: Path) -> str:
+def recognise(directory: Path) -> str:
     """Return what a stage has made in a directory: `dataset`, `run` …; empty for raw files."""
     run = Experiment(directory.parent, directory.name)
     if run.config.is_file() and run.state.is_file():
@@ -166,7 +167,7 @@ def _matches(pattern: re.Pattern[str], path: str) -> bool:
     return bool(pattern.match(path) or pattern.match(path.rpartition("/")[2]))
 
 
-def without_match(globs: Iterable[str], entries: Iterable[Entry], skipped: str = "",
+def list_unmatched(globs: Iterable[str], entries: Iterable[TreeEntry], skipped: str = "",
                   ) -> list[str]:
     """Return the globs that match no entry which is taken, or is skipped for that reason."""
     left = {glob: _pattern([glob]) for glob in globs}
@@ -180,7 +181,7 @@ def without_match(globs: Iterable[str], entries: Iterable[Entry], skipped: str =
 
 
 def scan(root: Path, rules: Rules, output: Path | None = None, progress: bool = False,
-         ) -> list[Entry]:
+         ) -> list[TreeEntry]:
     """Return all entries of a source tree, sorted by the bytes of their path."""
     entries = []
     with Progress("scan", None, "entries", progress) as bar:
@@ -208,30 +209,30 @@ def count_files(directory: str) -> int:
     return count
 
 
-def taken(entries: Iterable[Entry]) -> list[Entry]:
+def select_taken(entries: Iterable[TreeEntry]) -> list[TreeEntry]:
     """Return the entries that are not left out."""
     return [entry for entry in entries if not entry.skipped]
 
 
-def reasons(entries: Iterable[Entry]) -> str:
+def count_reasons(entries: Iterable[TreeEntry]) -> str:
     """Return why entries were left out, most frequent first: `3 hidden, 1 empty`."""
     counts = Counter(entry.skipped for entry in entries if entry.skipped)
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 
-def inputs_of(entries: Iterable[Entry]) -> dict[str, object]:
+def identify(files: Iterable[Any]) -> dict[str, object]:
     """Return what identifies a set of files, wherever it lies: count, bytes and a fingerprint.
 
-    entries: in a fixed order. The fingerprint covers path, size and modification time of each.
+    files: in a fixed order, each with a path, bytes and mtime_ns, which the fingerprint covers.
     """
-    hasher, files, total = hashlib.sha256(), 0, 0
-    for entry in entries:
-        hasher.update(b"%b\0%d\0%d\0" % (os.fsencode(entry.path), entry.bytes, entry.mtime_ns))
-        files, total = files + 1, total + entry.bytes
-    return {"files": files, "bytes": total, "fingerprint": hasher.hexdigest()[:16]}
+    hasher, count, total = hashlib.sha256(), 0, 0
+    for file in files:
+        hasher.update(b"%b\0%d\0%d\0" % (os.fsencode(file.path), file.bytes, file.mtime_ns))
+        count, total = count + 1, total + file.bytes
+    return {"files": count, "bytes": total, "fingerprint": hasher.hexdigest()[:16]}
 
 
-def shown(path: str) -> str:
+def escape(path: str) -> str:
     """Return a path as valid UTF-8 on one line: other bytes and line breaks become escapes."""
     try:
         text = os.fsencode(path).decode("utf-8", "backslashreplace")

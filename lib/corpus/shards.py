@@ -1,8 +1,14 @@
-"""Lays parts one after another into shards that `datasets.load_from_disk` opens."""
+"""Lays parts one after another into shards that `datasets.load_from_disk` opens.
+
+They are made durable behind the back of whoever writes them, so that disk and parsers overlap.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -10,7 +16,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
 from lib.corpus import parts
-from lib.corpus.flush import Flusher
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,12 +23,50 @@ if TYPE_CHECKING:
 SHARD_BYTES = 500_000_000
 _SYNC_BYTES = 64_000_000  # the disk starts on a shard long before it is full
 _CHUNK = 1 << 20
+_MAX_WAITING = 4  # syncs; beyond it the writer waits for the disk
 _UNFINISHED = "data-{:05d}.unfinished"
+
+
+class Flusher:
+    """One thread that syncs files and does other work, in the order in which it was asked to.
+
+    What fails there (no room, say) is raised by the next call.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._waiting: deque[Future[None]] = deque()
+
+    def sync(self, file: BinaryIO) -> None:
+        """Make durable what a file holds now; it may be closed meanwhile."""
+        descriptor = os.dup(file.fileno())
+
+        def work() -> None:
+            try:
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+        self.then(work)
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do some work after all that was asked for before."""
+        self._waiting.append(self._thread.submit(work))
+        while len(self._waiting) > _MAX_WAITING or (self._waiting and self._waiting[0].done()):
+            self._waiting.popleft().result()
+
+    def wait(self) -> None:
+        """Return when everything is done."""
+        while self._waiting:
+            self._waiting.popleft().result()
+
+    def close(self) -> None:
+        """End the thread after what it was asked to do; its errors no longer matter."""
+        self._thread.shutdown(wait=True)
 
 
 @dataclass
 class Shard:
-    """A shard. digest: of the whole file, once it is finished. rows, text_bytes: in it so far."""
+    """Describes a shard. rows, text_bytes: so far. digest: of the file, once it is finished."""
 
     name: str
     rows: int = 0
@@ -44,7 +87,7 @@ class ShardWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self.shards = [Shard(**shard) for shard in shards]
         self._directory, self._split, self._keep_source = directory, split, keep_source
-        self._schema = parts.schema(keep_source)
+        self._schema = parts.make_schema(keep_source)
         self._flusher = flusher
         self._file: BinaryIO | None = None
         self._unsynced = 0
@@ -78,7 +121,7 @@ class ShardWriter:
                 self._write(chunk)
         else:
             rows, text_bytes = int(keep.sum()), 0
-            for message, length in parts.without(part, keep, self._keep_source):
+            for message, length in parts.select(part, keep, self._keep_source):
                 self._write(message)
                 text_bytes += length
         shard.rows += rows
@@ -161,8 +204,8 @@ class ShardWriter:
                 "_format_type": None, "_output_all_columns": False, "_split": self._split}
 
 
-def bring_back(directory: Path) -> None:
-    """Give shards that `finish` has named the names back that they had before."""
+def restore_names(directory: Path) -> None:
+    """Give shards that `finish` has named the names that they had before."""
     for path in directory.rglob("data-*-of-*.arrow"):
         path.rename(path.with_name(_UNFINISHED.format(int(path.name.split("-")[1]))))
 

@@ -1,4 +1,4 @@
-"""Parts kept for a merge: each split of the input is an artifact of its own, built anywhere.
+"""Keeps parts for a merge: each split of the input is an artifact of its own, built anywhere.
 
 `<save-dir>.parts/split_03/` holds the parts of every unit of that split and, per unit, a record of
 what it gave. The record is written last, so a unit with a record need not be read again.
@@ -16,31 +16,32 @@ from typing import Any
 from lib.core import commands, hashing, log, manifest, publish, reading, records, unfinished
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
-from lib.corpus import inputs, work
-from lib.corpus.documents import Tally
+from lib.corpus import work
 from lib.corpus.inputs import InputFile
-from lib.corpus.work import Done, Unit
+from lib.corpus.scan import identify
+from lib.corpus.tally import Tally
+from lib.corpus.work import UnitResult, WorkUnit
 
 KIND = "dataset-parts/1"
 _RECORD = "json"
 
 
-def root(save_dir: Path) -> Path:
+def locate_parts(save_dir: Path) -> Path:
     """Return the directory in which the parts of a dataset lie until they are merged."""
     return save_dir.with_name(f"{save_dir.name}.parts")
 
 
 def remove(save_dir: Path, splits: Iterable[str]) -> None:
     """Delete the parts of a dataset that is merged, and nothing else that lies there."""
-    there = [root(save_dir) / name for name in splits if name]
+    there = [locate_parts(save_dir) / name for name in splits if name]
     ours = [path for path in there if unfinished.is_bare(path) or (
         not path.is_symlink() and (manifest.read_if_any(path) or {}).get("kind") == KIND)]
     for path in ours:
         unfinished.remove(path, path / MANIFEST)  # last, so that a killed run's rest is known
     if ours:
-        log.info(f"removed {root(save_dir)}, which is merged")
+        log.info(f"removed {locate_parts(save_dir)}, which is merged")
     with suppress(OSError):  # not there, or not empty
-        root(save_dir).rmdir()
+        locate_parts(save_dir).rmdir()
 
 
 def choose(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
@@ -58,23 +59,25 @@ def choose(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
 def identity(whole: dict[str, Any], files: Sequence[InputFile]) -> dict[str, Any]:
     """Return what decides the parts of one split, from what decides the whole dataset."""
     options = {key: value for key, value in whole["options"].items() if key != "max_error_rate"}
-    return {"options": options, "inputs": inputs.identity(files)}
+    return {"options": options, "inputs": identify(files)}
 
 
-def process(unit: Unit) -> Done:
+def process(unit: WorkUnit) -> UnitResult:
     """Read a unit and keep its parts, unless a run before did so and they are undamaged."""
-    if done := _recall(unit):
+    done = _read(unit)
+    if done and all(path.is_file() and hashing.matches(path, done.digests[path.name])
+                    for path in unit.parts()):
         return done
     done = work.process(unit)
     if done.changed:
         return done  # and no record of it
     done.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
-    record = asdict(replace(done, unit=None, tally=None))
-    manifest.write_json(unit.part(_RECORD), record | {"tally": done.tally.to_json()})
+    record = asdict(replace(done, unit=None, tally=None)) | {"tally": done.tally.to_json()}
+    manifest.write_json(unit.part(_RECORD), record)
     return done
 
 
-def entries(done: Done) -> list[dict[str, Any]]:
+def list_files(done: UnitResult) -> list[dict[str, Any]]:
     """Return the manifest entries of the files that a kept unit consists of."""
     out, record = Path(done.unit.out), done.unit.part(_RECORD)
     parts = [{"path": name, "bytes": (out / name).stat().st_size, "digest": digest}
@@ -82,18 +85,12 @@ def entries(done: Done) -> list[dict[str, Any]]:
     return [*parts, manifest.file_entry(out, record)]
 
 
-def _recall(unit: Unit) -> Done | None:
-    done = _read(unit)
-    whole = done and all(path.is_file() and hashing.matches(path, done.digests[path.name])
-                         for path in unit.parts())
-    return done if whole else None
-
-
-def _read(unit: Unit) -> Done | None:
+def _read(unit: WorkUnit) -> UnitResult | None:
+    """Return what a unit gave, as it was recorded; None when no whole record is there."""
     try:
         record = reading.patiently(lambda: records.read_json(unit.part(_RECORD)),
                                    unit.part(_RECORD))
-        return Done(**record | {"unit": unit, "tally": Tally.from_json(record["tally"])})
+        return UnitResult(**record | {"unit": unit, "tally": Tally.from_json(record["tally"])})
     except (OSError, ValueError, KeyError, TypeError):  # of one that is not there, or is torn
         return None
 
@@ -106,15 +103,15 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
     """
     wrong, numbers, stale, total, versions = [], [], [], 0, set()
     for name, files in splits.items():
-        there = manifest.read_if_any(root(save_dir) / name)
+        there = manifest.read_if_any(locate_parts(save_dir) / name)
         if there is None:
             found = ["not built" + (", or not finished" if manifest.unfinished(
-                root(save_dir) / name) else "")]
+                locate_parts(save_dir) / name) else "")]
         elif there["kind"] != KIND:
             found = [f"kind {there['kind']} there, {KIND} now"]
         else:
             found = publish.differences(there["identity"], identity(whole, files)) \
-                or manifest.damages(root(save_dir) / name, there, deep=False)
+                or manifest.damages(locate_parts(save_dir) / name, there, deep=False)
             total += sum(entry["bytes"] for entry in there["files"])
             versions.add(json.dumps(there["versions"], sort_keys=True))
         if found:
@@ -124,7 +121,7 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
     if wrong:
         shown = wrong[:20] + ([f"… and {len(wrong) - 20} more"] if wrong[20:] else [])
         raise ArtifactError(f"{len(wrong)} of {len(splits)} splits cannot be merged",
-                            expected=f"parts of every split in {root(save_dir)}",
+                            expected=f"parts of every split in {locate_parts(save_dir)}",
                             found="\n".join(shown),
                             run=commands.again(*stale[:1], "--only-splits", ",".join(numbers),
                                                drop=["--merge"]) + f"\n{commands.again()}")
@@ -134,11 +131,11 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
     return total
 
 
-def kept(units: Sequence[Unit]) -> Iterator[Done]:
+def recall_all(units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
     """Yield what each unit gave, as it was recorded; ArtifactError when a record is missing."""
     for unit in units:
         done = _read(unit)
         if done is None:
             raise ArtifactError(f"{unit.part(_RECORD)} is damaged or gone",
-                                run=work.built_again(Path(unit.out)))
+                                run=work.show_rebuild(Path(unit.out)))
         yield done

@@ -1,4 +1,4 @@
-"""CSV and TSV: the first row names the columns, then one document per row."""
+"""Reads CSV and TSV: the first row names the columns, then each row is a document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from lib.core import units
 from lib.corpus.documents import DROPPED, DROPPED_REST, KEPT, TOO_LARGE, Documents
-from lib.corpus.source import LARGE_BYTES, Source
+from lib.corpus.raw_file import LARGE_BYTES, RawFile
 
 _LONG_ROW = 20  # lines
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
@@ -20,10 +20,10 @@ _Line = tuple[int | None, int, str]  # offset (bytes) if it is known, number fro
 
 
 class _Lines:
-    """The decoded lines of a source. row: those that were taken since `begin`."""
+    """Decodes the lines of a file. row: those that were read since `begin`. last: read last."""
 
-    def __init__(self, source: Source, documents: Documents) -> None:
-        self._lines, self._documents = source.lines(), documents
+    def __init__(self, raw: RawFile, documents: Documents) -> None:
+        self._lines, self._documents = raw.lines(), documents
         self._again: deque[_Line] = deque()
         self._number = 0
         self.row: list[_Line] = []
@@ -47,7 +47,7 @@ class _Lines:
             offset, line = next(self._lines)
             self._number += 1
             while line is None:
-                self._documents.problem(*TOO_LARGE, DROPPED, offset, self._number)
+                self._documents.note(*TOO_LARGE, DROPPED, offset, self._number)
                 offset, line = next(self._lines)
                 self._number += 1
             self.last = offset, self._number, self._documents.decode(line)
@@ -55,11 +55,11 @@ class _Lines:
         return self.last[2]
 
 
-def read_table(source: Source, documents: Documents) -> None:
+def read_table(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per row; a row that is not CSV is dropped and the next one read."""
     csv.field_size_limit(LARGE_BYTES)
-    lines = _Lines(source, documents)
-    rows = csv.reader(lines, strict=True, delimiter="\t" if source.kind == "tsv" else ",")
+    lines = _Lines(raw, documents)
+    rows = csv.reader(lines, strict=True, delimiter="\t" if raw.kind == "tsv" else ",")
     header: list[str] | None = None
     while True:
         lines.begin()
@@ -70,19 +70,19 @@ def read_table(source: Source, documents: Documents) -> None:
         except csv.Error as error:
             _drop(lines, header, rows.dialect, str(error), documents)
             continue
-        if source.damage and not lines.last[2].endswith("\n"):
+        if raw.damage and not lines.last[2].endswith("\n"):
             break  # the last row is cut
         if header is None:
             header = row
         elif row:
             offset, number, _ = lines.row[0]
             if len(lines.row) >= _LONG_ROW and _are_rows(lines.row[1:], header, rows.dialect):
-                documents.problem("quote", f"this row takes lines {number:,} to {lines.last[1]:,}, "
+                documents.note("quote", f"this row takes lines {number:,} to {lines.last[1]:,}, "
                                   "which look like rows: a quote may not be closed in it", KEPT,
                                   offset, number)
-            documents.value(_document(header, row), offset, number)
-    if source.damage:
-        documents.problem("cut", source.damage, DROPPED_REST, *lines.last[:2])
+            documents.add_value(_document(header, row), offset, number)
+    if raw.damage:
+        documents.note("cut", raw.damage, DROPPED_REST, *lines.last[:2])
 
 
 def _drop(lines: _Lines, header: list[str] | None, dialect: csv.Dialect, error: str,
@@ -102,7 +102,7 @@ def _drop(lines: _Lines, header: list[str] | None, dialect: csv.Dialect, error: 
         what += f"; a quote that opens in line {number:,} took lines {number:,} to {last:,} " \
                 f"along, {units.counted(len(lines.row), 'line')} in all"
         documents.tally.lines_lost += len(lines.row)
-    documents.problem("syntax", what, DROPPED, offset, number)
+    documents.note("syntax", what, DROPPED, offset, number)
 
 
 def _are_rows(lines: list[_Line], header: list[str] | None, dialect: csv.Dialect) -> bool:

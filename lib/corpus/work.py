@@ -1,4 +1,4 @@
-"""The work of stage 02, cut into units that depend on the input alone, never on the workers."""
+"""Cuts the work of stage 02 into units that depend on the input alone, and does one of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import BinaryIO
 from lib.core import commands
 from lib.core.errors import DiskFullError, UsageError, from_os_error
 from lib.corpus import columnar_reader, inputs, kinds
-from lib.corpus.documents import SKIPPED_FILE, Documents, Shape, Tally
-from lib.corpus.inflate import SUFFIXES
+from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
-from lib.corpus.parts import Part
-from lib.corpus.scan import shown
-from lib.corpus.source import Source
+from lib.corpus.parts import PartWriter
+from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
+from lib.corpus.scan import escape
+from lib.corpus.tally import Shape, Tally
 
 UNIT_BYTES = 16_000_000
 _FREE = "free"  # a directory beside the parts
@@ -26,36 +26,33 @@ _INFLATED, _ARROW_OVERHEAD, _IN_FLIGHT = 4, 1.05, 64_000_000  # estimates of how
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A file, or of a large one a part: [start, stop) as Source has it.
+class FileSpan:
+    """Names a file to read, or of a large one a part: [start, stop) as RawFile has it.
 
-    bytes: of the part. size, mtime_ns: of the file when it was listed.
+    bytes: of the part.
     """
 
-    path: str
-    source: str
+    file: InputFile
     bytes: int
-    size: int
-    mtime_ns: int
     start: int = 0
     stop: int | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its file."""
+        """Tell whether it is all of its file."""
         return self.start == 0 and self.stop is None
 
 
 @dataclass(frozen=True)
-class Unit:
-    """What one worker reads at a time.
+class WorkUnit:
+    """Names what one worker reads at a time.
 
     number: from 0 in its split of the data folder. folder: the data folder. out: where its parts
     go. avoid: files that ended a worker process.
     """
 
     number: int
-    pieces: tuple[Piece, ...]
+    spans: tuple[FileSpan, ...]
     folder: str
     out: str
     shape: Shape
@@ -64,7 +61,7 @@ class Unit:
     @property
     def bytes(self) -> int:
         """Return how many bytes of input it reads."""
-        return sum(piece.bytes for piece in self.pieces)
+        return sum(span.bytes for span in self.spans)
 
     def part(self, name: str) -> Path:
         """Return the path of its part of a split, of that part's `digests`, or of `errors`."""
@@ -78,15 +75,15 @@ class Unit:
 
 
 @dataclass
-class Done:
-    """What a unit gave.
+class UnitResult:
+    """Says what a unit gave.
 
-    rows, text_bytes: by split. rows_of: by split, how many each piece gave (for --dedup). lines:
-    see Documents. digests: of its parts by file name, when they were kept for a merge. changed:
-    what became of a file since it was listed, a sentence after its path, for the first of them.
+    rows, text_bytes: by split. rows_of: by split, how many there were after each span (for
+    --dedup). lines: see Documents. digests: of its parts by file name, when they were kept for a
+    merge. changed: the first file that changed since it was listed, and how, in words.
     """
 
-    unit: Unit
+    unit: WorkUnit
     rows: dict[str, int] = field(default_factory=dict)
     text_bytes: dict[str, int] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
@@ -96,65 +93,62 @@ class Done:
     changed: tuple[str, str] | None = None
 
 
-def require_same(done: Done) -> None:
+def require_unchanged(done: UnitResult) -> None:
     """Raise UsageError when a file that a unit has read is not the one that was listed.
 
     What is published is then not what was identified: a file that shrank would lose its rest.
     """
     if done.changed:
         path, what = done.changed
-        raise UsageError(f"{shown(path)} changed while it was read; nothing was published",
+        raise UsageError(f"{escape(path)} changed while it was read; nothing was published",
                          found=what, hint=f"once nothing writes to {done.unit.folder}:",
                          run=commands.again())
 
 
-def room(files: Sequence[InputFile]) -> int:
+def estimate_room(files: Sequence[InputFile]) -> int:
     """Return about how many bytes a dataset of some files takes while it is built."""
-    compressed = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+    compressed = tuple(suffix for suffixes in PACKED_SUFFIXES.values() for suffix in suffixes)
     text = sum(file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1)
                for file in files)
     largest = max((file.bytes for file in files), default=0)  # in the part of its unit, too
     return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT + largest
 
 
-def units_in_order(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[Unit]:
+def cut_by_split(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape,
+                 ) -> list[WorkUnit]:
     """Return the units of all splits; none has files of two, so a split can be built by itself."""
-    return [unit for split, members in inputs.by_split(files).items()
-            for unit in units(folder, members, out / split, shape)]
+    return [unit for split, members in inputs.group_by_split(files).items()
+            for unit in cut(folder, members, out / split, shape)]
 
 
-def units(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[Unit]:
+def cut(folder: Path, files: Sequence[InputFile], out: Path, shape: Shape) -> list[WorkUnit]:
     """Cut files into units of about 16 MB, in order; a larger file is a unit of its own."""
-    grouped: list[tuple[Piece, ...]] = []
-    group: list[Piece] = []
-    cost = 0
+    grouped: list[list[FileSpan]] = []
+    cost = UNIT_BYTES
     for file in files:
-        pieces = list(_pieces(folder, file))
-        file_cost = file.bytes + _FILE_OVERHEAD
-        if group and (cost + file_cost > UNIT_BYTES or len(pieces) > 1):
-            grouped.append(tuple(group))
-            group, cost = [], 0
-        if len(pieces) > 1:
-            grouped += [(piece,) for piece in pieces]
-        else:
-            group += pieces
-            cost += file_cost
-    if group:
-        grouped.append(tuple(group))
-    return [Unit(number, pieces, str(folder), str(out), shape)
-            for number, pieces in enumerate(grouped)]
+        spans = list(_cut(folder, file))
+        if len(spans) > 1:
+            grouped += [[span] for span in spans]
+            cost = UNIT_BYTES
+            continue
+        if cost + file.bytes + _FILE_OVERHEAD > UNIT_BYTES:
+            grouped.append([])
+            cost = 0
+        grouped[-1] += spans
+        cost += file.bytes + _FILE_OVERHEAD
+    return [WorkUnit(number, tuple(spans), str(folder), str(out), shape)
+            for number, spans in enumerate(grouped)]
 
 
-def _pieces(folder: Path, file: InputFile) -> Iterator[Piece]:
-    """Yield a file as one piece, or a large one of a kind that can be cut as pieces of 16 MB."""
-    starts = [0] if file.bytes < 2 * UNIT_BYTES else _cuts(f"{folder}/{file.path}", file.bytes)
+def _cut(folder: Path, file: InputFile) -> Iterator[FileSpan]:
+    """Yield a file as one span, or a large one of a kind that can be cut as spans of 16 MB."""
+    starts = [0] if file.bytes < 2 * UNIT_BYTES else _find_cuts(f"{folder}/{file.path}", file.bytes)
     size = file.bytes // len(starts)
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
-        yield Piece(file.path, file.source, size if stop else file.bytes - size * (len(starts) - 1),
-                    file.bytes, file.mtime_ns, start, stop)
+        yield FileSpan(file, size if stop else file.bytes - size * (len(starts) - 1), start, stop)
 
 
-def _cuts(path: str, size: int) -> list[int]:
+def _find_cuts(path: str, size: int) -> list[int]:
     """Return where to cut a large file: [0] for not at all."""
     try:
         with Path(path).open("rb") as file:
@@ -165,11 +159,11 @@ def _cuts(path: str, size: int) -> list[int]:
     if kind == "jsonl" and not kinds.is_utf16(head):
         return list(range(0, size, UNIT_BYTES))
     if kind in ("parquet", "arrow"):
-        return columnar_reader.cuts(kind, path, UNIT_BYTES)
+        return columnar_reader.find_cuts(kind, path, UNIT_BYTES)
     return [0]
 
 
-def built_again(directory: Path) -> str:
+def show_rebuild(directory: Path) -> str:
     """Return the commands that build the parts of one split again, and go on with the merge."""
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
     return "\n".join((commands.shell("rm", "-r", directory),
@@ -177,22 +171,22 @@ def built_again(directory: Path) -> str:
                       commands.again()))
 
 
-def process(unit: Unit) -> Done:
+def process(unit: WorkUnit) -> UnitResult:
     """Read a unit and write its parts: batch messages per split, and lines of errors.jsonl."""
-    done = Done(unit)
+    done = UnitResult(unit)
     Path(unit.out).mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         def create(name: str) -> BinaryIO:
             return stack.enter_context(unit.part(name).open("wb"))
-        parts = {split: Part(stack.enter_context(_reused(unit.part(split))),
-                             unit.shape.keep_source,
-                             create(f"{split}.digests") if unit.shape.dedup != "none" else None)
+        parts = {split: PartWriter(
+                     stack.enter_context(_reuse(unit.part(split))), unit.shape.keep_source,
+                     create(f"{split}.digests") if unit.shape.dedup != "none" else None)
                  for split in unit.shape.splits}
         documents = Documents(unit.shape, parts, create("errors"))
-        for piece in unit.pieces:
-            _read(unit, piece, documents)
-            if what := _change(unit, piece):
-                done.changed = piece.path, what
+        for span in unit.spans:
+            _read(unit, span, documents)
+            if what := _find_change(unit, span.file):
+                done.changed = span.file.path, what
                 break
             if unit.shape.dedup != "none":
                 for split, part in parts.items():
@@ -217,7 +211,7 @@ def release(part: Path) -> None:
         part.unlink()
 
 
-def _reused(part: Path) -> BinaryIO:
+def _reuse(part: Path) -> BinaryIO:
     """Open a part for writing: a file that was given up, or a new one."""
     for free in (part.parent / _FREE).glob("*"):
         with suppress(FileNotFoundError):  # another worker was faster
@@ -226,37 +220,36 @@ def _reused(part: Path) -> BinaryIO:
     return part.open("wb")
 
 
-def _change(unit: Unit, piece: Piece) -> str:
+def _find_change(unit: WorkUnit, file: InputFile) -> str:
     """Return what became of a file since it was listed, empty when it is the same.
 
     After it was read, so that this holds for all that was read of it.
     """
     try:
-        info = Path(unit.folder, piece.path).stat()
+        info = Path(unit.folder, file.path).stat()
     except FileNotFoundError:
         return "it is gone"
     except OSError:
         return ""  # whoever read it has noted why
-    if info.st_size != piece.size:
-        return f"it held {piece.size:,} bytes when it was listed, and {info.st_size:,} now"
-    return "it was written to" if info.st_mtime_ns != piece.mtime_ns else ""
+    if info.st_size != file.bytes:
+        return f"it held {file.bytes:,} bytes when it was listed, and {info.st_size:,} now"
+    return "it was written to" if info.st_mtime_ns != file.mtime_ns else ""
 
 
-def _read(unit: Unit, piece: Piece, documents: Documents) -> None:
+def _read(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
     """Hand on the documents of one file, or note why it cannot be read."""
     from lib.corpus import readers
-    documents.begin(piece.path, piece.source)
-    if piece.path in unit.avoid:
-        documents.problem("crash", "the worker process that read it crashed twice", SKIPPED_FILE)
+    documents.begin(span.file.path, span.file.source)
+    if span.file.path in unit.avoid:
+        documents.note("crash", "the worker process that read it crashed twice", SKIPPED_FILE)
         return
     try:
-        with Source(f"{unit.folder}/{piece.path}", piece.start, piece.stop,
-                    unit.out) as source:
-            readers.read(source, documents)
+        with RawFile(f"{unit.folder}/{span.file.path}", span.start, span.stop, unit.out) as raw:
+            readers.read(raw, documents)
     except OSError as error:
         if isinstance(from_os_error(error), DiskFullError):
             raise  # a part could not be written: no fault of the input
-        documents.problem("unreadable", error.strerror or str(error), SKIPPED_FILE)
+        documents.note("unreadable", error.strerror or str(error), SKIPPED_FILE)
     except MemoryError:
-        documents.problem("unreadable", "too large for the memory of this machine", SKIPPED_FILE)
-    documents.end(piece.is_whole)
+        documents.note("unreadable", "too large for the memory of this machine", SKIPPED_FILE)
+    documents.end(span.is_whole)

@@ -1,14 +1,14 @@
-"""YAML: one document per YAML document, with aliases and merge keys expanded up to a limit."""
+"""Reads YAML, one document per YAML document; aliases and merge keys expand up to a limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from lib.corpus.documents import DROPPED, DROPPED_REST, TOO_LARGE, Documents
 from lib.corpus.encoding import Locator
-from lib.corpus.source import Source
+from lib.corpus.raw_file import RawFile
 
 _MAX_DEPTH = 1024
 # Nodes take up to a hundred times the room of their text.
@@ -27,31 +27,31 @@ class _Merge:
     """Stands for the key `<<`."""
 
 
-def read_yaml(source: Source, documents: Documents) -> None:
+def read_yaml(raw: RawFile, documents: Documents) -> None:
     """Hand on every YAML document up to the first syntax error.
 
     A file that is large is cut where lines start with `---`, so that its nodes fit in memory.
     """
-    data = source.read(LARGE)
+    data = raw.read(LARGE)
     if data is None:
-        pieces = source.pieces(documents.fallback)
-        texts = _groups(iter(pieces))
+        decoded = raw.decode(documents.fallback)
+        texts = _group(decoded)
     else:
-        pieces, texts = None, iter([documents.decode(data)])
-    following, locator = next(texts, None), Locator("", source.head)
+        decoded, texts = None, iter([documents.decode(data)])
+    following, locator = next(texts, None), Locator("", raw.head)
     while following is not None:
         text, following = following, next(texts, None)
-        if source.damage and following is None:  # the last document may be cut anywhere and valid
+        if raw.damage and following is None:  # the last document may be cut anywhere and valid
             text = text[:text.rfind("\n---") + 1]
         locator.move(locator.end(), text)
         if len(text) > LARGE:
-            documents.problem(*TOO_LARGE, DROPPED, *locator.at(0))
+            documents.note(*TOO_LARGE, DROPPED, *locator.at(0))
         elif not _read_text(text, locator, documents):
             break
-    if pieces:
-        documents.tally.replaced += pieces.replaced
-    if source.damage:
-        documents.problem("cut", source.damage, DROPPED_REST, *locator.at(locator.end()))
+    if decoded:
+        documents.tally.replaced += decoded.replaced
+    if raw.damage:
+        documents.note("cut", raw.damage, DROPPED_REST, *locator.at(locator.end()))
 
 
 def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
@@ -64,14 +64,14 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
             node = loader.get_node()
             place = locator.at(node.start_mark.index)
             try:
-                documents.value(_Plain(limit).copy(loader.construct_document(node)), *place)
+                documents.add_value(_Plain(limit).copy(loader.construct_document(node)), *place)
             except _Refused as refusal:
-                documents.problem(*refusal.args, DROPPED, *place)
+                documents.note(*refusal.args, DROPPED, *place)
             except (yaml.constructor.ConstructorError, RecursionError) as error:
-                documents.problem("syntax", f"not valid YAML: {_words(error)}", DROPPED, *place)
+                documents.note("syntax", f"not valid YAML: {_words(error)}", DROPPED, *place)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        documents.problem("syntax", f"not valid YAML: {_words(error)}", DROPPED_REST,
+        documents.note("syntax", f"not valid YAML: {_words(error)}", DROPPED_REST,
                           *(locator.at(mark.index) if mark else ()))
         return False
     finally:
@@ -79,14 +79,14 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
     return True
 
 
-def _groups(pieces: Iterator[str]) -> Iterator[str]:
+def _group(chunks: Iterable[str]) -> Iterator[str]:
     """Yield a text in parts of some megabytes that start with a line of `---`.
 
     Of a document larger than LARGE only a part is yielded that is larger than that, too.
     """
     text, is_skipping = "", False
-    for piece in pieces:
-        text += piece
+    for chunk in chunks:
+        text += chunk
         start = text.find("\n---", 0) if is_skipping else text.rfind("\n---", 1)
         if is_skipping:
             text, is_skipping = (text[start + 1:], False) if start >= 0 else (text[-4:], True)
@@ -151,7 +151,7 @@ def _loader() -> type:
     """
     import yaml
 
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    class PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         def flatten_mapping(self, node: Any) -> None:
             """Leave merge keys to _Plain, which bounds what they expand to."""
 
@@ -164,15 +164,15 @@ def _loader() -> type:
     def any_tag(loader: Any, node: Any) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return node.value
-        made_by = Loader.construct_yaml_seq if isinstance(node, yaml.SequenceNode) \
-            else Loader.construct_yaml_map
+        made_by = PlainLoader.construct_yaml_seq if isinstance(node, yaml.SequenceNode) \
+            else PlainLoader.construct_yaml_map
         return made_by(loader, node)
 
     for name in ("int", "float", "bool", "null", "timestamp", "binary"):
-        Loader.add_constructor(_TAG + name, scalar)
-    Loader.add_constructor(_TAG + "str", string)
-    Loader.add_constructor(_TAG + "merge", lambda loader, node: _Merge)
+        PlainLoader.add_constructor(_TAG + name, scalar)
+    PlainLoader.add_constructor(_TAG + "str", string)
+    PlainLoader.add_constructor(_TAG + "merge", lambda loader, node: _Merge)
     for name in ("omap", "pairs", "set"):
-        Loader.add_constructor(_TAG + name, any_tag)
-    Loader.add_constructor(None, any_tag)
-    return Loader
+        PlainLoader.add_constructor(_TAG + name, any_tag)
+    PlainLoader.add_constructor(None, any_tag)
+    return PlainLoader

@@ -12,7 +12,7 @@ import pytest
 
 from lib.corpus import inputs, work
 from lib.corpus.dataset import PARTS, Dataset
-from lib.corpus.documents import Shape
+from lib.corpus.tally import Shape
 
 
 @dataclass
@@ -53,7 +53,7 @@ def read(tmp_path: Path) -> Read:
         found, skipped = inputs.find(folder, False)
         with Dataset(out, Shape(**shape)) as dataset:
             dataset.note_skipped(skipped)
-            for unit in work.units(folder, found, out / PARTS, Shape(**shape)):
+            for unit in work.cut(folder, found, out / PARTS, Shape(**shape)):
                 dataset.add(work.process(unit))
             dataset.finish()
         homes = {split: out / split for split in Shape(**shape).splits} \

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from lib.corpus.balance import deal
+from lib.corpus.place import deal
 
 
 def loads(sizes: list[int], splits: int) -> tuple[list[int], list[int]]:

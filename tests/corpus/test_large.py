@@ -9,8 +9,8 @@ import tracemalloc
 
 import pytest
 
-from lib.corpus import encoding, inputs, json_reader, source, table_reader, work, yaml_reader
-from lib.corpus.documents import Shape
+from lib.corpus import inputs, json_reader, raw_file, table_reader, work, yaml_reader
+from lib.corpus.tally import Shape
 
 LIMIT = 1000
 
@@ -18,12 +18,12 @@ LIMIT = 1000
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make everything beyond a kilobyte large, and read it in pieces of a few bytes."""
-    for module in (source, json_reader, table_reader):
+    for module in (raw_file, json_reader, table_reader):
         monkeypatch.setattr(module, "LARGE_BYTES", LIMIT)
     monkeypatch.setattr(yaml_reader, "LARGE", LIMIT)
     monkeypatch.setattr(yaml_reader, "_GROUP", 100)
-    monkeypatch.setattr(source.Source.read, "__defaults__", (LIMIT,))
-    monkeypatch.setattr(encoding, "_CHUNK", 7)
+    monkeypatch.setattr(raw_file.RawFile.read, "__defaults__", (LIMIT,))
+    monkeypatch.setattr(raw_file, "_CHUNK", 7)
 
 
 def values(count: int) -> list:
@@ -61,11 +61,11 @@ def test_objects_of_a_large_list_taken_at_once_are_the_same(read, monkeypatch, s
 
 
 def test_a_large_list_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "_CHUNK", 10_000)
+    monkeypatch.setattr(raw_file, "_CHUNK", 10_000)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.json").write_text(json.dumps([{"a": "x" * 500}] * 8000))
     files, _ = inputs.find(tmp_path / "data", False)
-    [unit] = work.units(tmp_path / "data", files, tmp_path / "parts", Shape(min_chars=1000))
+    [unit] = work.cut(tmp_path / "data", files, tmp_path / "parts", Shape(min_chars=1000))
     work.process(unit)  # imports what is needed
     tracemalloc.start()
     try:

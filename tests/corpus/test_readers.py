@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lib.core.errors import StageError
-from lib.corpus import doubts, inputs, json_reader, source, work
-from lib.corpus.documents import Shape
+from lib.corpus import inputs, json_reader, raw_file, work
+from lib.corpus.tally import Shape, list_doubts
 
 
 @pytest.fixture(params=["orjson", "json"])
@@ -117,7 +117,7 @@ def test_a_bad_line_under_json_costs_only_itself(read, decoder):
 
 
 def test_a_large_json_file_is_read_value_by_value(read, monkeypatch):
-    monkeypatch.setattr(source.Source.read, "__defaults__", (10,))
+    monkeypatch.setattr(raw_file.RawFile.read, "__defaults__", (10,))
     outcome = read({"a.json": '[{"a": "x"}, {}, "y", ]', "b.json": '{"a": "z"}'})
     assert outcome.rows == ["x", "y", "z"]
     assert [(p["kind"], p["offset"]) for p in outcome.problems] == [("no string", 13)]
@@ -254,7 +254,7 @@ def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
     assert "a quote that opens in line 3 took lines 3 to 1,000 along, 998 lines in all" \
         in first["message"]
     assert "took lines 1 to 3 along, 3 lines in all" in second["message"]
-    assert doubts.of(outcome.dataset, Shape()) == [
+    assert list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0) == [
         "1,001 lines of CSV are lost behind quotes that are not closed; errors.jsonl says in "
         "which files and lines"]
 
@@ -268,7 +268,8 @@ def test_a_row_that_looks_like_many_is_told(read):
     assert len(outcome.rows) == 100 - 55 + 1
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [("a.csv", "quote", 7)]
     assert "takes lines 7 to 62, which look like rows" in outcome.problems[0]["message"]
-    assert "1 row of CSV may hold many rows" in doubts.of(outcome.dataset, Shape())[0]
+    doubts = list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0)
+    assert "1 row of CSV may hold many rows" in doubts[0]
 
 
 # --- compressed -----------------------------------------------------------------------------
@@ -327,5 +328,5 @@ def test_a_disk_that_fails_to_read_costs_no_document(read, name, failing_reads, 
     assert not outcome.problems
     failing_reads(1000)
     with pytest.raises(StageError, match=f"{name} cannot be read .* does not mean that it is dam"):
-        work.process(work.units(tmp_path / "data", *inputs.find(tmp_path / "data", False)[:1],
+        work.process(work.cut(tmp_path / "data", *inputs.find(tmp_path / "data", False)[:1],
                                 tmp_path / "out", Shape())[0])

@@ -7,9 +7,9 @@ import json
 import pyarrow as pa
 import pytest
 
-from lib.corpus import inputs, parts, shards, source, work
-from lib.corpus.documents import Shape
-from lib.corpus.flush import Flusher
+from lib.corpus import inputs, parts, raw_file, shards, work
+from lib.corpus.shards import Flusher
+from lib.corpus.tally import Shape
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_the_validation_split_depends_on_the_text_alone(read, tmp_path):
 
 def test_a_large_json_lines_file_is_cut_without_losing_or_repeating_a_line(read, monkeypatch):
     monkeypatch.setattr(work, "UNIT_BYTES", 100)
-    monkeypatch.setattr(source, "_BUFFER", 64)
+    monkeypatch.setattr(raw_file, "_BUFFER", 64)
     lines = [json.dumps("x" * (i % 40) + str(i)) for i in range(200)]
     lines[150] = "bad"
     lines[40] = json.dumps("long" * 1000)
@@ -91,7 +91,7 @@ def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch, flusher):
     monkeypatch.setattr(parts, "BATCH_BYTES", 10_000)
     sizes = [100] * 300 + [50_000] + [1] * 400
     with (tmp_path / "part").open("wb") as file:
-        part = parts.Part(file, keep_source=False)
+        part = parts.PartWriter(file, keep_source=False)
         for size in sizes:
             part.add(b"x" * size, "")
         part.flush()
@@ -110,7 +110,7 @@ def test_rows_added_at_once_make_the_same_batches(tmp_path, monkeypatch):
     written = []
     for name in ("one by one", "at once"):
         with (tmp_path / name).open("wb") as file:
-            part = parts.Part(file, keep_source=True)
+            part = parts.PartWriter(file, keep_source=True)
             for block in blocks:
                 if name == "at once":
                     part.extend(block, "a.txt")
@@ -128,8 +128,8 @@ def test_a_part_written_over_another_holds_nothing_of_it(tmp_path, monkeypatch):
     for name, size in (("a.txt", 3900), ("b.txt", 2000)):
         (tmp_path / "data" / name).write_text(name[0] * size)
     files, _ = inputs.find(tmp_path / "data", False)
-    fresh = work.units(tmp_path / "data", files, tmp_path / "fresh", Shape())
-    again = work.units(tmp_path / "data", files, tmp_path / "again", Shape())
+    fresh = work.cut(tmp_path / "data", files, tmp_path / "fresh", Shape())
+    again = work.cut(tmp_path / "data", files, tmp_path / "again", Shape())
     for unit in fresh + again[:1]:
         work.process(unit)
     work.release(again[0].part("train"))
@@ -143,7 +143,7 @@ def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeyp
     writer = shards.ShardWriter(tmp_path / "out", "train", True, flusher)
     for number in range(10):
         with (tmp_path / "part").open("wb") as file:
-            part = parts.Part(file, keep_source=True)
+            part = parts.PartWriter(file, keep_source=True)
             part.add(b"%d" % number * 1500, "a.txt")
             part.flush()
         writer.append(tmp_path / "part", part.rows, part.text_bytes)
@@ -156,6 +156,7 @@ def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeyp
     path = tmp_path / "out" / shard.name
     with pa.OSFile(str(path)) as file:
         first = next(iter(pa.ipc.open_stream(file)))
-    path.write_bytes(parts.schema(True).serialize().to_pybytes() + first.serialize().to_pybytes())
+    schema = parts.make_schema(True)
+    path.write_bytes(schema.serialize().to_pybytes() + first.serialize().to_pybytes())
     with pytest.raises(shards.ArtifactError, match="did not reach the disk"):
         shards._verify(path, shard)

@@ -14,7 +14,7 @@ import pytest
 from lib.core import unfinished
 from lib.core.errors import StageError, UsageError
 from lib.corpus import kinds, place
-from lib.corpus.scan import MADE, Rules, Scan, inputs_of, scan, shown, taken
+from lib.corpus.scan import MADE, Rules, Scan, escape, identify, scan, select_taken
 
 
 def verdicts(root: Path, *args, **rules) -> dict[str, str]:
@@ -91,21 +91,21 @@ def test_a_disk_that_fails_ends_the_scan_but_for_what_is_excluded(tmp_path, monk
         "unreadable"
     monkeypatch.setattr(os, "read", fail)
     with pytest.raises(OSError, match="Stale"):
-        place._kinds([str(tmp_path / "a.txt")])
+        place._sniff_some([str(tmp_path / "a.txt")])
 
 
 def test_the_identity_of_the_input_moves_with_it_and_sees_changes(tmp_path):
     one = tmp_path / "one"
     one.mkdir()
     (one / "a.txt").write_text("x")
-    before = inputs_of(taken(scan(one, Rules())))
-    assert inputs_of(taken(scan(one.rename(tmp_path / "two"), Rules()))) == before
+    before = identify(select_taken(scan(one, Rules())))
+    assert identify(select_taken(scan(one.rename(tmp_path / "two"), Rules()))) == before
     os.utime(tmp_path / "two/a.txt", ns=(1, 1))
-    assert inputs_of(taken(scan(tmp_path / "two", Rules()))) != before
+    assert identify(select_taken(scan(tmp_path / "two", Rules()))) != before
 
 
 def test_names_that_are_no_text_can_be_shown():
-    assert shown(os.fsdecode(b"a\xff\nb\xc3\xa9")) == "a\\xff\\nbé"
+    assert escape(os.fsdecode(b"a\xff\nb\xc3\xa9")) == "a\\xff\\nbé"
 
 
 @pytest.mark.parametrize(("name", "head", "kind"), [
@@ -132,7 +132,7 @@ def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
     assert place.place(source, tmp_path / "b", "hardlink") == "copy"
     assert (tmp_path / "b").read_text() == "x"
     assert (tmp_path / "b").stat().st_mtime_ns == 7
-    assert place.mode_that_works(source, tmp_path, "hardlink", 1) == "copy"
+    assert place.choose_mode(source, tmp_path, "hardlink", 1) == "copy"
 
 
 def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_what_stages_have_made_is_not_taken_as_text(tmp_path: Path) -> None:
     for name in ("config.yaml", "state.json", "checkpoints/x.txt"):
         (tmp_path / "run" / name).write_text("text")
     entries = scan(tmp_path, Rules())
-    assert {e.path.partition("/")[0] for e in taken(entries)} == {"fetched", "foreign"}
+    assert {e.path.partition("/")[0] for e in select_taken(entries)} == {"fetched", "foreign"}
     assert [e.path for e in entries if e.skipped == MADE] == ["corpus/", "model/", "run/", "store/"]
 
 

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import bz2
 import io
+import lzma
 import os
 import posixpath
 import shutil
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lib.core.reading import PatientFile
-from lib.corpus import encoding, inflate, kinds
+from lib.corpus import encoding, kinds
+from lib.corpus.encoding import DecodedText
 
 # A document (or file) larger than this is never in memory as a whole; one that has to be, because
 # it is structured, is dropped. Several times its size is needed to turn it into a row.
 LARGE_BYTES = 64_000_000
-_BUFFER = 1 << 17
+PACKED_SUFFIXES = {"gzip": (".gz", ".gzip"), "bzip2": (".bz2",), "xz": (".xz",),
+                   "zstd": (".zst", ".zstd")}
+_BUFFER, _CHUNK = 1 << 17, 1 << 20
+_PACKED_CHUNK = 1 << 16
+_GZIP_WINDOW = 16 + zlib.MAX_WBITS
+_DECODERS = {"gzip": lambda: zlib.decompressobj(_GZIP_WINDOW), "bzip2": bz2.BZ2Decompressor,
+             "xz": lzma.LZMADecompressor}
 
 
-class Source:
-    """An open input file, or the part of it in [start, stop).
+class RawFile:
+    """Reads an input file, or the part of it in [start, stop).
 
     kind: what it holds, once decompressed. head: its first bytes. start, stop: of JSON Lines the
     bytes in which lines begin, of Parquet row groups, of Arrow record batches. scratch: a directory
-    for unpacked files.
+    for unpacked files. damage: why the compressed data ended too early, "" if it did not; known
+    once all is read.
     """
 
     def __init__(self, path: str, start: int = 0, stop: int | None = None,
                  scratch: str | None = None) -> None:
         self.start, self.stop = start, stop
         self.scratch, self._path = scratch, path
-        self._inflated: inflate.Inflated | None = None
-        self.stream: BinaryIO = _opened(path)
+        self.damage = ""
+        self.stream = self._file = _open(path)
         self._sniff(path)
-        if self.kind in inflate.SUFFIXES:
+        if self.kind in PACKED_SUFFIXES:
             stem, suffix = posixpath.splitext(path)
-            inner = stem if suffix.lower() in inflate.SUFFIXES[self.kind] else path
-            self._inflated = inflate.Inflated(self.stream, self.kind)
-            self.stream = io.BufferedReader(self._inflated, _BUFFER)
+            inner = stem if suffix.lower() in PACKED_SUFFIXES[self.kind] else path
+            self.stream = _as_stream(self._unpack(self.kind))
             self._sniff(inner)
 
     def _sniff(self, name: str) -> None:
@@ -50,36 +60,37 @@ class Source:
             self.head = self.stream.peek(kinds.HEAD_BYTES)[:kinds.HEAD_BYTES]
         self.kind = kinds.sniff(name, self.head)
 
-    def __enter__(self) -> Source:
+    def _unpack(self, kind: str) -> Iterator[bytes]:
+        """Yield the decompressed content, up to the first damage."""
+        unpack = _unpack_zstd if kind == "zstd" else _unpack_members
+        try:
+            yield from unpack(self._file, kind)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            self.damage = str(error) or type(error).__name__
+
+    def __enter__(self) -> RawFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.stream.close()
-
-    @property
-    def damage(self) -> str:
-        """Why the compressed data ended too early, "" if it did not; known once all is read."""
-        return self._inflated.damage if self._inflated else ""
+        self._file.close()
 
     def read(self, limit: int = LARGE_BYTES) -> bytes | None:
-        """Return the whole content, or None when it is larger than a limit: then use `pieces`."""
+        """Return the whole content, or None when it is larger than a limit: then use `decode`."""
         data = self.stream.read(limit + 1)
         if len(data) <= limit:
             return data
-        self._prefix = data
+        self._prefix = io.BytesIO(data)
         return None
 
-    def pieces(self, fallback: str) -> encoding.Pieces:
+    def decode(self, fallback: str) -> DecodedText:
         """Return the text of large content, also of what `read` has read of it."""
-        joined = io.BufferedReader(_Joined(self._prefix, self.stream), _BUFFER)
-        self._prefix = b""
-        return encoding.Pieces(joined, self.head, fallback)
+        return DecodedText(_chunks(self._prefix, self.stream), self.head, fallback)
 
     @contextmanager
-    def seekable(self) -> Iterator[BinaryIO]:
+    def open_seekable(self) -> Iterator[BinaryIO]:
         """Open the content so that it can be read in any order; what is compressed is unpacked."""
-        if not self._inflated:
+        if self.stream is self._file:
             with io.BufferedReader(PatientFile(self._path)) as file:
                 yield file
             return
@@ -91,12 +102,9 @@ class Source:
     def lines(self) -> Iterator[tuple[int | None, bytes | None]]:
         """Yield (offset, line), as `blocks` gives them, one at a time."""
         for offset, lines in self.blocks():
-            if lines is None:
-                yield offset, None
-                continue
-            for line in lines:
+            for line in [None] if lines is None else lines:
                 yield offset, line
-                offset = None if offset is None else offset + len(line)
+                offset = None if offset is None or line is None else offset + len(line)
 
     def blocks(self) -> Iterator[tuple[int | None, list[bytes] | None]]:
         """Yield (offset, lines) of UTF-8 without BOM, split at `\\n` bytes only and keeping them.
@@ -124,23 +132,24 @@ class Source:
             position += size
             if is_long:
                 yield position if has_offsets else None, None
-                position += LARGE_BYTES + _rest_of_line(stream)
+                position += LARGE_BYTES + _skip_line(stream)
 
     def _at_first_line(self) -> tuple[BinaryIO, int]:
         """Return a stream of UTF-8 where the first line of this part starts, and its offset."""
         stream, position = self.stream, 0
         if kinds.is_utf16(self.head):
-            stream = io.BufferedReader(encoding.Utf8(encoding.Pieces(stream, self.head)), _BUFFER)
+            texts = DecodedText(_chunks(stream), self.head)
+            stream = _as_stream(encoding.encode(text)[0] for text in texts)
         elif self.start:
             stream.seek(self.start - 1)
             room = None if self.stop is None else self.stop - self.start + 1
-            position = self.start - 1 + _rest_of_line(stream, room)
-        elif self.head.startswith(encoding.UTF8_BOM):
-            position = len(stream.read(len(encoding.UTF8_BOM)))
+            position = self.start - 1 + _skip_line(stream, room)
+        elif self.head.startswith(kinds.UTF8_BOM):
+            position = len(stream.read(len(kinds.UTF8_BOM)))
         return stream, position
 
 
-def _opened(path: str) -> BinaryIO:
+def _open(path: str) -> BinaryIO:
     """Open a file for reading; a small one is in memory at once, without a buffer of its own."""
     raw = PatientFile(path)
     try:
@@ -154,7 +163,7 @@ def _opened(path: str) -> BinaryIO:
     return io.BytesIO(data)
 
 
-def _rest_of_line(stream: BinaryIO, limit: int | None = None) -> int:
+def _skip_line(stream: BinaryIO, limit: int | None = None) -> int:
     """Skip to the start of the next line, or past a limit; return how many bytes that were."""
     size = 0
     while (limit is None or size < limit) and (part := stream.readline(_BUFFER)):
@@ -164,17 +173,61 @@ def _rest_of_line(stream: BinaryIO, limit: int | None = None) -> int:
     return size
 
 
-class _Joined(io.RawIOBase):
-    """Some bytes and then a stream."""
+def _unpack_members(file: BinaryIO, kind: str) -> Iterator[bytes]:
+    """Yield the content of gzip, bzip2 or xz (several members in a row are one content).
 
-    def __init__(self, first: bytes, then: BinaryIO) -> None:
+    Raises EOFError or an error of the codec where it is damaged.
+    """
+    member, packed = _DECODERS[kind](), b""
+    while True:
+        if member.eof:
+            packed = member.unused_data.lstrip(b"\0") or file.read(_PACKED_CHUNK)
+            if not packed:
+                return
+            member = _DECODERS[kind]()
+        data = member.decompress(packed, _CHUNK)
+        # zlib hands back what it did not look at, the others keep it.
+        packed = getattr(member, "unconsumed_tail", b"")
+        if data:
+            yield data
+        elif not member.eof and not packed and getattr(member, "needs_input", True):
+            packed = file.read(_PACKED_CHUNK)
+            if not packed:
+                raise EOFError("the compressed data ends in the middle")
+
+
+def _unpack_zstd(file: BinaryIO, _kind: str) -> Iterator[bytes]:
+    """Yield the content of zstd through pyarrow, which every dataset needs anyway."""
+    import pyarrow as pa
+    yield from _chunks(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
+
+
+def _chunks(*streams: Any) -> Iterator[bytes]:
+    """Yield the bytes of streams, one stream after the other."""
+    for stream in streams:
+        while chunk := stream.read(_CHUNK):
+            yield chunk
+
+
+def _as_stream(chunks: Iterable[bytes]) -> io.BufferedReader:
+    """Return chunks of bytes, none of them empty, as a stream."""
+    return io.BufferedReader(_Chunks(chunks), _BUFFER)
+
+
+class _Chunks(io.RawIOBase):
+    """Reads chunks of bytes one after the other."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
         super().__init__()
-        self._first, self._then = io.BytesIO(first), then
+        self._chunks, self._rest = iter(chunks), memoryview(b"")
 
     def readable(self) -> bool:
         """Tell io.BufferedReader that this can be read."""
         return True
 
-    def readinto(self, target: memoryview) -> int:
+    def readinto(self, target: Any) -> int:
         """Fill as much of a buffer as there is; 0 at the end."""
-        return self._first.readinto(target) or self._then.readinto(target)
+        rest = self._rest or memoryview(next(self._chunks, b""))
+        size = min(len(rest), len(target))
+        target[:size], self._rest = rest[:size], rest[size:]
+        return size
