@@ -74,8 +74,8 @@ def parse(argv: list[str]) -> tuple[Options, list[str]]:
         raise UsageError("`--` is missing",
                          expected="the options of the launcher, then `--`, then those of "
                                   f"{stage_04.SCRIPT}: -- -d c4 -m ORG/NAME")
-    at = argv.index("--") if "--" in argv else len(argv)
-    return parser().parse(argv[:at]), argv[at + 1:]
+    own, train = stage_04.divided(argv)
+    return parser().parse(own), train
 
 
 def main(argv: list[str]) -> None:

@@ -26,6 +26,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from launch.common import stage_04  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
 from launch.supervision import network  # noqa: E402
 from lib.core import commands, options, stage  # noqa: E402
@@ -59,8 +60,8 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     """Print the command, run it, and exit with its code as Kubernetes should see it."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    opts, train = parse(argv[:at]), argv[at + 1:]
+    own, train = stage_04.divided(argv)
+    opts = parse(own)
     if not train:
         raise UsageError("`--` is missing, or nothing stands behind it",
                          expected="options of stage 04: -- -e exp -d corpus")

@@ -23,11 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.common import stage_04
 from launch.supervision import network
-from launch.supervision.attempt import Plan
-from launch.supervision.board import HEAD, Board
-from launch.supervision.follower import Follower
+from launch.supervision.attempt import NodeCommand
+from launch.supervision.board import HEAD, NoteBoard
 from launch.supervision.head import Head
-from launch.supervision.node import Node
+from launch.supervision.node import Follower, NodeLauncher
 from lib.core import commands, launcher, lease, options, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
@@ -78,10 +77,8 @@ def parse(argv: list[str]) -> Options:
 def stage_options(words: list[str]) -> Options:
     """Return the options of stage 04; UsageError when a run cannot be started with them."""
     opts = stage_04.parse(words)
-    problems = Problems()
     if not opts.experiment_name or not opts.dataset_name:
-        problems.add("-e and -d are needed behind `--`: a name for the run, and a dataset")
-    problems.raise_if_any()
+        raise UsageError("-e and -d are needed behind `--`: a name for the run, and a dataset")
     return opts
 
 
@@ -98,10 +95,10 @@ def script_in(command: list[str]) -> int:
     return script
 
 
-def show(opts: Options, plan: Plan) -> None:
+def show(opts: Options, command: NodeCommand) -> None:
     """Print what is about to run."""
-    words = [*(f"{name}={value}" for name, value in plan.environment.items()),
-             shlex.join(commands.redacted_argv(plan.command))]
+    words = [*(f"{name}={value}" for name, value in command.environment.items()),
+             shlex.join(commands.redacted_argv(command.words))]
     node = f"node {opts.node_rank} of {opts.nnodes}, " if opts.nnodes > 1 else ""
     restarts = "1 restart" if opts.max_restarts == 1 else f"{opts.max_restarts} restarts"
     print(f"launcher: {node}in {Path.cwd()}, at most {restarts} without a newer checkpoint\n"
@@ -110,26 +107,27 @@ def show(opts: Options, plan: Plan) -> None:
 
 def main(argv: list[str]) -> None:
     """Show the command and, unless that is all, keep it running; exits with the run's code."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    problems, command = Problems(), argv[at + 1:]
-    opts = problems.collect(lambda: parse(argv[:at]))
-    script = script_in(command)
-    asked = problems.collect(lambda: stage_options(command[script + 1:]))
+    problems, (own, words) = Problems(), stage_04.divided(argv)
+    opts = problems.collect(lambda: parse(own))
+    script = script_in(words)
+    asked = problems.collect(lambda: stage_options(words[script + 1:]))
     if opts and asked:
         problems.collect(lambda: stage_04.check_ranks(asked, opts.nnodes * opts.nproc_per_node))
     problems.raise_if_any()
     environment = {} if opts.nnodes == 1 else network.environment(opts.head, opts.interface)
-    plan = Plan(command, environment, opts.save_seconds)
+    command = NodeCommand(words, environment, opts.save_seconds)
     experiment = Experiment(asked.save_dir.absolute(), asked.experiment_name)
-    show(opts, plan)
+    show(opts, command)
     if opts.dry_run:
         print("dry run: nothing was started")
         return
     os.environ.setdefault(launcher.MARK, lease.identity(os.getpid()))
     directory = experiment.root.parent / ".launch" / experiment.root.name
-    board = Board(directory if opts.nnodes > 1 else None, opts.node_rank)
-    node: Node = Follower(plan, board, opts.wait_seconds) if opts.node_rank != HEAD else Head(
-        plan, board, opts.wait_seconds, opts.nnodes, experiment, opts.max_restarts, opts.backoff)
+    board = NoteBoard(directory if opts.nnodes > 1 else None, opts.node_rank)
+    node: NodeLauncher = Follower(command, board, opts.wait_seconds)
+    if opts.node_rank == HEAD:
+        node = Head(command, board, opts.wait_seconds, opts.nnodes, experiment, opts.max_restarts,
+                    opts.backoff)
 
     def note(number: int, frame: FrameType | None) -> None:
         node.signalled(signal.Signals(number).name)

@@ -12,6 +12,12 @@ from lib.train import arguments
 SCRIPT = "04_train_fsdp.py"
 
 
+def divided(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and behind the first `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1:]
+
+
 def expanded(words: Sequence[str]) -> list[str]:
     """Return options with those that --config holds in its place; UsageError as `parse`."""
     kept: list[str] = []

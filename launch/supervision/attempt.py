@@ -1,83 +1,154 @@
-"""torchrun on this node, once: started, watched, stopped, and nothing of it left."""
+"""torchrun on this node, once: started, watched, stopped, and nothing of it left.
+
+torchrun gives each rank a session of its own, and dies without its ranks when it is killed. So this
+process is made the one that orphans fall back to, and what descends from it is found in /proc.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import subprocess
 import tempfile
 import time
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.supervision import outcome
 from launch.supervision.outcome import NodeOutcome
-from launch.supervision.processes import Command, kills_for_memory
 
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None)
 _ENDS_BY_ITSELF_S = 20.0  # once a rank, or another node's part, has ended
 _LEFT_OVER_S = 5.0  # for what outlives torchrun
 _AFTER_THE_SAVE_S = 30.0
+_KILLED_WITHIN_S = 30.0  # beyond it, a process is stuck in the kernel, on a device or a mount
 _MEMORY_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class NodeCommand:
     """What to run on this node. environment: to set beside what is there.
 
     save_seconds: how long a save may take.
     """
 
-    command: list[str]
+    words: list[str]
     environment: dict[str, str]
     save_seconds: float
 
 
 class Attempt:
-    """Call `tick` until it returns True, then ask for the outcome."""
+    """A running command and its descendants: call `tick` until it returns True, then `outcome`.
 
-    def __init__(self, plan: Plan, node: int) -> None:
-        self._plan, self._node = plan, node
+    The command is asked to stop (SIGTERM) when this process is killed.
+    """
+
+    def __init__(self, command: NodeCommand, node: int) -> None:
+        self._save_seconds, self._node = command.save_seconds, node
         self._logs = tempfile.TemporaryDirectory(prefix="launch-")
-        self._kills, self._killed_at = kills_for_memory(), float("-inf")
+        self._kills, self._killed_at = _kills_for_memory(), float("-inf")
         self._deadline, self._stopping, self._ended_at = float("inf"), False, 0.0
         # torchrun has each rank write an error file below the directory; this one is its own.
         torchrun = {"PET_LOG_DIR": self._logs.name,
                     "TORCHELASTIC_ERROR_FILE": str(Path(self._logs.name) / outcome.ERROR_FILE)}
-        self._command = Command(plan.command, {**plan.environment, **torchrun})
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._process = subprocess.Popen(
+            command.words, env={**os.environ, **command.environment, **torchrun},
+            start_new_session=True,
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
 
     def tick(self) -> bool:
         """Look at the processes, kill them when their time is over; True once all have ended."""
-        if (kills := kills_for_memory()) > self._kills:
+        if (kills := _kills_for_memory()) > self._kills:
             self._kills, self._killed_at = kills, time.monotonic()
         if any(Path(self._logs.name).rglob(outcome.ERROR_FILE)):
             self.abandon()  # a rank that waits in a collective for the one that failed does not end
         deadline = self._deadline
-        if self._command.poll() is not None:
-            if not self._command.running():
+        if self._process.poll() is not None:
+            if not self._running():
                 return True
             self._ended_at = self._ended_at or time.monotonic()
             if not self._stopping:  # else ranks that save may outlive a torchrun that did not
                 deadline = min(deadline, self._ended_at + _LEFT_OVER_S)
         if time.monotonic() < deadline:
             return False
-        if stuck := self._command.kill_all():
+        if stuck := self._kill_all():
             print(f"launcher: processes that cannot be killed are left: {stuck}", flush=True)
         return True
 
     def stop(self, signal_name: str) -> None:
         """Have all ranks save and end, with time for it; nothing the second time."""
-        if not self._stopping:
-            self._stopping = True
-            self._command.ask_to_stop(signal_name)
-            self._end_within(self._plan.save_seconds + _AFTER_THE_SAVE_S)
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._process.poll() is None:  # the command alone, which passes it on
+            self._process.send_signal(signal.Signals[signal_name])
+        self.abandon(self._save_seconds + _AFTER_THE_SAVE_S)
 
     def abandon(self, seconds: float = _ENDS_BY_ITSELF_S) -> None:
         """Let it end by itself for a while, since another rank or node has ended or is lost."""
-        self._end_within(seconds)
-
-    def _end_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def outcome(self) -> NodeOutcome:
         """Return how it ended; called once."""
         failures = outcome.read_failures(Path(self._logs.name), self._node)
         self._logs.cleanup()
-        return NodeOutcome(self._node, self._command.poll(), failures,
+        return NodeOutcome(self._node, self._process.poll(), failures,
                            time.monotonic() - self._killed_at < _MEMORY_WINDOW_S)
+
+    def _kill_all(self) -> list[int]:
+        """Kill all of it; return what would not die."""
+        deadline = time.monotonic() + _KILLED_WITHIN_S
+        while (left := self._running()) and time.monotonic() < deadline:
+            for pid in left:  # again and again: one of them may just have started another
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        return left
+
+    def _running(self) -> list[int]:
+        """Return what descends from this process and has not ended, and reap orphans that have."""
+        self._process.poll()
+        me, children = os.getpid(), defaultdict(list)
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, IndexError):  # it has just ended
+                # The name of the program, in brackets, may hold spaces and brackets itself.
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                children[int(parent)].append((int(entry.name), state))
+        running, parents = [], [me]
+        while parents:
+            parent = parents.pop()
+            for pid, state in children[parent]:
+                parents.append(pid)
+                if state not in "ZX":
+                    running.append(pid)
+                elif parent == me and pid != self._process.pid:  # whose code is wanted
+                    with suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+        return running
+
+
+def _kills_for_memory() -> int:
+    """Return how many processes the kernel has killed here for want of memory.
+
+    Of this container or job where control groups tell, else of the whole machine.
+    """
+    counters = [Path("/proc/vmstat")]
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root, name = ("", "memory.events") if not controllers else \
+                    ("memory", "memory.oom_control")
+                counters = [Path("/sys/fs/cgroup") / root / path.strip("/") / name,
+                            Path("/sys/fs/cgroup") / root / name, *counters]
+    for counter in counters:
+        with suppress(OSError, ValueError):
+            rows = dict(line.split(None, 1) for line in counter.read_text().splitlines())
+            if "oom_kill" in rows:
+                return int(rows["oom_kill"])
+    return 0

@@ -20,7 +20,7 @@ SILENT_S = 90.0  # network file systems may show a change a minute late
 _MOST_PAUSE_S = 5.0
 
 
-class Board:
+class NoteBoard:
     """directory: None when this is the only node, and there is nobody to tell anything.
 
     me: names this launcher, so that a node that returns is told from the one it was.

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from launch.supervision import outcome
-from launch.supervision.attempt import Attempt, Plan
-from launch.supervision.board import HEAD, Board
-from launch.supervision.node import OTHERS_LEAVE_WITHIN_S, TELL_AFTER_S, Node
+from launch.supervision.attempt import Attempt, NodeCommand
+from launch.supervision.board import HEAD, NoteBoard
+from launch.supervision.node import OTHERS_LEAVE_WITHIN_S, TELL_AFTER_S, NodeLauncher
 from launch.supervision.outcome import History, NodeOutcome, Verdict
 from lib.core import paths, records, units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
@@ -19,15 +19,15 @@ _OTHERS_END_WITHIN_S = 60.0  # more than they take to end by themselves and to b
 _LONGEST_BACKOFF_S = 300.0
 
 
-class Head(Node):
+class Head(NodeLauncher):
     """The launcher of node 0.
 
     backoff: seconds before the first restart; doubled each time.
     """
 
-    def __init__(self, plan: Plan, board: Board, patience: float, nodes: int,
+    def __init__(self, command: NodeCommand, board: NoteBoard, patience: float, nodes: int,
                  experiment: Experiment, max_restarts: int, backoff: float) -> None:
-        super().__init__(plan, board, patience)
+        super().__init__(command, board, patience)
         self._others = range(1, nodes)
         self._experiment, self._backoff = experiment, backoff
         self._history = History(max_restarts, newest=self._newest())
@@ -89,7 +89,7 @@ class Head(Node):
         has_begun, state = self._mark() != self._found, self._state_text()
         self._facts = {"members": members, "found": self._found}
         self.post("run", **self._facts, has_begun=has_begun)
-        self.attempt = attempt = Attempt(self.plan, HEAD)
+        self.attempt = attempt = Attempt(self.command, HEAD)
         while not attempt.tick():
             self.turn(self._others, "run", **self._facts, has_begun=has_begun)
             self._hear_stop()
