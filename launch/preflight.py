@@ -28,7 +28,7 @@ from lib.core import log, options, stage, units  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
-    from launch.preflights.group import Launch
+    from launch.preflights.group import AllRanks
 
 
 def parse(argv: list[str]) -> Options:
@@ -60,21 +60,19 @@ def main(argv: list[str]) -> None:
     if opts.dry_run:
         _plan(opts)
         return
-    from launch.preflights import bandwidth as preflight_bandwidth
-    from launch.preflights import judge as preflight_judge
-    from launch.preflights import table as preflight_table
-    from launch.preflights.group import Launch
+    from launch.preflights import bandwidth, judge, table
+    from launch.preflights.group import AllRanks
 
-    launch = Launch(opts.timeout)
+    launch = AllRanks(opts.timeout)
     log.info(f"{units.counted(launch.world_size, 'rank')} on "
              f"{units.counted(len(launch.ranks_of), 'node')}, "
              f"{'GPUs' if launch.on_gpu else 'CPUs'}")
     facts = examine(launch, opts)
-    speed = preflight_bandwidth.measure(launch, began + opts.seconds)
+    speed = bandwidth.measure(launch, began + opts.seconds)
     found: list[Finding] = []
     if launch.rank == 0:
-        found = preflight_judge.judge(facts, speed, launch.name, opts.min_bandwidth)
-        preflight_table.show(facts, speed, launch.host_of, found)
+        found = judge.judge(facts, speed, launch.name, opts.min_bandwidth)
+        table.show(facts, speed, launch.host_of, found)
         log.info("")
         findings.show(found)
         log.info(f"took {time.monotonic() - began:.0f} s")
@@ -85,28 +83,21 @@ def main(argv: list[str]) -> None:
     findings.conclude([Finding(**finding) for finding in agreed], opts.fail_on, "this cluster")
 
 
-def examine(launch: Launch, opts: Options) -> dict[int, dict[str, Any]]:
+def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
     """Return on rank 0 what each node tells of itself; all ranks must call this."""
-    from launch.preflights import bandwidth as preflight_bandwidth
-    from launch.preflights import gpu as preflight_gpu
-    from launch.preflights import machine as preflight_machine
+    from launch.preflights import bandwidth, machine
     from launch.preflights.group import clock_offset
 
     told: dict[str, Any] = {}
     if launch.leads_node:  # before a rank of the node takes memory or time of its GPUs
-        told = {"gpu": preflight_gpu.gpus(), "efa": preflight_gpu.efa(),
-                "shm": preflight_machine.shm(), "disk": preflight_machine.disk(opts.save_dir),
-                "versions": preflight_machine.versions(ROOT),
-                "settings": preflight_machine.settings(),
-                "locked_memory": preflight_machine.locked_memory(),
-                "artifacts": preflight_machine.artifacts(opts.artifact, opts.cache_dir),
+        told = {**machine.describe(opts.save_dir, opts.cache_dir, opts.artifact, ROOT),
                 "ranks": len(launch.ranks_of[launch.node]), "shared": _sees_probe(launch, opts),
                 "clock": clock_offset(launch)}
     launch.barrier("examined")
-    launch.share("compute", preflight_bandwidth.compute_speed(launch))
+    launch.share("compute", bandwidth.compute_speed(launch))
     if launch.leads_node:
         told["compute"] = launch.gather("compute", launch.ranks_of[launch.node])
-        told["throttled"] = preflight_gpu.throttled()
+        told["throttled"] = machine.throttled()
         launch.share("facts", told)
     launch.barrier("computed")
     if launch.rank != 0:
@@ -115,7 +106,7 @@ def examine(launch: Launch, opts: Options) -> dict[int, dict[str, Any]]:
             for node in sorted(launch.ranks_of)}
 
 
-def _sees_probe(launch: Launch, opts: Options) -> bool:
+def _sees_probe(launch: AllRanks, opts: Options) -> bool:
     """Tell whether this node sees a file that rank 0 puts beside the experiments."""
     from launch.preflights.machine import existing
 

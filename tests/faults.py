@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from launch.common.run_files import Lines
+from launch.common.run_files import JsonLines
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from tests import forks
@@ -130,7 +130,7 @@ def valid_steps(outputs: Path, experiment: str = "run") -> list[int]:
 
 def events(outputs: Path, experiment: str = "run") -> list[dict[str, Any]]:
     """Return the rows of events.jsonl, without those that a kill has torn."""
-    return Lines(outputs / experiment / "events.jsonl").update()
+    return JsonLines(outputs / experiment / "events.jsonl").update()
 
 
 def pinned(core: int = 0) -> Callable[[], None]:

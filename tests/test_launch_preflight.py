@@ -18,8 +18,8 @@ import pytest
 
 from launch.common import findings
 from launch.common.findings import Finding
-from launch.preflights import gpu as preflight_gpu
 from launch.preflights import judge as preflight_judge
+from launch.preflights import machine
 from tests.conftest import ROOT, free_port, run_stage
 
 SCRIPT = ROOT / "launch" / "preflight.py"
@@ -252,7 +252,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def node_facts(**changes: Any) -> dict[str, Any]:
     """Return what a healthy node tells of itself."""
-    return {"gpu": preflight_gpu.gpus(), "efa": {"devices": [], "not_checked": {}},
+    return {"gpu": machine.gpus(), "efa": {"devices": [], "not_checked": {}},
             "shm": {"total": 64 << 30}, "disk": {"directory": "/fsx", "free": 10 ** 13,
                                                  "write": 2e9, "read": 2e9},
             "versions": {"torch": "2.13.0"}, "settings": {}, "locked_memory": -1, "artifacts": {},
@@ -279,7 +279,7 @@ def judged(facts: list[dict[str, Any]], speed: dict[str, Any] | None = None,
 
 
 def test_healthy_gpus_give_no_finding(smi: Path):
-    told = preflight_gpu.gpus()
+    told = machine.gpus()
     assert told["not_checked"] == {} and len(told["gpus"]) == 2
     assert told["gpus"][0]["nvlinks"] == 18 and told["gpus"][0]["driver"] == "580.65.06"
     assert not judged([node_facts(), node_facts(), node_facts()])
@@ -307,11 +307,11 @@ def test_what_a_tool_does_not_know_is_not_checked(smi: Path):
     (smi / "remap").unlink()
     (smi / "ecc").write_text("0, [N/A]\n1, [N/A]\n")
     (smi / "nvlink").write_text("")
-    told = preflight_gpu.gpus()
+    told = machine.gpus()
     assert set(told["not_checked"]) == {"GPU memory rows", "GPU ECC", "NVLink"}
     assert "not a valid field" in told["not_checked"]["GPU memory rows"]
     (smi / "identity").write_text("Unable to determine the device handle for GPU0: GPU is lost\n")
-    assert preflight_gpu.gpus()["not_checked"].keys() == {"GPUs"}
+    assert machine.gpus()["not_checked"].keys() == {"GPUs"}
 
 
 def test_a_sick_gpu_fails_the_command(smi: Path, tmp_path: Path):
@@ -377,12 +377,12 @@ def test_efa_devices(tmp_path: Path, smi: Path):
         (device / "device").mkdir()
         (device / "device" / "vendor").write_text(vendor + "\n")
         (device / "ports" / "1" / "state").write_text(state + "\n")
-    told = preflight_gpu.efa(tmp_path / "ib")
+    told = machine.efa(tmp_path / "ib")
     assert [device["active"] for device in told["devices"]] == [True, False]
     found = judged([node_facts(efa={**told, "libfabric": False}, locked_memory=8 << 20)])
     assert {f.check for f in found} == {"EFA", "locked memory"}
     assert any("rdmap1 has no active port" in f.text for f in found)
-    assert preflight_gpu.efa(tmp_path / "none")["not_checked"]
+    assert machine.efa(tmp_path / "none")["not_checked"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 16])

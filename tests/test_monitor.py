@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from launch import monitor
-from launch.common.run_files import Lines, RunFiles
+from launch.common.run_files import JsonLines, RunFiles
 from lib.core.lease import Lease
 from tests.conftest import ROOT, run_stage, start_stage
 from tests.training import SEQ_LENGTH
@@ -127,7 +127,7 @@ def test_torn_and_missing_files(run: Path):
 
 def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_anew(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    lines = Lines(path)
+    lines = JsonLines(path)
     assert lines.update() == []
     path.write_text(row(1) + row(2)[:30])
     assert [r["step"] for r in lines.update()] == [1]

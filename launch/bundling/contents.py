@@ -40,8 +40,8 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Artifact:
-    """A directory. kind: of its manifest, empty without one."""
+class PackedDirectory:
+    """A directory to pack. kind: of its manifest, empty without one."""
 
     to: str
     source: Path
@@ -105,7 +105,7 @@ def _git(*arguments: str) -> bytes:
     return done.stdout
 
 
-def artifacts(opts: Options) -> list[Artifact]:
+def artifacts(opts: Options) -> list[PackedDirectory]:
     """Return what --model, --dataset and --tokens name; raises for all that is wrong at once."""
     problems, found = Problems(), []
     for name in opts.model:
@@ -115,7 +115,7 @@ def artifacts(opts: Options) -> list[Artifact]:
     for name in opts.tokens:
         found += problems.collect(lambda n=name: _tokens(n, opts.cache_dir)) or []
     problems.raise_if_any()
-    places: dict[str, Artifact] = {}
+    places: dict[str, PackedDirectory] = {}
     for artifact in found:
         there = places.setdefault(artifact.to, artifact)
         if there.source.resolve() != artifact.source.resolve():
@@ -125,19 +125,19 @@ def artifacts(opts: Options) -> list[Artifact]:
     return list(places.values())
 
 
-def _model(name: str, cache_dir: Path) -> Artifact:
+def _model(name: str, cache_dir: Path) -> PackedDirectory:
     place = models.resolve(name, cache_dir)
     is_path = (Path(name).expanduser() / "config.json").is_file()
     own = place.resolve().name if is_path else paths.model_dir_name(name)
     return directory(place, f".cache/models/{own}")
 
 
-def _dataset(name: str) -> Artifact:
+def _dataset(name: str) -> PackedDirectory:
     place = datasets.open_source(datasets.resolve(name)).path
     return directory(place, f"hf_datasets/{place.resolve().name}")
 
 
-def _tokens(name: str, cache_dir: Path) -> list[Artifact]:
+def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
     """Return the store of this name with its packs, or all stores of a dataset of this name."""
     root = paths.tokens_root(cache_dir)
     exact = [place for place in (Path(name), root / name)
@@ -159,7 +159,7 @@ def _tokens(name: str, cache_dir: Path) -> list[Artifact]:
     return [directory(place, f".cache/tokens/{place.resolve().name}") for place in chosen]
 
 
-def directory(place: Path, to: str) -> Artifact:
+def directory(place: Path, to: str) -> PackedDirectory:
     """Return all files of a directory; ArtifactError for what is not a plain file."""
     content = manifest.read_if_any(place)
     digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
@@ -176,10 +176,10 @@ def directory(place: Path, to: str) -> Artifact:
                                 digests.get(name, "")))
     fingerprint = hashing.file_digest(place / MANIFEST, "sha256") if content else \
         hashing.fingerprint([[p.to, p.bytes, p.mtime_ns] for p in payloads])
-    return Artifact(to, place, payloads, fingerprint, content["kind"] if content else "")
+    return PackedDirectory(to, place, payloads, fingerprint, content["kind"] if content else "")
 
 
-def remarks(opts: Options, chosen: list[Artifact]) -> list[str]:
+def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
     """Return what is probably missing: what stage 04 would need over there and is not chosen."""
     places = {artifact.to: artifact for artifact in chosen}
     data = [artifact for artifact in chosen if artifact.to.startswith("hf_datasets/")]
@@ -210,7 +210,7 @@ def _store_of(cache_dir: Path, dataset: Path, model: Path) -> Path | None:
     return there if (there / MANIFEST).is_file() else None
 
 
-def next_commands(chosen: list[Artifact]) -> list[str]:
+def next_commands(chosen: list[PackedDirectory]) -> list[str]:
     """Return what to type over there."""
     data = [a.to for a in chosen if a.to.startswith("hf_datasets/")]
     named = [a for a in chosen if a.to.startswith(".cache/models/")]

@@ -24,7 +24,7 @@ _HEAVY_START = "Traceback (most recent call last):"
 Row = dict[str, Any]
 
 
-class Lines:
+class JsonLines:
     """A file of JSON lines that grows; what is torn or no object is left out until it is whole."""
 
     def __init__(self, path: Path) -> None:
@@ -60,8 +60,8 @@ class RunFiles:
 
     def __init__(self, root: Path) -> None:
         self.experiment = Experiment(root.parent, root.name)
-        self._metrics, self._events = (Lines(self.experiment.metrics),
-                                       Lines(self.experiment.events))
+        self._metrics, self._events = (JsonLines(self.experiment.metrics),
+                                       JsonLines(self.experiment.events))
         self._seen: dict[Path, tuple[int, list[str]]] = {}
         self.state: Row = {}
         self.rows: list[Row] = []

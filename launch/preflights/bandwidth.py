@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.preflights.group import Launch, process_group
+from launch.preflights.group import AllRanks, process_group
 
 _GPU_BYTES, _CPU_BYTES = 256 << 20, 4 << 20
 _GPU_REPEATS, _CPU_REPEATS = 10, 6
@@ -24,7 +24,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 Result = dict[str, Any]
 
 
-def compute_speed(launch: Launch) -> float:
+def compute_speed(launch: AllRanks) -> float:
     """Return the TFLOP/s of this rank's matrix products (bf16 on a GPU, fp32 on a CPU)."""
     width, dtype = (8192, torch.bfloat16) if launch.on_gpu else (384, torch.float32)
     left = torch.ones(width, width, dtype=dtype, device=launch.device)
@@ -32,7 +32,7 @@ def compute_speed(launch: Launch) -> float:
     return 2 * width ** 3 / min(seconds[2:]) / 1e12
 
 
-def measure(launch: Launch, deadline: float) -> Result:
+def measure(launch: AllRanks, deadline: float) -> Result:
     """Return what all ranks, each node and each pair of nodes reach; all ranks must call this.
 
     deadline: `time.monotonic()` of rank 0 after which no further round of pairs begins.
@@ -71,7 +71,7 @@ def rounds_of(nodes: list[int]) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def _pairs(launch: Launch, nodes: list[int], size: int, deadline: float,
+def _pairs(launch: AllRanks, nodes: list[int], size: int, deadline: float,
            ) -> tuple[dict[str, Result], int]:
     """Measure pairs round by round; return on rank 0 the results, and the rounds left out."""
     results: dict[str, Result] = {}
@@ -88,11 +88,11 @@ def _pairs(launch: Launch, nodes: list[int], size: int, deadline: float,
     return results, 0
 
 
-def _ranks(launch: Launch, a: int, b: int) -> list[int]:
+def _ranks(launch: AllRanks, a: int, b: int) -> list[int]:
     return sorted(launch.ranks_of[a] + launch.ranks_of[b])
 
 
-def _try(launch: Launch, name: str, ranks: list[int], size: int, timeout_s: float) -> None:
+def _try(launch: AllRanks, name: str, ranks: list[int], size: int, timeout_s: float) -> None:
     """Measure a group and publish what came out, be it a failure."""
     try:
         with process_group(launch, name, ranks, timeout_s):
@@ -104,7 +104,7 @@ def _try(launch: Launch, name: str, ranks: list[int], size: int, timeout_s: floa
     launch.share(name, result)
 
 
-def _result(launch: Launch, name: str, ranks: list[int]) -> Result:
+def _result(launch: AllRanks, name: str, ranks: list[int]) -> Result:
     """Return a group's result: the slowest rank's view, or the first failure."""
     views = launch.gather(name, ranks)
     if len(views) < len(ranks):
@@ -113,7 +113,7 @@ def _result(launch: Launch, name: str, ranks: list[int]) -> Result:
     return failed[0] if failed else views[ranks[0]]
 
 
-def _group_speed(launch: Launch, ranks: int, size: int) -> Result:
+def _group_speed(launch: AllRanks, ranks: int, size: int) -> Result:
     elements = size // 4 // ranks * ranks
     whole = torch.ones(elements, device=launch.device)
     part = torch.ones(elements // ranks, device=launch.device)
@@ -137,7 +137,7 @@ def _group_speed(launch: Launch, ranks: int, size: int) -> Result:
             "latency_us": 1e6 * slowest(lambda: dist.all_reduce(tiny), 20)}
 
 
-def _timed(operation: Callable[[], Any], launch: Launch) -> float:
+def _timed(operation: Callable[[], Any], launch: AllRanks) -> float:
     if launch.on_gpu:
         torch.cuda.synchronize()
     began = time.perf_counter()

@@ -21,7 +21,7 @@ _PINGS = 5
 _GLOO_TRIES = 5  # gloo waits for a connection that many times its timeout (torch 2.13)
 
 
-class Launch:
+class AllRanks:
     """All ranks of this launch.
 
     rank, world_size: of the launch; node: number of this rank's node; local_rank: on it.
@@ -130,7 +130,8 @@ class Launch:
 
 
 @contextmanager
-def process_group(launch: Launch, name: str, ranks: list[int], timeout_s: float) -> Iterator[None]:
+def process_group(launch: AllRanks, name: str, ranks: list[int], timeout_s: float,
+                  ) -> Iterator[None]:
     """Make some ranks the default process group for a while; all of them must call this.
 
     Raises RuntimeError or DistError when they cannot connect within timeout_s.
@@ -151,7 +152,7 @@ def process_group(launch: Launch, name: str, ranks: list[int], timeout_s: float)
         dist.destroy_process_group()
 
 
-def clock_offset(launch: Launch) -> dict[str, float]:
+def clock_offset(launch: AllRanks) -> dict[str, float]:
     """Return how far this node's clock is ahead of rank 0's, in seconds, and how sure that is.
 
     As NTP does: of a few questions and answers the quickest counts. Every node's leader calls
