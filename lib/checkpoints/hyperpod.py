@@ -31,8 +31,9 @@ from safetensors.torch import load as tensors_in
 from lib.checkpoints import load, tier
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, facts
-from lib.core import commands, hashing, log, paths, publish, records
+from lib.core import commands, hashing, log, paths, records
 from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.core.identity import differences
 from lib.models import safetensors_file
 from lib.parallel.agreement import gather, on_rank_0, together
 
@@ -106,7 +107,7 @@ class HyperPodTier(tier.Tier):
 
         for step, content in on_rank_0(lambda: self._committed(is_wanted, leave), self._control):
             if content["world_size"] != self._ranks or \
-                    publish.differences(content["identity"], identity):
+                    differences(content["identity"], identity):
                 continue
             part, problem = self._get(step, content["parts"][self._rank])
             problems = list(filter(None, gather(problem, self._control)))

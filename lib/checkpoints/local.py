@@ -29,6 +29,7 @@ from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
 from lib.checkpoints.tier import Note, Tier, tensors_of, unnoted
 from lib.core import log, manifest, paths, publish, unfinished
 from lib.core.errors import StageError, UsageError
+from lib.core.identity import differences
 from lib.parallel.agreement import gather, on_rank_0, together
 
 _KEEP = 2
@@ -101,7 +102,7 @@ class LocalTier(Tier):
         there = self._whole()
         mine = {(step, found["save"]) for step, found in there.items()
                 if found["world_size"] == self._ranks and found["ranks"] == self._node
-                and not publish.differences(found["identity"], identity)}
+                and not differences(found["identity"], identity)}
         shared = set.intersection(*gather(mine, self._control))
         for step, _ in sorted(shared, reverse=True):
             if step <= after or (before is not None and step > before):

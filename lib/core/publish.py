@@ -24,6 +24,7 @@ from typing import Any
 
 from lib.core import commands, failure, hashing, lease, log, manifest, unfinished, units
 from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
+from lib.core.identity import Difference, differences, in_lines
 from lib.core.paths import MANIFEST
 
 OWNER = ".owner.json"  # in a partial directory: who builds in it, or did
@@ -31,7 +32,6 @@ _REPLACED = "replaced"
 _LEFT_AFTER_S = 600  # without a sign of life before another machine's leftovers are deleted
 _IN_WORDS = {"raw": "raw files", "dataset-parts": "dataset parts",  # of kinds; others are words
              "tokens": "token store"}
-_LONGEST_FLOAT = 10  # characters
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -68,7 +68,7 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
     changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
     if changes:
         raise UsageError(f"{given} exists, made from other inputs or options",
-                         found="\n".join(changes),
+                         found=in_lines(changes),
                          hint="choose another name, or replace it:",
                          run=commands.again("--overwrite"))
     manifest.check(given, there, in_words(kind), run=run or commands.again("--overwrite"))
@@ -83,29 +83,8 @@ def in_words(kind: str) -> str:
     return f"the {_IN_WORDS.get(name, name)}"
 
 
-def _kind_change(there: dict[str, Any], kind: str) -> list[str]:
-    return [] if there["kind"] == kind else [f"format: {there['kind']} there, {kind} now"]
-
-
-def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Return one line per option or input that differs between two identities."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        lines = []
-        for key in sorted(old.keys() | new.keys()):
-            lines += differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-        return lines
-    label = path.removeprefix("inputs.")
-    if path.startswith("options."):
-        label = "--" + path.removeprefix("options.").replace("_", "-")
-    return [] if old == new else [f"{label}: {_shown(old, new)} there, {_shown(new, old)} now"]
-
-
-def _shown(value: Any, other: Any) -> str:
-    """Return a value as a person would type it, with all its digits only where they matter."""
-    if not isinstance(value, float) or len(repr(value)) <= _LONGEST_FLOAT:
-        return str(value)
-    short = f"{value:g}"
-    return repr(value) if isinstance(other, float) and short == f"{other:g}" else short
+def _kind_change(there: dict[str, Any], kind: str) -> list[Difference]:
+    return [] if there["kind"] == kind else [Difference("format", "format", there["kind"], kind)]
 
 
 class AlreadyBuilding(UsageError):

@@ -13,8 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, publish, reading, records, unfinished
+from lib.core import commands, hashing, log, manifest, reading, records, unfinished
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.identity import differences
 from lib.core.paths import MANIFEST
 from lib.corpus import work
 from lib.corpus.inputs import InputFile
@@ -110,7 +111,7 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
         elif there["kind"] != KIND:
             found = [f"kind {there['kind']} there, {KIND} now"]
         else:
-            found = publish.differences(there["identity"], identity(whole, files)) \
+            found = [*map(str, differences(there["identity"], identity(whole, files)))] \
                 or manifest.damages(locate_parts(save_dir) / name, there, deep=False)
             total += sum(entry["bytes"] for entry in there["files"])
             versions.add(json.dumps(there["versions"], sort_keys=True))

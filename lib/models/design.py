@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import commands, hashing, log, manifest, publish, records, units
+from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import UsageError
+from lib.core.identity import differences, in_lines
 from lib.models import scratch, tokenizer
 from lib.models.prepare import called
 
@@ -56,9 +57,9 @@ class Design:
 
     def require_same(self, before: dict[str, Any], name: str) -> None:
         """Raise UsageError when corpus or tokenizer are not those any more that were identified."""
-        if changed := publish.differences(before, self.identity(name)):
+        if changed := differences(before, self.identity(name)):
             raise UsageError(f"{self.train_on or self.copy_from} was replaced or changed while "
-                             "it was read; nothing was made of it", found="\n".join(changed),
+                             "it was read; nothing was made of it", found=in_lines(changed),
                              hint="once nothing writes to it:", run=commands.again())
 
     def vocabulary(self) -> int:

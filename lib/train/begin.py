@@ -17,10 +17,10 @@ from lib.checkpoints.local import LocalTier
 from lib.checkpoints.tier import Tier
 from lib.core import failure, hashing, log, manifest, stamps, units
 from lib.core.errors import EXIT_BUG, UsageError
+from lib.core.identity import differences
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
-from lib.core.publish import differences
 from lib.models import float8, remote_code
 from lib.models.initialise import initialise
 from lib.models.weights import load_pretrained
@@ -201,9 +201,8 @@ def _require_agreement(opts: Options, run_plan: Plan, world: World) -> None:
     for rank, other in enumerate(gather(mine, world.control)):
         if found := differences(other, mine):
             raise UsageError(f"ranks {rank} and {world.rank} were not started alike",
-                             found="\n".join(line.replace(" there,", f" on rank {rank},")
-                                             .replace(" now", f" on rank {world.rank}")
-                                             for line in found),
+                             found="\n".join(each.told(f"on rank {rank}", f"on rank {world.rank}")
+                                             for each in found),
                              expected="the same command, dataset and model on every node")
 
 

@@ -11,15 +11,16 @@ from typing import Any
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, log, manifest, paths, publish
+from lib.core import commands, log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.identity import Difference, differences, in_lines
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.train import journal
 
-# What decides which sample bears which number, as publish.differences names it.
 _SAMPLES = "samples in an epoch"
-_OF_SAMPLES = ("dataset", "tokenizer", "--seed:", "--seq-length:", "--packing:", _SAMPLES)
+# What decides which sample bears which number.
+_OF_SAMPLES = {"dataset", "tokenizer", "seed", "seq_length", "packing", _SAMPLES}
 
 
 def has_begun(experiment: Experiment) -> bool:
@@ -48,15 +49,15 @@ def read(experiment: Experiment) -> dict[str, Any]:
 
 
 def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
-                 with_changes: bool = False) -> list[str]:
+                 with_changes: bool = False) -> list[Difference]:
     """Return every difference between a run and this one; UsageError if that forbids to resume."""
-    changed = publish.differences(earlier, now)
-    if with_changes and (other := [line for line in changed if line.startswith("--optimizer:")]):
+    changed = differences(earlier, now)
+    if with_changes and (other := [each for each in changed if each.name == "optimizer"]):
         raise UsageError(f"{where} holds states of another optimizer, which this one cannot take "
-                         "over", found="\n".join(other),
+                         "over", found=in_lines(other),
                          hint="keep --optimizer, or begin another run from an export of this one")
     if changed and not with_changes:
-        raise UsageError(f"{where} was begun with other settings", found="\n".join(changed),
+        raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
                          hint="use another --experiment-name, --overwrite to start this one anew "
                               "(the old one is kept aside), --resume-with-changes to go on all the "
                               "same, or the settings that it has:",
@@ -76,9 +77,9 @@ def with_samples(facts: dict[str, Any], now: dict[str, Any], samples: int | None
         (facts["identity"], facts.get("samples_per_epoch", samples)), (now, samples)))
 
 
-def is_other_data(changes: list[str]) -> bool:
+def is_other_data(changes: list[Difference]) -> bool:
     """Tell whether samples had other numbers before some changes, so that the cursor is void."""
-    return any(change.startswith(_OF_SAMPLES) for change in changes)
+    return any(change.name in _OF_SAMPLES for change in changes)
 
 
 def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, Any],

@@ -53,7 +53,7 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
     if checkpoint is named and run.saves.tier:
         run.saves.tier.supersede(-1, _NEWER)
     run.journal.event("resume", run.step, path=str(checkpoint.path), ranks=run.world.size,
-                      **({"changes": changes} if changes else {}))
+                      **({"changes": [*map(str, changes)]} if changes else {}))
     log.info(f"resumed from {checkpoint.path} in {units.duration(time.monotonic() - began)}: step "
              f"{run.step:,} of {run.plan.total_steps:,}, {run.tokens:,} tokens seen")
     for change in changes:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, log, publish, stamps
+from lib.core import commands, log, stamps
 from lib.core.errors import Problems, UsageError
+from lib.core.identity import differences
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.models import identity, resolve
@@ -136,7 +137,7 @@ def is_complete(opts: Options, experiment: Experiment, inputs: Inputs) -> bool:
     plan = make_plan(opts, inputs, opts.seq_length or inputs.begun_with("seq_length"),
                      opts.precision or inputs.begun_with("precision"), facts["samples_per_epoch"])
     if checkpoint.step < plan.total_steps or \
-            publish.differences(facts["identity"], plan.identity()):
+            differences(facts["identity"], plan.identity()):
         return False
     earlier.mark_complete(experiment, checkpoint.step)
     log.info(f"already done: {experiment.root} is complete at step {checkpoint.step:,}; raise "
