@@ -183,12 +183,16 @@ def divided(bins: np.ndarray) -> np.ndarray:
     limits = range(fewest, max(fewest, int(held.max())) + 1)
     limit = limits[bisect_left(limits, True, key=lambda limit: (
         -(-held // limit) - 1).sum() <= len(held) // _SHARE)]
-    parts = -(-held // limit)
-    order, place = np.argsort(bins, kind="stable"), np.empty_like(bins)
-    place[order] = np.arange(len(bins)) - (np.cumsum(held) - held)[bins[order]]
-    part = place * parts[bins] // held[bins]
+    full = np.flatnonzero(held[bins] > limit)
+    full = full[np.argsort(bins[full], kind="stable")]
+    _, of, count = np.unique(bins[full], return_inverse=True, return_counts=True)
+    parts = -(-count // limit)
+    place = np.arange(len(full)) - (np.cumsum(count) - count)[of]
+    part = place * parts[of] // count[of]
     further = len(held) - 1 + np.cumsum(parts - 1) - (parts - 1)  # the number of part 1, less one
-    return np.where(part, further[bins] + part, bins)
+    bins = bins.copy()
+    bins[full] = np.where(part, further[of] + part, bins[full])
+    return bins
 
 
 def _build(tokens: TokenStore, seq_length: int, target: Path, identity: dict[str, Any]) -> None:
