@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # how collectives treat fake tensors
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,9 +30,11 @@ from transformers import PreTrainedModel
 from lib.models.architecture import decoder_layers
 from lib.optim import adamw8bit, registry
 from lib.optim.guard import StepGuard
-from lib.parallel import blocks, loss, parallelize
+from lib.parallel import attention, blocks, loss, parallelize
 from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
 from lib.tokens.loader import MicroBatch
+
+_ROWS_PER_DOCUMENT = 128
 
 # It prints a traceback of what fails here, which whoever asked for the trace hears of anyway.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -43,8 +46,9 @@ class Case:
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
     pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
-    have without a varlen kernel. chunked: the output layer makes the loss. optimizer: its kind.
-    on_gpu: else on a CPU, which takes smaller pieces of some things at a time.
+    have without a varlen kernel. documents: of a sample, for which that kernel is prepared; 0
+    without it. chunked: the output layer makes the loss. optimizer: its kind. on_gpu: else on a
+    CPU, which takes smaller pieces of some things at a time.
     """
 
     ranks: int
@@ -57,6 +61,7 @@ class Case:
     offload: bool = False
     keep_gathered: bool = False
     masked: bool = False
+    documents: int = 0
     chunked: bool = True
     optimizer: str = "adamw"
     on_gpu: bool = True
@@ -121,7 +126,7 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
     if case.chunked:
         head = model.get_output_embeddings()
         head.forward = loss.LossHead(head, loss.AT_ONCE["cuda" if case.on_gpu else "cpu"])
-    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case.masked), \
+    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case), \
             mock.patch.dict(adamw8bit.AT_ONCE, clear=True):  # as on a GPU, not many small pieces
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
@@ -133,7 +138,7 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
     """Run a step of a sharded model, fake or real, and return what was counted."""
     adamw = registry.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
     _mark(model, tracker)
-    batch = _batch(case.batch, case.seq_length, case.masked)
+    batch = _batch(case)
     for last in (False, True) if case.accumulates else (True,):
         model.set_requires_all_reduce(last)
         tracker.restart("activations")
@@ -177,35 +182,61 @@ def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
 def makes_loss(model: PreTrainedModel) -> bool:
     """Tell whether the model hands on what its output layer returns, so that it can be the loss."""
     model = copy.deepcopy(model).to(torch.bfloat16)  # all that grouped products know
+    case = Case(1, 1, 1, 16, "bf16", "none")
     head, returned = model.get_output_embeddings(), []
     head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
     head.register_forward_hook(lambda _, __, out: returned.append(out))
-    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, masked=False):
+    with FakeTensorMode(allow_non_fake_inputs=True), _attention(model, case):
         model.to_empty(device="cpu")
         try:
-            return loss.token_loss_sum(model, _batch(1, 16, masked=False)) is returned[0]
+            return loss.token_loss_sum(model, _batch(case)) is returned[0]
         except (RuntimeError, TypeError, IndexError):  # what follows the layer needs logits
             return False
 
 
 @contextlib.contextmanager
-def _attention(model: PreTrainedModel, masked: bool) -> Iterator[None]:
+def _attention(model: PreTrainedModel, case: Case) -> Iterator[None]:
     """Let attention do what it does with real tokens.
 
-    Kernels for packed documents keep what sdpa keeps without a mask, and only that runs on fake
-    tensors. transformers takes all fake positions for packed ones and would make a mask.
+    transformers takes all fake positions for packed ones and would make a mask.
     """
     if model.config._attn_implementation != "eager":
-        model.config._attn_implementation = "sdpa"
-    not_packed = {} if masked else {"find_packed_sequence_indices": lambda _: None}
-    with mock.patch.multiple("transformers.masking_utils", **not_packed) if not_packed \
+        model.config._attn_implementation = attention.VARLEN if case.documents else "sdpa"
+    not_packed = {} if case.masked else {"find_packed_sequence_indices": lambda _: None}
+    with mock.patch.object(attention, "_by_document", _as_by_kernel), \
+            mock.patch.multiple("transformers.masking_utils", **not_packed) if not_packed \
             else contextlib.nullcontext():
         yield
 
 
-def _batch(rows: int, length: int, masked: bool) -> MicroBatch:
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
-    return MicroBatch(tokens, tokens.clone(), torch.zeros_like(tokens) if masked else None)
+def _as_by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor,
+                  scaling: float | None, window: int) -> Tensor:
+    """Take the memory of the kernel for packed documents. query, key, value: [tokens, H, D].
+
+    It keeps what sdpa keeps without a mask, and only that runs on fake tensors. In backward it sums
+    the gradient of the queries in float32, with 128 rows more for each document (mha_varlen_bwd in
+    torch's flash_api.cpp).
+    """
+    parts = [part.transpose(0, 1)[None] for part in (query, key, value)]
+    out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=True)
+    shapes = [(part.shape, part.dtype) for part in (query, key, value)]
+    summed = len(query) + _ROWS_PER_DOCUMENT * (len(boundaries) - 1), *query.shape[1:]
+
+    def backward(_: Tensor) -> None:
+        """Make all at once what the kernel has at the same time; sdpa makes its own after it."""
+        [torch.empty(shape, dtype=dtype) for shape, dtype in (*shapes, (summed, torch.float32))]
+
+    if out.requires_grad:
+        out.register_hook(backward)
+    return out[0].transpose(0, 1)
+
+
+def _batch(case: Case) -> MicroBatch:
+    tokens = torch.zeros(case.batch, case.seq_length, dtype=torch.int64)
+    is_packed = case.masked or case.documents
+    ends = torch.zeros(case.batch * case.documents + 1, dtype=torch.int32) if case.documents \
+        else None
+    return MicroBatch(tokens, tokens.clone(), torch.zeros_like(tokens) if is_packed else None, ends)
 
 
 def _mark(model: nn.Module, tracker: Tracker) -> None:

@@ -1,7 +1,7 @@
 """`--batch-size auto`, and what is said of a batch that leaves a GPU waiting for memory.
 
 The batch of a pass changes nothing that is learned as long as a step has the same samples. So it is
-what fits by the memory plan, up to as many tokens as keep a device busy.
+what fits by the memory plan, up to as many tokens as keep a device busy, and to what the data has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GIB = 1 << 30
 def settle(opts: Options, setting: Setting) -> None:
     """Put a number in the place of `auto`, for this rank's device, and say why it is that.
 
-    Ranks may find different ones: begin takes the smallest. Raises UsageError where no batch fits
+    Ranks may find different ones: `agree` takes the smallest. Raises UsageError where no batch fits
     the other options; whether one fits in memory is asked later, as of any other.
     """
     if opts.batch_size != plan.AUTO or opts.plan_gpus:
@@ -42,10 +42,33 @@ def settle(opts: Options, setting: Setting) -> None:
         log.info(why)
 
 
-def agree(opts: Options, setting: Setting, world: World) -> None:
-    """Take the smallest batch that any rank has found for its device; all ranks must call this."""
+def agree(opts: Options, setting: Setting, samples: int | None, world: World) -> None:
+    """Take the smallest batch that any rank has found for its device; all ranks must call this.
+
+    samples: of an epoch, see `limit`.
+    """
     if setting.auto_batch:
         opts.batch_size = min(gather(opts.batch_size, world.control))
+        limit(opts, setting, samples, world.size)
+
+
+def limit(opts: Options, setting: Setting, samples: int | None, ranks: int) -> None:
+    """Take a smaller batch where that was open and the data would not fill one step, and say so.
+
+    samples: of an epoch; None: not known. A step whose samples are given is divided, not changed.
+    """
+    asked = plan.epochs(opts)
+    if not setting.auto_batch or opts.global_batch_size or samples is None or asked is None:
+        return
+    most = asked * samples // (ranks * (opts.grad_accum_steps or 1))
+    if opts.batch_size <= most:
+        return
+    smaller = _candidates(opts, setting, ranks, opts.batch_size * setting.seq_length)
+    before, opts.batch_size = opts.batch_size, max([b for b in smaller if b <= most] or smaller[:1])
+    if log.rank() == 0:
+        log.info(f"--batch-size auto: {opts.batch_size} per process instead of {before}, since the "
+                 f"run has {units.counted(asked * samples, 'sample')} for "
+                 f"{units.counted(ranks, 'rank')}")
 
 
 def planned(opts: Options, setting: Setting) -> dict[int, Options]:

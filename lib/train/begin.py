@@ -85,11 +85,13 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     meeting: see layout.meet. All ranks must call this. Raises UsageError for another run in
     the directory, or ranks not started alike; ArtifactError when none of its checkpoints is valid.
     """
-    estimate = MemoryEstimate(opts, setting) if log.rank() == 0 else None
+    estimate = MemoryEstimate(setting) if log.rank() == 0 else None
     if opts.deterministic:
         determinism.require()
     world = layout.start(opts.shard_size, meeting, watchdog.longest(opts.watchdog_minutes))
-    batch_size.agree(opts, setting, world)
+    batch_size.agree(opts, setting, data.samples, world)
+    if estimate is not None:
+        estimate.begin(opts, setting, data.most_documents)
     launch = launches.join(opts, experiment, world)
     run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
                                  data.samples, world.rank)

@@ -34,6 +34,7 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
     for ranks, given in asked.items():
         if opts.plan_gpus:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
+        batch_size.limit(given, setting, samples, ranks)
         plan = problems.collect(lambda ranks=ranks, given=given: startup.make_plan(
             given, inputs, setting.seq_length, setting.precision, samples, ranks=ranks))
         if plan is None:
@@ -44,7 +45,7 @@ def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
                 opts, plan.total_steps, has_begun=bool(inputs.begun)))
         _tell(opts, plan, data, work, _hardware(opts, setting, ranks))
     if opts.plan_gpus:
-        _plan_memory(opts, setting, asked)
+        _plan_memory(opts, setting, asked, data.most_documents if data else packing.FEWEST)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
 
@@ -108,10 +109,11 @@ def _hardware(opts: Options, setting: Setting, ranks: int) -> Hardware:
     return Hardware(ranks, peak, where, "GPU" if on_gpu else "rank")
 
 
-def _plan_memory(opts: Options, setting: Setting, asked: dict[int, Options]) -> None:
+def _plan_memory(opts: Options, setting: Setting, asked: dict[int, Options], most_documents: int,
+                 ) -> None:
     """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
     try:
-        memory_plan.tell(opts, setting, asked)
+        memory_plan.tell(opts, setting, asked, most_documents)
     except UsageError:
         raise
     except Exception as error:  # the rest of the plan is worth having

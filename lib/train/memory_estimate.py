@@ -6,14 +6,16 @@ import multiprocessing
 import os
 import signal
 import warnings
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from unittest import mock
 
 import torch
+from transformers import PreTrainedModel
 
 from lib.core import log, units
 from lib.core.options import Options
-from lib.train import memory, plan
+from lib.train import memory, memory_plan, plan
 from lib.train.startup import Setting
 
 _GIB = 1 << 30
@@ -27,24 +29,25 @@ class MemoryEstimate:
 
     Must be made before the process group and before the model is sharded: it forks, which spares
     importing everything again. A fork of a process that uses a GPU could not compute (torch ends it
-    in autograd), so there it imports all, and sees no GPU. For a model so small that libraries take
-    more memory than it does, nothing is estimated.
+    in autograd), so there it imports all, and sees no GPU. It waits until the ranks have agreed on
+    what is to be traced (`begin`). For a model so small that libraries take more memory than it
+    does, nothing is estimated.
     """
 
-    def __init__(self, opts: Options, setting: Setting) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.gib: float | None = None
         self._traced = "estimated as for bf16" if setting.precision == "fp8" else "estimated"
         self._on_gpu = torch.cuda.is_available()
-        has = memory.total(torch.device("cuda" if self._on_gpu else "cpu"))
+        self._has = memory.total(torch.device("cuda" if self._on_gpu else "cpu"))
         context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
-        self._answer, question = context.Pipe(duplex=False)
+        self._answer, question = context.Pipe()
         self._is_wanted = sum(p.numel() for p in setting.model.parameters()) >= _ESTIMATED_FROM
         if not self._is_wanted:
             self._answer.close()
             question.close()
             return
         self._child = context.Process(target=_trace, daemon=True, args=(
-            question, opts, setting, self._on_gpu, has))
+            self._answer, question, setting.model))
         with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), \
                 warnings.catch_warnings():  # of threads, which the child does not use
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -53,6 +56,13 @@ class MemoryEstimate:
             except OSError as error:  # no room for another process, but for a run there may be
                 question.send(str(error))
         question.close()
+
+    def begin(self, opts: Options, setting: Setting, most_documents: int) -> None:
+        """Start the trace of a run with these options. most_documents: see memory_plan.case_of."""
+        if self._is_wanted:
+            with suppress(OSError):  # of a process that is not there: `tell` has its last word
+                self._answer.send(memory_plan.case_of(opts, setting, plan.launched_size(),
+                                                      self._on_gpu, self._has, most_documents))
 
     def tell(self, wait_s: float = 0.0) -> None:
         """Print the estimate as soon as it is known, once. wait_s: for it, at most."""
@@ -92,7 +102,8 @@ class MemoryEstimate:
             self._child.kill()
 
 
-def _trace(question: Connection, opts: Options, setting: Setting, on_gpu: bool, has: int) -> None:
+def _trace(others: Connection, question: Connection, model: PreTrainedModel) -> None:
+    others.close()  # or this process would wait for itself when the run has ended
     for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, _PATIENCE_S)
@@ -101,10 +112,7 @@ def _trace(question: Connection, opts: Options, setting: Setting, on_gpu: bool, 
     for stream in range(3):  # whoever reads the run's output must not wait for this process
         os.dup2(nowhere, stream)
     try:
-        from lib.train import memory_plan
-
-        case = memory_plan.case_of(opts, setting, plan.launched_size(), on_gpu, has)
-        question.send(memory_plan.Estimates(setting.model).step(case).peak)
+        question.send(memory_plan.Estimates(model).step(question.recv()).peak)
     except Exception as error:  # whatever it is, the run goes on
         first, *_ = str(error).splitlines() or [""]
         question.send(f"{type(error).__name__}: {first[:200]}")

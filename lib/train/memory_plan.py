@@ -23,6 +23,7 @@ from lib.models.architecture import decoder_layers
 from lib.parallel import parallelize
 from lib.planning import trace
 from lib.planning.trace import Case, Step
+from lib.tokens import packing
 from lib.train.startup import Setting
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -34,17 +35,24 @@ _GIB = 1 << 30
 Result = TypeVar("Result")
 
 
-def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: float) -> Case:
-    """Return what decides the memory of a run on `ranks` devices that have so many bytes each."""
+def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: float,
+            most_documents: int = packing.FEWEST) -> Case:
+    """Return what decides the memory of a run on `ranks` devices that have so many bytes each.
+
+    most_documents: in a sample, where they are packed. Few packs hold more than the default, which
+    stands for their number until they are made.
+    """
     offload = opts.cpu_offload and on_gpu
     shard_size = min(opts.shard_size or ranks, ranks)
     per_step = opts.global_batch_size or opts.batch_size * (opts.grad_accum_steps or 1) * ranks
-    by_mask = opts.attention == "sdpa" or (not on_gpu and opts.attention == "auto")
+    is_packed = opts.packing == "documents"
+    by_kernel = is_packed and on_gpu and setting.precision != "fp32" and \
+        opts.attention in ("auto", "varlen", "flash_attention_2")
+    by_mask = is_packed and not by_kernel and opts.attention in ("auto", "sdpa")
     return Case(ranks, shard_size, opts.batch_size, setting.seq_length, setting.precision,
                 opts.activation_checkpointing, per_step > opts.batch_size * ranks, offload,
                 not offload and parallelize.may_stay_gathered(setting.model, has),
-                by_mask and opts.packing == "documents", optimizer=opts.optimizer,
-                on_gpu=on_gpu)
+                by_mask, most_documents * by_kernel, optimizer=opts.optimizer, on_gpu=on_gpu)
 
 
 def apart(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -109,10 +117,11 @@ class Estimates:
         return sum(-(-shape[0] // case.shard_size) * math.prod(shape[1:]) for shape in self._sizes)
 
 
-def tell(opts: Options, setting: Setting, asked: Mapping[int, Options]) -> None:
+def tell(opts: Options, setting: Setting, asked: Mapping[int, Options],
+         most_documents: int = packing.FEWEST) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does.
 
-    asked: the options for so many GPUs.
+    asked: the options for so many GPUs. most_documents: as in `case_of`.
     """
     usable = opts.plan_gpu_memory * USABLE
     log.info(f"memory per GPU, traced row by row: {setting.seq_length:,} tokens per sample, "
@@ -126,7 +135,8 @@ def tell(opts: Options, setting: Setting, asked: Mapping[int, Options]) -> None:
     with Progress("tracing steps", None, " traces", shown) as progress:
         estimates = Estimates(setting.model, progress)
         for ranks in opts.plan_gpus:
-            case = case_of(asked[ranks], setting, ranks, True, opts.plan_gpu_memory * _GIB)
+            case = case_of(asked[ranks], setting, ranks, True, opts.plan_gpu_memory * _GIB,
+                           most_documents)
             _table(case, estimates, usable)
 
 

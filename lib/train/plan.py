@@ -67,11 +67,11 @@ class Plan:
                 "learning rate": f"{self.schedule.kind}, {warmup}{down}"}
         if self.samples is None:
             return rows
-        asked, epochs = _epochs(self.options), samples_needed / self.samples
+        asked, passes = epochs(self.options), samples_needed / self.samples
         left_out = asked * self.samples - samples_needed if asked else 0
         rows |= {"epoch": f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps "
                           f"of {d.global_batch}",
-                 "steps": f"{self.total_steps:,} ({epochs:.2f} epochs, {tokens})"}
+                 "steps": f"{self.total_steps:,} ({passes:.2f} epochs, {tokens})"}
         if 0 < left_out < d.global_batch:
             rows["left out"] = f"{units.counted(left_out, 'sample')} at the end, too few for a step"
         return rows
@@ -124,7 +124,7 @@ def remember_batch(options: Options, begun_with: int | None) -> None:
         options.global_batch_size, options.grad_accum_steps = begun_with, None
 
 
-def _epochs(options: Options) -> int | None:
+def epochs(options: Options) -> int | None:
     """Return after how many passes over the data training ends; None: only --max-steps ends it."""
     return options.num_epochs or (None if options.max_steps else 1)
 
@@ -137,8 +137,8 @@ def total_steps(options: Options, samples: int | None, global_batch: int) -> int
     if samples is None:
         return options.max_steps
     limits = [options.max_steps] if options.max_steps else []
-    if epochs := _epochs(options):
-        limits.append(epochs * samples // global_batch)
+    if asked := epochs(options):
+        limits.append(asked * samples // global_batch)
     if samples == 0 or min(limits) == 0:
         raise UsageError("the dataset is too small for one step",
                          found=f"{samples:,} samples in an epoch, {global_batch:,} in a step",

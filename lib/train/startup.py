@@ -71,6 +71,11 @@ class Data:
         """Return the samples of an epoch, None where it has no known length."""
         return None if isinstance(self.train, Stream) else len(self.train)
 
+    @property
+    def most_documents(self) -> int:
+        """Return the most documents of a sample, where they are packed."""
+        return 1 if isinstance(self.train, Stream) else self.train.most_documents
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -73,6 +73,30 @@ def test_samples_of_a_step_are_divided_evenly(monkeypatch: pytest.MonkeyPatch, s
         chosen(global_batch_size=6, precision="fp8", seq_length=1000)
 
 
+def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the ranks have taken the smallest of theirs."""
+    monkeypatch.setattr(batch_size, "gather", lambda mine, group: [mine, 16])
+
+    def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
+        said.clear()
+        opts = Namespace(**{**OPTIONS, "batch_size": 32, "num_epochs": None, "max_steps": None,
+                            **changes})
+        world = Namespace(size=ranks, control=None)
+        batch_size.agree(opts, Setting(on_meta(), 1000, "fp8", auto), samples, world)
+        return opts.batch_size
+
+    assert agreed(100) == 16 and agreed(32) == 16 and not said
+    assert agreed(31) == 8
+    assert said == ["--batch-size auto: 8 per process instead of 16, since the run has 31 samples "
+                    "for 2 ranks"]
+    assert agreed(31, num_epochs=2) == 16 and agreed(31, grad_accum_steps=4) == 2  # of 2,000 tokens
+    assert agreed(3) == 2  # the plan says then that this is too much for one step
+    assert agreed(31, max_steps=5) == 16  # epochs without end
+    assert agreed(31, num_epochs=1, max_steps=5) == 8
+    assert agreed(31, auto=False) == 32 and agreed(None) == 16 and \
+        agreed(31, global_batch_size=64) == 16
+
+
 def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, 12, gpu=True)
     monkeypatch.setattr(batch_size, "Estimates", lambda model: 1 / 0)

@@ -109,6 +109,27 @@ def test_every_knob_moves_memory_as_it_should() -> None:
     assert not set(estimates.step(case(offload=True)).peak) & {"parameters", "optimizer"}
 
 
+def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
+    """The gradient of the queries: 128 rows of float32 more for each, of all heads."""
+    model = on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": 1}))
+    few, many = (traced(model, case(ranks=1, documents=count)) for count in (65, 665))
+    more = 2 * 600 * (128 * 64 * 4) + 2 * 600 * 4  # and the boundaries themselves
+    assert many.largest["workspace"] - few.largest["workspace"] == pytest.approx(more, rel=0.01)
+    assert more / 2 < many.total - few.total <= more  # the loss is no longer the most
+
+
+@pytest.mark.parametrize(("options", "precision", "on_gpu", "told"), [
+    ({}, "bf16", True, (False, 65)), ({"attention": "varlen"}, "bf16", True, (False, 65)),
+    ({"attention": "sdpa"}, "bf16", True, (True, 0)), ({}, "fp32", True, (True, 0)),
+    ({"attention": "flex"}, "bf16", True, (False, 0)), ({}, "bf16", False, (True, 0)),
+    ({"packing": "concat"}, "bf16", True, (False, 0))], ids=str)
+def test_which_attention_is_planned(options: dict[str, Any], precision: str, on_gpu: bool,
+                                    told: tuple[bool, int]) -> None:
+    opts = Namespace(**{**OPTIONS, "packing": "documents", **options})
+    planned = memory_plan.case_of(opts, Setting(on_meta(), 64, precision), 1, on_gpu, 1 << 40, 65)
+    assert (planned.masked, planned.documents) == told
+
+
 def test_what_the_model_does_with_its_logits() -> None:
     assert trace.makes_loss(on_meta())
     assert not trace.makes_loss(on_meta(Gemma2Config(**SMALL, head_dim=16)))
@@ -169,11 +190,13 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(memory_plan, "Estimates", broken)
     monkeypatch.setattr(memory_estimate.log, "info", lines.append)
     setting = Setting(on_meta(), 64, "fp32")
-    small = memory_estimate.MemoryEstimate(Namespace(**OPTIONS), setting)
+    small = memory_estimate.MemoryEstimate(setting)
+    small.begin(Namespace(**OPTIONS), setting, 1)
     assert "estimated" not in small.compared(1.0, 0.5)
     small.close()
     monkeypatch.setattr(memory_estimate, "_ESTIMATED_FROM", 1)
-    told = memory_estimate.MemoryEstimate(Namespace(**OPTIONS), setting)
+    told = memory_estimate.MemoryEstimate(setting)
+    told.begin(Namespace(**OPTIONS), setting, 1)
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
     told.close()
@@ -184,10 +207,11 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
     """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
     monkeypatch.setattr(memory_estimate, "_ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found = []
+    found, setting = [], Setting(on_meta(), 64, "fp32")
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
-        told = memory_estimate.MemoryEstimate(Namespace(**OPTIONS), Setting(on_meta(), 64, "fp32"))
+        told = memory_estimate.MemoryEstimate(setting)
+        told.begin(Namespace(**OPTIONS), setting, 1)
         environ = Path(f"/proc/{told._child.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
