@@ -24,6 +24,7 @@ from lib.train.startup import Setting
 
 _FEW = 1 << 13  # tokens in a pass, below which a GPU waits
 _ENOUGH = {True: 1 << 15, False: 1 << 11}  # from here on more are hardly faster: on a GPU, a CPU
+_STEPS = 10  # so many a run has at least, where the data and the other options allow it
 _GIB = 1 << 30
 
 
@@ -53,22 +54,23 @@ def agree(opts: Options, setting: Setting, samples: int | None, world: World) ->
 
 
 def limit(opts: Options, setting: Setting, samples: int | None, ranks: int) -> None:
-    """Take a smaller batch where that was open and the data would not fill one step, and say so.
+    """Take a smaller batch where that was open and the data would not fill the steps, and say so.
 
-    samples: of an epoch; None: not known. A step whose samples are given is divided, not changed.
+    The fewer steps, the larger the share of the data that is left out at their end. samples: of an
+    epoch; None: not known. A step whose samples are given is divided, not changed.
     """
-    asked = plan.epochs(opts)
+    asked, steps = plan.epochs(opts), min(opts.max_steps or _STEPS, _STEPS)
     if not setting.auto_batch or opts.global_batch_size or samples is None or asked is None:
         return
-    most = asked * samples // (ranks * (opts.grad_accum_steps or 1))
+    most = asked * samples // (steps * ranks * (opts.grad_accum_steps or 1))
     if opts.batch_size <= most:
         return
     smaller = _candidates(opts, setting, ranks, opts.batch_size * setting.seq_length)
     before, opts.batch_size = opts.batch_size, max([b for b in smaller if b <= most] or smaller[:1])
     if log.rank() == 0:
-        log.info(f"--batch-size auto: {opts.batch_size} per process instead of {before}, since the "
-                 f"run has {units.counted(asked * samples, 'sample')} for "
-                 f"{units.counted(ranks, 'rank')}")
+        log.info(f"--batch-size auto: {opts.batch_size} per process instead of {before}, so that "
+                 f"{units.counted(asked * samples, 'sample')} make "
+                 f"{units.counted(steps, 'step')} or, if they are too few, as many as can be")
 
 
 def planned(opts: Options, setting: Setting) -> dict[int, Options]:

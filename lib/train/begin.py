@@ -105,7 +105,6 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
     peak, where = flops.device_peak(world.device, setting.precision)
     _print_head(opts, inputs, run_plan, data, work, Hardware(
         world.size, peak, where, "GPU" if world.device.type == "cuda" else "rank"))
-
     if opts.deterministic:
         log.info(f"deterministic: {determinism.cost(world.device, setting.precision)}")
     compiler = compiling.compiler(opts.compile, world.device)
@@ -124,8 +123,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
               Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
               work.flops, peak, estimate, before, lease)
     run.saves = Saves(opts, experiment, journal, world.saving, tier)
-    if world.rank == 0:
-        run.model_files = _digests(experiment.model)
+    run.model_files = _digests(experiment.model) if world.rank == 0 else {}
     if not resume.resume(run, inputs.named):
         _first_weights(opts, inputs, model, world)
         journal.event("start", 0, ranks=world.size)
@@ -274,8 +272,7 @@ def _set_aside(experiment: Experiment) -> None:
 
 
 def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
-    """Keep config and tokenizer with the run, so that it stands alone; of this model and no other.
-    """
+    """Keep config and tokenizer of this model, and no others, with the run: it stands alone."""
     target.mkdir(exist_ok=True)
     for name in _MODEL_FILES:
         if not (model_dir / name).is_file():

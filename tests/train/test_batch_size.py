@@ -85,14 +85,14 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
         batch_size.agree(opts, Setting(on_meta(), 1000, "fp8", auto), samples, world)
         return opts.batch_size
 
-    assert agreed(100) == 16 and agreed(32) == 16 and not said
-    assert agreed(31) == 8
-    assert said == ["--batch-size auto: 8 per process instead of 16, since the run has 31 samples "
-                    "for 2 ranks"]
-    assert agreed(31, num_epochs=2) == 16 and agreed(31, grad_accum_steps=4) == 2  # of 2,000 tokens
-    assert agreed(3) == 2  # the plan says then that this is too much for one step
+    assert agreed(1000) == 16 and agreed(320) == 16 and not said
+    assert agreed(319) == 8
+    assert said == ["--batch-size auto: 8 per process instead of 16, so that 319 samples make 10 "
+                    "steps or, if they are too few, as many as can be"]
+    assert agreed(319, num_epochs=2) == 16 and agreed(319, grad_accum_steps=4) == 2
+    assert agreed(31) == 2  # fewer have no multiple of 16 tokens
     assert agreed(31, max_steps=5) == 16  # epochs without end
-    assert agreed(31, num_epochs=1, max_steps=5) == 8
+    assert agreed(31, num_epochs=1, max_steps=2) == 4
     assert agreed(31, auto=False) == 32 and agreed(None) == 16 and \
         agreed(31, global_batch_size=64) == 16
 
