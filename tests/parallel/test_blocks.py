@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -80,17 +83,28 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
     assert not sizes
 
 
+def cannot_compile(*_: object) -> None:
+    raise RuntimeError("no compiler is here\nmore")
+
+
+def cannot_start(*_: object) -> Callable[..., object]:
+    return cannot_compile
+
+
 @pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("backend", [
+    cannot_compile, cannot_start,
+    aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph),
+                 bw_compiler=lambda *_: make_boxed_func(cannot_compile))],
+    ids=["compiler", "first launch", "first launch backward"])
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, required: bool,
+                                               backend: Callable[..., object],
                                                caplog: pytest.LogCaptureFixture) -> None:
     """Blocks and output layer: told once, and the gradients are those of the plain model."""
-    def broken(*_: object) -> None:
-        raise RuntimeError("no compiler is here\nmore")
-
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
     model = copy.deepcopy(plain)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     compiler = Compiler(required)
     blocks.prepare(model, "full", compiler)
@@ -99,8 +113,9 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, 
     tokens = torch.randint(0, 96, (2, 25))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
     if required:
-        with pytest.raises(UsageError, match="cannot be compiled"):
+        with pytest.raises(UsageError, match="cannot be compiled") as error:
             loss.token_loss_sum(model, batch)
+        assert "no compiler is here" in error.value.render()
         return
     for _ in range(2):
         loss.token_loss_sum(model, batch).backward()
@@ -109,6 +124,52 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, 
         torch.testing.assert_close(one.grad, other.grad)
     said, = (text for text in caplog.messages if "compile" in text)
     assert "no compiler is here" in said and "\n" not in said
+
+
+@pytest.mark.parametrize("error", [RuntimeError("sizes do not fit"), UsageError("not so"),
+                                   torch.OutOfMemoryError("full")], ids=lambda error: str(error))
+def test_what_fails_without_the_compiler_too_is_raised(monkeypatch: pytest.MonkeyPatch,
+                                                       error: Exception) -> None:
+    def failing(_: torch.Tensor) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compiler = Compiler(required=True)
+    with pytest.raises(type(error), match=str(error)):
+        compiler.wrap(failing)(torch.ones(2))
+    assert compiler._works
+
+
+def test_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is tried forward and backward before it is used: dropout is drawn as without."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, attention_dropout=0.5)).train()
+    model = copy.deepcopy(plain)
+    blocks.prepare(model, "none", Compiler(required=True))
+    tokens = torch.randint(0, 96, (2, 25))
+    for one in (plain, model):
+        torch.manual_seed(0)
+        loss.token_loss_sum(one, MicroBatch(tokens[:, :-1], tokens[:, 1:])).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_torch_warns_of_no_change_in_place_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selective recomputation in a compiled block: only this line is missing."""
+    records: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("torch._higher_order_ops.wrap"), logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._logging.warning_once.cache_clear()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    blocks.prepare(model, "selective", Compiler(required=True))
+    tokens = torch.randint(0, 96, (2, 25))
+    loss.token_loss_sum(model, MicroBatch(tokens[:, :-1], tokens[:, 1:])).backward()
+    logger.warning("another")
+    assert [record.getMessage() for record in records] == ["another"]
 
 
 def test_on_a_gpu_models_are_compiled_unless_asked_not_to() -> None:
