@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch import airgap
+from launch.bundling import unpacking
 from launch.common import findings
 from launch.common.findings import ERROR, INFO, WARNING, Finding
 from lib.core import log, manifest, options, stage
@@ -138,7 +138,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 def _code() -> Iterator[Finding]:
     """Tell which code this is: a commit, or a bundle whose files are hashed."""
-    stamp = ROOT / airgap.UNPACKED
+    stamp = ROOT / unpacking.UNPACKED
     if not stamp.exists():
         from lib.train.journal import git_commit
         commit = git_commit()
@@ -146,7 +146,7 @@ def _code() -> Iterator[Finding]:
                                                                       "this is, is not known")
         return
     content = json.loads(stamp.read_text(encoding="utf-8"))
-    files = airgap.by_file(content["files"])
+    files = unpacking.by_file(content["files"])
     code = {name: parts for name, parts in files.items()
             if not name.startswith((".cache/", "hf_datasets/", "wheelhouse/"))}
     changed = [name for name, parts in code.items() if not _is_as_packed(ROOT / name, parts)]
@@ -156,10 +156,10 @@ def _code() -> Iterator[Finding]:
         "unpack the bundle again, unless you changed them" if changed else "")
 
 
-def _is_as_packed(path: Path, parts: list[airgap.Entry]) -> bool:
+def _is_as_packed(path: Path, parts: list[unpacking.Entry]) -> bool:
     if len(parts) > 1 or not path.is_file():  # a cut file of code: only with tiny volumes
         return path.is_file()
-    return airgap.copy_part(path, None, lambda count: None) == parts[0]["digest"]
+    return unpacking.copy_part(path, None, lambda count: None) == parts[0]["digest"]
 
 
 def _python(check: str, *arguments: str) -> Finding:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import airgap
+from launch.bundling import unpacking
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -203,7 +203,8 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
                     ("README.md/x", "do not make a file"),
                     ("README.md", "do not make a file")):
         content["files"][1]["to"] = to
-        content["summary"]["digest"] = airgap.content_digest(content["files"], content["summary"])
+        content["summary"]["digest"] = unpacking.content_digest(content["files"],
+                                                                content["summary"])
         path.write_text(json.dumps(content))
         said = far(bundle, "unpack", "--to", tmp_path / "project", expect=3).stderr
         assert "manifest.json is damaged" in said and why in said, to
@@ -215,12 +216,12 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
 
 
 def test_where_it_is_unpacked(pack: Callable[..., Path], tmp_path: Path,
-                              monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+                              monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     bundle, project = pack(), tmp_path / "project"
     far(bundle, "unpack", "--to", project, "--dry-run")
     assert not project.exists()
     project.mkdir()
-    digest = airgap.manifest_digest(bundle)[:8]
+    digest = unpacking.manifest_digest(bundle)[:8]
     mine = tmp_path / f"project.partial-{digest}" / "mine"
     mine.parent.mkdir()
     mine.touch()
@@ -239,8 +240,8 @@ def test_where_it_is_unpacked(pack: Callable[..., Path], tmp_path: Path,
     no_wheels = far(bundle, "unpack", "--to", tmp_path / "b", "--install", expect=2).stderr
     assert "no wheelhouse" in no_wheels and not (tmp_path / "b").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-    assert airgap.main(["unpack", str(bundle), "--to", str(tmp_path / "c")]) == 4
-    assert "not enough room" in capsys.readouterr().err and not list(tmp_path.glob("c*"))
+    assert unpacking.main(["unpack", str(bundle), "--to", str(tmp_path / "c")], "") == 4
+    assert "not enough room" in capfd.readouterr().err and not list(tmp_path.glob("c*"))
 
 
 def test_changes_stay_behind_and_only_when_asked(artifacts: Path, tmp_path: Path):
@@ -340,10 +341,10 @@ def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(airgap.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
+@pytest.mark.skipif(unpacking.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
 def test_wheels_are_installed_without_a_network(artifacts: Path, tmp_path: Path,
                                                 index: dict[str, str]):
-    machine = airgap.platform.machine()
+    machine = unpacking.platform.machine()
     small = check_out(tmp_path / "small", **{"requirements.txt": "alpha==1.0\n"})
     bundle = tmp_path / "bundle"
     command = [small / "launch" / "airgap.py", "pack", "--out", bundle, "--cache-dir",

@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import airgap
 from launch.bundling import contents as bundle_contents
-from launch.bundling import wheelhouse
+from launch.bundling import unpacking, wheelhouse
 from launch.bundling.contents import Payload
 from launch.bundling.writer import Writer
 from lib.core import hashing, log, options, publish, units
@@ -74,9 +73,9 @@ def main(argv: list[str]) -> None:
                 "inputs": {"commit": code.commit,
                            **{found.to: found.fingerprint for found in artifacts}}}
     _print_plan(opts, code, artifacts, wanted, lists)
-    if publish.is_done(opts.out, airgap.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
+    if publish.is_done(opts.out, unpacking.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.out}, "
-                 f"SHA-256 of its manifest {airgap.manifest_digest(opts.out)}")
+                 f"SHA-256 of its manifest {unpacking.manifest_digest(opts.out)}")
         return
     if opts.dry_run:
         return
@@ -98,23 +97,23 @@ def _build(opts: Options, identity: dict[str, Any], payloads: list[Payload],
     if opts.volume_size and total > _MOST_VOLUMES * opts.volume_size:
         raise UsageError(f"--volume-size is too small for {units.size(total)}",
                          expected=f"at most {_MOST_VOLUMES} volumes")
-    with publish.Build(opts.out, airgap.KIND, identity, opts.overwrite, resumable=True) as build:
+    with publish.Build(opts.out, unpacking.KIND, identity, opts.overwrite, resumable=True) as build:
         writer = Writer(build.dir, build.target, payloads, opts.volume_size)
         publish.require_space(build.dir, writer.missing_bytes, "the bundle")
         entries = writer.write(opts.num_workers, not opts.no_progress)
         script = build.dir / "airgap.py"
-        script.write_bytes(code.files["launch/airgap.py"])
+        script.write_bytes(code.files["launch/bundling/unpacking.py"])
         entries.append({"path": script.name, "to": None, "bytes": script.stat().st_size,
                         "digest": hashing.file_digest(script, "sha256")})
         writer.forget()
         volumes = len({entry["path"].partition("/")[0] for entry in entries}) - 1
         summary |= {"bytes": total, "volumes": volumes}
-        summary["digest"] = airgap.content_digest(entries, summary)
+        summary["digest"] = unpacking.content_digest(entries, summary)
         build.publish(stage="launch/airgap.py pack", options=options.resolved(opts), files=entries,
                       summary=summary)
     log.info(f"{opts.out}: {len(payloads):,} files, {units.size(total)} in {volumes} volume"
              + ("s" if volumes > 1 else "") + f"; {writer.summary()}")
-    log.info(f"SHA-256 of {airgap.MANIFEST}: {airgap.manifest_digest(opts.out)}\n"
+    log.info(f"SHA-256 of {unpacking.MANIFEST}: {unpacking.manifest_digest(opts.out)}\n"
              "  (over there, verify prints it again: the same number, the same bundle)")
     python, install = ("python3", "") if opts.no_wheels else (f"python{opts.python}", " --install")
     name = shlex.quote(opts.out.name)

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launch import airgap
+from launch.bundling import unpacking
 from launch.bundling.contents import Payload
+from launch.bundling.unpacking import Entry
 from lib.core import commands, hashing, manifest, publish, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
@@ -21,9 +22,6 @@ from lib.core.progress import Progress
 _JOURNAL = "progress.jsonl"
 _CHUNK = 4 << 20
 _JOURNALED = 1 << 20  # a killed run's smaller files are copied again: faster than to make durable
-
-Entry = dict[str, Any]
-
 
 def layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, list[Entry]]:
     """Return the parts of each file: one after the other into volumes, cut where one is full.
@@ -63,7 +61,7 @@ class Writer:
         self._done = self._take_over(place, _journal(place / _JOURNAL))
         self._remove_others()
         linked = manifest.read_if_any(earlier) if earlier.is_dir() else None
-        if linked and linked["kind"] == airgap.KIND:
+        if linked and linked["kind"] == unpacking.KIND:
             self._done |= self._take_over(earlier, linked["files"])
         self._kept = sum(p.bytes for p in payloads if p.to in self._done)
         self.missing_bytes = sum(p.bytes for p in payloads) - self._kept
@@ -106,7 +104,7 @@ class Writer:
     def _take_over(self, place: Path, entries: Sequence[Entry]) -> dict[str, list[Entry]]:
         """Return the entries of files that lie in a bundle as they would be packed now."""
         taken = {}
-        for to, parts in airgap.by_file(entries).items():
+        for to, parts in unpacking.by_file(entries).items():
             plain = [{key: part[key] for key in part if key != "digest"} for part in parts]
             if plain == self._layout.get(to) and all(_has_size(place, part) for part in parts):
                 for part in parts:

@@ -1,0 +1,349 @@
+#!/usr/bin/env python3
+"""Verify a bundle, and make a project of it; `airgap.py` of every bundle is this file.
+
+  python3.11 bundle/airgap.py verify bundle
+  python3.11 bundle/airgap.py unpack bundle --to project --install
+
+It needs nothing but Python 3.10 or newer. Beside it lie manifest.json, with the SHA-256 of
+everything, and volume_001/ … with the files. Exit codes: 0 done; 2 bad usage; 3 the bundle is
+damaged; 4 no room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST, KIND, UNPACKED = "manifest.json", "bundle/1", ".bundle.json"
+_USAGE, _DAMAGED, _FULL = 2, 3, 4
+_CHUNK = 4 << 20
+_WORKERS = min(16, (os.cpu_count() or 1) + 2)
+_LINE_EVERY_S = 10.0
+
+Entry = dict[str, Any]
+
+
+class BundleError(Exception):
+    """What is wrong, in lines as they are printed; code: of the exit."""
+
+    def __init__(self, code: int, problem: str, **parts: str) -> None:
+        told = [f"  {label + ':':<9} " + text.replace("\n", f"\n{'':12}")
+                for label, text in parts.items()]
+        super().__init__("\n".join([f"error: {problem}", *told]))
+        self.code = code
+
+
+def parse(argv: list[str], description: str) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=description,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="pack|verify|unpack")
+    actions.add_parser("pack", add_help=False, help="make a bundle in a checkout: see pack --help")
+    verify = actions.add_parser("verify", help="hash a bundle and name all that is damaged")
+    unpack = actions.add_parser("unpack", help="verify a bundle, then make a project of it")
+    for action in (verify, unpack):
+        action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
+    unpack.add_argument("--to", type=Path, required=True, metavar="DIR",
+                        help="project directory to make; must be free (needed)")
+    unpack.add_argument("--install", action="store_true",
+                        help="make its .venv from the wheelhouse with this Python "
+                             "(default: off)")
+    unpack.add_argument("--dry-run", action="store_true",
+                        help="print the plan, write nothing (default: off)")
+    return parser.parse_args(argv)
+
+
+def say(text: object, descriptor: int = 1) -> None:
+    """Print; what nobody reads any more is dropped (`| head`), and names may be no text."""
+    with suppress(BrokenPipeError):
+        os.write(descriptor, f"{text}\n".encode(errors="backslashreplace"))
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    """Return the manifest of a bundle; BundleError (3) when it is missing or not as written."""
+    path = bundle / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["kind"] != KIND:
+            raise BundleError(_DAMAGED, f"{bundle} is not a bundle",
+                              found=f"kind {content['kind']}")
+        if content_digest(content["files"], content["summary"]) != content["summary"]["digest"]:
+            raise ValueError("it does not say what was written")
+        _require_sound(content["files"])
+    except FileNotFoundError:
+        raise BundleError(_DAMAGED, f"{bundle} is not a bundle (no {MANIFEST})",
+                          expected="the directory that `airgap.py pack` made") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise BundleError(_DAMAGED, f"{path} is damaged", found=lacks) from None
+    return content
+
+
+def content_digest(entries: list[Entry], summary: dict[str, Any]) -> str:
+    """Return what a manifest says of itself, so that damage to it is seen too."""
+    facts = {key: value for key, value in summary.items() if key != "digest"}
+    return hashlib.sha256(json.dumps([entries, facts], sort_keys=True).encode()).hexdigest()
+
+
+def _require_sound(entries: list[Entry]) -> None:
+    """Raise ValueError for a path that leads out of its directory, or for parts that do not fit."""
+    for entry in entries:
+        for text in filter(None, (entry["path"], entry["to"])):
+            if {"", ".", ".."} & {*text.split("/")} or "\0" in text:  # begins with / too
+                raise ValueError(f"{text!r} leads out of its directory")
+        if entry["to"] and not 0 <= entry["mode"] <= 0o777:
+            raise ValueError(f"{entry['to']!r} has the mode {entry['mode']:o}")
+        numbers = [entry[key] for key in ("bytes", "offset", "mtime_ns")[:3 if entry["to"] else 1]]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"{entry['path']!r} has sizes or times that are none")
+    if len({entry["path"] for entry in entries}) < len(entries):
+        raise ValueError("it names a file twice")
+    files = by_file(entries)
+    folders = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
+    for name, parts in files.items():
+        ends = [part["offset"] + part["bytes"] for part in parts]
+        if name in folders or [part["offset"] for part in parts] != [0, *ends[:-1]]:
+            raise ValueError(f"the parts of {name!r} do not make a file")
+
+
+def by_file(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return the parts of each file of the project, by its path there, in their order."""
+    files: dict[str, list[Entry]] = {}
+    for entry in sorted((e for e in entries if e["to"]), key=lambda e: e["offset"]):
+        files.setdefault(entry["to"], []).append(entry)
+    return files
+
+
+def verify(bundle: Path, content: dict[str, Any]) -> None:
+    """Hash everything; BundleError (3) names each file that is damaged, missing or not listed."""
+    entries = content["files"]
+    show = _progress("verifying", sum(entry["bytes"] for entry in entries))
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        problems = [*filter(None, pool.map(lambda e: _damage(bundle, e, show), entries)),
+                    *_extra(bundle, entries)]
+    if problems:
+        raise BundleError(_DAMAGED, f"{bundle} is damaged: {len(problems)} problems",
+                          found="\n".join(problems), hint="copy these again, then verify again")
+    say(f"{bundle}: {len(entries)} files, every byte as it was packed\n"
+        f"  SHA-256 of {MANIFEST}: {manifest_digest(bundle)}")
+
+
+def manifest_digest(bundle: Path) -> str:
+    """Return the SHA-256 of the manifest, which stands for the whole bundle."""
+    return hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest()
+
+
+def _damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str:
+    path = bundle / entry["path"]
+    try:
+        if path.is_symlink() or not path.is_file():
+            return f"{entry['path']} is missing" if not os.path.lexists(path) else \
+                f"{entry['path']} is not a plain file"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{entry['path']} holds {size} bytes instead of {entry['bytes']}"
+        if copy_part(path, None, show) != entry["digest"]:
+            return f"{entry['path']} has other content than when it was packed"
+    except OSError as error:
+        return f"{entry['path']} cannot be read: {error.strerror}"
+    return ""
+
+
+def _extra(bundle: Path, entries: list[Entry]) -> list[str]:
+    """Name what lies in the bundle and is not listed; a volume itself may be a link."""
+    known = {entry["path"] for entry in entries} | {MANIFEST}
+    volumes = {path.partition("/")[0] for path in known if "/" in path}
+    found = [path for path in bundle.iterdir() if path.name not in volumes]
+    for top in [bundle / name for name in volumes] + [p for p in found if p.is_dir()]:
+        for folder, folders, names in os.walk(top):
+            links = [name for name in folders if Path(folder, name).is_symlink()]
+            found += [Path(folder, name) for name in names + links]
+    plain = sorted(path.relative_to(bundle).as_posix() for path in found
+                   if path.is_symlink() or not path.is_dir())
+    return [f"{name} is not part of the bundle" for name in plain if name not in known]
+
+
+def copy_part(path: Path, to: Any, show: Callable[[int], None]) -> str:
+    """Return the digest of a part while it is copied to an open file, or only read."""
+    hasher = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            hasher.update(chunk)
+            if to:
+                to.write(chunk)
+            show(len(chunk))
+    return f"sha256:{hasher.hexdigest()}"
+
+
+def _progress(what: str, total: int) -> Callable[[int], None]:
+    """Return what counts bytes and prints a line now and then."""
+    lock, state = threading.Lock(), {"done": 0, "line": time.monotonic()}
+
+    def show(count: int) -> None:
+        with lock:
+            state["done"] += count
+            if time.monotonic() - state["line"] > _LINE_EVERY_S:
+                state["line"] = time.monotonic()
+                say(f"{what}: {state['done'] / 1e9:.1f} of {total / 1e9:.1f} GB")
+    return show
+
+
+def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
+    """Make a project of a bundle: all checks first, then everything or nothing."""
+    content = read_manifest(bundle)
+    stamp = target / UNPACKED  # a copy of the manifest
+    is_there = stamp.is_file() and stamp.read_bytes() == (bundle / MANIFEST).read_bytes()
+    if not is_there and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BundleError(_USAGE, f"{target} exists and was not unpacked from this bundle",
+                          expected="a name that is free; artifacts can then be moved together")
+    if wanted.install:
+        _require_python(content)
+    _require_space(bundle, content, target, wanted.install, is_there)
+    say(f"{bundle}: code at {content['summary']['commit'][:12]}, "
+        f"{len(by_file(content['files']))} files → {target}"
+        + (f", .venv of {sys.executable}" if wanted.install else ""))
+    if wanted.dry_run:
+        return
+    if is_there:
+        say(f"{target} was unpacked from this bundle already")
+    else:
+        verify(bundle, content)
+        _write(bundle, content, target)
+    if wanted.install:
+        install(target)
+    activate = " && . .venv/bin/activate" if wanted.install else ""
+    say("\n      ".join([f"\nnext: cd {shlex.quote(str(target))}{activate}",
+                        *content["summary"]["next"]]))
+
+
+def _require_space(bundle: Path, content: dict[str, Any], target: Path, with_venv: bool,
+                   is_there: bool) -> None:
+    needed = 0 if is_there else sum(entry["bytes"] for entry in content["files"])
+    if with_venv and not (target / ".venv" / "installed").exists():
+        needed += content["summary"]["installed_bytes"]
+    where = next(path for path in (target, *target.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(where).free) < needed:
+        raise BundleError(_FULL, f"not enough room under {where}",
+                          expected=f"{needed / 1e6:,.0f} MB free",
+                          found=f"{free / 1e6:,.0f} MB free")
+
+
+def _write(bundle: Path, content: dict[str, Any], target: Path) -> None:
+    """Write all files beside the target and rename; what was written is hashed once more."""
+    partial = target.absolute().with_name(f"{target.name}.partial-{manifest_digest(bundle)[:8]}")
+    partial.mkdir(parents=True, exist_ok=True)
+    content_dir = partial / "content"
+    with _claimed(partial, target):
+        shutil.rmtree(content_dir, ignore_errors=True)  # of a run that was killed
+        try:
+            files = by_file(content["files"])
+            show = _progress("unpacking", sum(e["bytes"] for e in content["files"]))
+            for folder in {(content_dir / name).parent for name in files}:
+                folder.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(_WORKERS) as pool:
+                list(pool.map(lambda item: _write_file(bundle, content_dir / item[0], item[1],
+                                                       show), files.items()))
+            shutil.copyfile(bundle / MANIFEST, content_dir / UNPACKED)
+            os.sync()
+            content_dir.rename(target.absolute())
+        finally:
+            shutil.rmtree(content_dir, ignore_errors=True)
+
+
+@contextmanager
+def _claimed(partial: Path, target: Path) -> Iterator[None]:
+    """Hold a directory by a mark in it, and remove it; BundleError (2) when it is not ours."""
+    mark = partial / f".unfinished-{hashlib.sha256(os.fsencode(partial.name)).hexdigest()[:12]}"
+    if partial.is_symlink() or (not mark.is_file() and any(partial.iterdir())):
+        raise BundleError(_USAGE, f"{partial} is in the way, and this program did not make it",
+                          expected="a name that is free: move it away")
+    with mark.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BundleError(_USAGE, f"another process is unpacking {target} now") from None
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)  # last, so that what a kill leaves is known to be ours
+            partial.rmdir()
+
+
+def _write_file(bundle: Path, path: Path, parts: list[Entry], show: Callable[[int], None]) -> None:
+    with path.open("xb") as file:
+        for part in parts:
+            if copy_part(bundle / part["path"], file, show) != part["digest"]:
+                raise BundleError(_DAMAGED, f"{bundle / part['path']} changed while it was copied",
+                                  found="other content than a moment ago: a failing medium?")
+    path.chmod(parts[0]["mode"])
+    os.utime(path, ns=(parts[0]["mtime_ns"], parts[0]["mtime_ns"]))
+
+
+def _require_python(content: dict[str, Any]) -> None:
+    """Raise BundleError (2) unless the wheelhouse is for this Python on this machine."""
+    wanted, tag = content["summary"]["python"], content["summary"]["platform"]
+    if not wanted:
+        raise BundleError(_USAGE, "the bundle has no wheelhouse",
+                          hint="unpack it without --install")
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    libc, version = platform.libc_ver()
+    glibc, _, machine = tag.removeprefix("manylinux_2_").partition("_")
+    found = f"Python {here}, {platform.machine()}, {libc or 'no glibc'} {version}"
+    is_new_enough = libc == "glibc" and int(version.split(".")[1]) >= int(glibc)
+    if here != wanted or machine != platform.machine() or not is_new_enough:
+        raise BundleError(_USAGE, "the wheelhouse is for another Python or machine",
+                          expected=f"Python {wanted}, {machine}, glibc 2.{glibc} or newer",
+                          found=found,
+                          hint=f"the same command with python{wanted}, or without --install")
+
+
+def install(project: Path) -> None:
+    """Make the project's .venv from its wheelhouse, with the script that came along."""
+    script = project / "launch" / "install_wheels.py"
+    if subprocess.run([sys.executable, str(script)], check=False).returncode:
+        raise BundleError(_DAMAGED, f"{project / '.venv'} could not be made from the wheelhouse",
+                          found="what pip says above",
+                          run=shlex.join([sys.executable, str(script)]))
+
+
+def main(argv: list[str], description: str) -> int:
+    """Do what the command line says and return the exit code."""
+    try:
+        if argv[:1] == ["pack"]:
+            raise BundleError(_USAGE, "pack works in a checkout only",
+                              hint="use launch/airgap.py of the checkout")
+        wanted = parse(argv, description)
+        if wanted.action == "verify":
+            verify(wanted.bundle, read_manifest(wanted.bundle))
+        else:
+            unpack(wanted.bundle, Path(os.path.realpath(wanted.to)), wanted)
+    except BundleError as error:
+        say(error, 2)
+        return error.code
+    except OSError as error:
+        say(f"error: {error.strerror}: {error.filename}", 2)
+        return _FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else _USAGE
+    except KeyboardInterrupt:
+        say("\ninterrupted; the same command begins again", 2)
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], __doc__))
