@@ -92,19 +92,35 @@ def _collect_sizes(part: Mapping[Any, Any], found: dict[str, int]) -> None:
             found[key] = max(value, found.get(key, 0))
 
 
-def ask_no_device(model: nn.Module, packing: str) -> None:
+def ask_no_device(model: nn.Module, packing: str, seq_length: int) -> None:
     """Spare transformers questions to the device in each pass, for whose answers the host waits.
 
     To make a mask it asks whether documents are packed. Rows of one document need no mask, nor do
     kernels that are told where documents end. For packed documents and a mask the question stays:
-    a pass whose rows are one document each then goes without, and fast. GPT-2 also asks whether
-    tokens are padding, for a warning.
+    a pass whose rows are one document each then goes without, and fast. Some kinds of RoPE ask how
+    far positions go, and GPT-2 asks whether tokens are padding, for a warning.
     """
     if packing != "documents" or model.config._attn_implementation in _BY_BOUNDARIES:
         masking_utils.find_packed_sequence_indices = _unasked
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.warn_if_padding_and_no_attention_mask = _unasked
+        if getattr(part, "rope_type", None) in ("dynamic", "longrope") \
+                and type(part).__module__.startswith("transformers."):
+            _settle_rope(part, packing, seq_length)
+
+
+def _settle_rope(rope: nn.Module, packing: str, seq_length: int) -> None:
+    """Let RoPE that suits its frequencies to the longest position keep those of `seq_length`.
+
+    With packed documents only if short ones have the same.
+    """
+    frequencies = []
+    for last in (0, seq_length - 1):
+        rope(rope.inv_freq, torch.tensor([[last]], device=rope.inv_freq.device))
+        frequencies.append(rope.inv_freq.clone())
+    if packing != "documents" or torch.equal(*frequencies):
+        rope.rope_type = "default"
 
 
 def _unasked(*_: Tensor | None) -> None:

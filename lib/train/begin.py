@@ -142,7 +142,7 @@ def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Settin
 
 def _settle_attention(opts: Options, setting: Setting, world: World) -> None:
     """Decide how the model attends, and say so; UsageError where packed documents cannot train."""
-    attention.ask_no_device(setting.model, opts.packing)
+    attention.ask_no_device(setting.model, opts.packing, setting.seq_length)
     log.info("attention: " + attention_kernel.settle(setting.model, opts.packing,
                                                      setting.precision, world.device))
     if opts.packing == "documents":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, masking_utils
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lib.core.errors import UsageError
 from lib.parallel import attention, isolation
@@ -60,10 +62,32 @@ def test_windows_ask_the_device_nothing(family: str, monkeypatch: pytest.MonkeyP
     model, ids = built(family, "sdpa").eval(), torch.randint(3, 97, (2, 24))
     with torch.no_grad():
         asked = model(input_ids=ids, use_cache=False).logits
-        attention.ask_no_device(model, "concat")
+        attention.ask_no_device(model, "concat", 24)
         with Watched():
             logits = model(**attention.inputs(model, MicroBatch(ids, ids))).logits
     assert torch.equal(asked, logits)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1, 1.2],
+        "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("packing, parameters, asks", [
+    ("concat", LONG, False), ("documents", LONG, True),
+    ("documents", LONG | {"original_max_position_embeddings": 24}, False),
+    ("documents", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, False)])
+def test_rope_asks_how_far_positions_go_where_that_matters(packing: str, parameters: dict,
+                                                           asks: bool) -> None:
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, max_position_embeddings=32,
+                         rope_parameters=parameters)
+    asked, rope = LlamaRotaryEmbedding(config), LlamaRotaryEmbedding(config)
+    positions = torch.arange(24)[None]
+    expected = asked(torch.ones(1), positions)
+    attention._settle_rope(rope, packing, 24)
+    with nullcontext() if asks else Watched():
+        found = rope(torch.ones(1), positions)
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert (rope.rope_type == "default") != asks
 
 
 @pytest.mark.parametrize("implementation, asks", [("sdpa", True), ("varlen", False),
@@ -73,7 +97,7 @@ def test_packed_documents_ask_where_there_is_a_mask(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", pytest.fail)
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation),
                             modules=list)
-    attention.ask_no_device(model, "documents")
+    attention.ask_no_device(model, "documents", 24)
     assert (masking_utils.find_packed_sequence_indices is pytest.fail) == asks
 
 

@@ -53,7 +53,7 @@ def test_three_steps(group: dist.ProcessGroup, by_kernel: None, monkeypatch: pyt
     parallelize.shard(model, mesh, "bf16")
     world = World(0, 1, CPU, mesh, group, group)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
-    attention.ask_no_device(model, "documents" if packed else "concat")
+    attention.ask_no_device(model, "documents" if packed else "concat", 24)
     loss.chunk(model, world)
     steps = registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1)
     guard, total = StepGuard("bf16", 30.0, CPU), torch.zeros((), dtype=torch.float64)
