@@ -71,11 +71,7 @@ def main(argv: list[str]) -> None:
     if opts.action == "describe":
         describe(kube, asked, eks, opts.fail_on)
         return
-    found = validate(kube, asked, eks)
-    findings.show(found)
-    if opts.json:
-        findings.write_json(opts.json, found)
-    findings.conclude(found, opts.fail_on, "this cluster")
+    findings.report(validate(kube, asked, eks), opts, "this cluster")
 
 
 def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Finding]:

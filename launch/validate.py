@@ -88,11 +88,8 @@ def main(argv: list[str]) -> None:
     if opts.dry_run:
         log.info(f"would check the {opts.what}, and write nothing")
         return
-    found = list(framework() if opts.what == "framework" else setup(opts))
-    findings.show(found)
-    if opts.json:
-        findings.write_json(opts.json, found)
-    findings.conclude(found, opts.fail_on, f"the {opts.what}")
+    findings.report([*(framework() if opts.what == "framework" else setup(opts))], opts,
+                    f"the {opts.what}")
 
 
 def framework() -> Iterator[Finding]:

@@ -86,6 +86,14 @@ def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:
     manifest.write_json(path, {"findings": [asdict(f) for f in worst_first(findings)], **more})
 
 
+def report(findings: list[Finding], opts: argparse.Namespace, what: str) -> None:
+    """Show and write what was found, and conclude, as the options of `add_options` say."""
+    show(findings)
+    if opts.json:
+        write_json(opts.json, findings)
+    conclude(findings, opts.fail_on, what)
+
+
 def conclude(findings: Iterable[Finding], fail_on: str, what: str) -> None:
     """Say whether `what` is ready; NotReady when something is at least as severe as `fail_on`."""
     counted = Counter(finding.severity for finding in findings)

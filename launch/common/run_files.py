@@ -70,7 +70,7 @@ class RunFiles:
 
     def update(self) -> None:
         """Read what is new."""
-        self.state = _read_json(self.experiment.state)
+        self.state = records.mapping(self.experiment.state)
         every = self._metrics.update()
         self.rows = [row for row in every if "train/loss" in row]
         self.evaluations = [row for row in every if "eval/loss" in row]
@@ -79,7 +79,7 @@ class RunFiles:
     def status(self) -> str:
         """Return what the run is doing, in words that begin with a status of state.json."""
         said = str(self.state.get("status", ""))
-        record = _read_json(self.experiment.lock)
+        record = records.mapping(self.experiment.lock)
         quiet = time.time() - max((path.stat().st_mtime for path in self._written()), default=0)
         if not said:
             if record and self._is_held(record):
@@ -122,8 +122,8 @@ class RunFiles:
         """Return the last things that want attention: events, and warnings of any rank's log."""
         found = [(str(e.get("time", "")).replace("T", " ").rstrip("Z"), _event_line(e))
                  for e in self.events if e.get("event") in _TELLING]
-        logs = [(path, _rank_of(path)) for path in sorted(self.experiment.logs.glob("rank_*.log"))]
-        for path, rank in logs:
+        for path in sorted(self.experiment.logs.glob("rank_*.log")):
+            rank = path.stem.removeprefix("rank_").lstrip("0") or "0"
             found += [(line[:19], f"rank {rank}: {line[20:]}") for line in self._complaints(path)]
         found += [("", f"stacks of a rank that hung: {path}")
                   for path in self._of_this_launch("*.stacks.txt")]
@@ -193,15 +193,3 @@ def _event_line(event: Row) -> str:
     facts = ", ".join(f"{key} {value}" for key, value in event.items()
                       if key not in ("time", "event", "step"))
     return f"{event['event']} at step {event['step']:,}" + (f": {facts}" if facts else "")
-
-
-def _rank_of(path: Path) -> str:
-    return path.stem.removeprefix("rank_").lstrip("0") or "0"
-
-
-def _read_json(path: Path) -> Row:
-    try:
-        content = records.read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -33,6 +33,7 @@ class Head(NodeLauncher):
         self._history = History(max_restarts, newest=self._newest())
         self._found = self._mark()
         self._not_before = 0.0
+        self._state_before: dict[str, Any] = {}
         # What an earlier head left: it may have died while the others wait for this one.
         self._before_me = board.read(HEAD)
         self.round = self._before_me.get("round", 0)
@@ -86,7 +87,7 @@ class Head(NodeLauncher):
         earlier = self._before_me.get("members", {})
         if any(earlier.get(node) == me for node, me in members.items()):
             self._found = self._before_me["found"]
-        has_begun, state = self._mark() != self._found, self._state_text()
+        has_begun, self._state_before = self._mark() != self._found, self._state()
         self._facts = {"members": members, "found": self._found}
         self.post("run", **self._facts, has_begun=has_begun)
         self.attempt = attempt = Attempt(self.command, HEAD)
@@ -96,11 +97,11 @@ class Head(NodeLauncher):
             if self.stop:
                 attempt.stop(self.stop)
             ended = [found for n in self._others if (found := self._outcome(n))]
-            if any(self._is_lost(n, members) for n in self._others) or self._is_over(ended, state):
+            if any(self._is_lost(n, members) for n in self._others) or self._is_over(ended):
                 attempt.abandon()
-        outcomes, lost = self._others_end([attempt.outcome()], members, state)
+        outcomes, lost = self._others_end([attempt.outcome()], members)
         self._history.progressed(self._newest())
-        return outcome.judge(outcomes, lost, _parsed(self._state_text_if_not(state)), self.stop,
+        return outcome.judge(outcomes, lost, self._new_state(), self.stop,
                              has_begun, self._history)
 
     def _is_lost(self, node: int, members: dict[str, str]) -> bool:
@@ -113,20 +114,20 @@ class Head(NodeLauncher):
         is_ended = note.get("round") == self.round and note.get("phase") == "ended"
         return NodeOutcome.of_note(note["outcome"]) if is_ended else None
 
-    def _is_over(self, ended: list[NodeOutcome], state: str) -> bool:
+    def _is_over(self, ended: list[NodeOutcome]) -> bool:
         """Tell whether no node should go on: one that ended failed, or training is complete.
 
         With --prepare-only some are done long before others.
         """
         return any(node.code != EXIT_DONE for node in ended) or \
-            bool(ended and _parsed(self._state_text_if_not(state)).get("status") == "complete")
+            bool(ended and self._new_state().get("status") == "complete")
 
-    def _others_end(self, outcomes: list[NodeOutcome], members: dict[str, str], state: str,
+    def _others_end(self, outcomes: list[NodeOutcome], members: dict[str, str],
                     ) -> tuple[list[NodeOutcome], list[int]]:
         """Return how the round ended on all nodes, and which of them are lost."""
         deadline, lost, waiting = float("inf"), [], set(self._others)
         while waiting:
-            is_over = self._is_over(outcomes, state)
+            is_over = self._is_over(outcomes)
             if is_over and deadline == float("inf"):
                 deadline = time.monotonic() + _OTHERS_END_WITHIN_S
             self.turn(self._others, "end", **self._facts, is_over=is_over)
@@ -164,21 +165,10 @@ class Head(NodeLauncher):
         except OSError:
             return ""
 
-    def _state_text_if_not(self, earlier: str) -> str:
+    def _state(self) -> dict[str, Any]:
+        return records.mapping(self._experiment.state)
+
+    def _new_state(self) -> dict[str, Any]:
         """Return state.json if this round has written it."""
-        text = self._state_text()
-        return text if text != earlier else ""
-
-    def _state_text(self) -> str:
-        try:
-            return self._experiment.state.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            return ""
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    try:
-        content = records.parse_json(text)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+        now = self._state()
+        return now if now != self._state_before else {}

@@ -62,7 +62,7 @@ class Lease:
                         "machine": _machine(), "id": f"{time.time_ns():x}-{os.getpid()}"}
         self._lock = lock(path.parent)
         if self._lock < 0:
-            raise self._held(read(path))
+            raise self._held(records.mapping(path))
         try:
             self._file = self._take()
         except BaseException:
@@ -81,7 +81,7 @@ class Lease:
     def release(self, keep: bool = False) -> None:
         """Let others take the directory. keep: leave the record, which says who had it."""
         self.stop()
-        if read(self._path).get("id") == self._record["id"]:
+        if records.mapping(self._path).get("id") == self._record["id"]:
             if keep:
                 self._record["released"] = True
                 self._write()
@@ -98,13 +98,13 @@ class Lease:
         is_shared, file = False, None
         while file is None:
             if self._path.exists():
-                found = read(self._path)
+                found = records.mapping(self._path)
                 is_shared = self._require_left(found)
                 self._put_aside(found)
             file = self._make()
         if is_shared:  # whoever took over the same record at this very moment is seen by then
             time.sleep(SETTLE_S)
-            if (now := read(self._path)).get("id") != self._record["id"]:
+            if (now := records.mapping(self._path)).get("id") != self._record["id"]:
                 os.close(file)
                 raise self._held(now)
         return file
@@ -151,7 +151,7 @@ class Lease:
         patience, began, told = PATIENCE_S if found else SETTLE_S, time.monotonic(), False
         while time.monotonic() - began < patience:
             time.sleep(min(_POLL_S, patience))
-            if (now := read(self._path)) != found:
+            if (now := records.mapping(self._path)) != found:
                 if now:
                     raise self._held(now)
                 return True  # released
@@ -170,7 +170,7 @@ class Lease:
             self._path.rename(aside)
         except FileNotFoundError:
             return
-        if read(aside) != found:  # another process was faster, and this is its record
+        if records.mapping(aside) != found:  # another process was faster, and this is its record
             with suppress(OSError):
                 os.link(aside, self._path)
         aside.unlink()
@@ -188,7 +188,7 @@ class Lease:
 
     def _is_own(self) -> bool:
         """Tell whether no other process has made a record since; says so where one has."""
-        found = read(self._path)
+        found = records.mapping(self._path)
         if found.get("id", self._record["id"]) == self._record["id"]:
             return True
         self._lost(f"{self._path.parent} was taken over by {holder(found)}")
@@ -244,15 +244,6 @@ def identity(pid: int) -> str:
 def holder(record: dict[str, Any]) -> str:
     """Return in words which process wrote a record; empty when there is none."""
     return f"process {record.get('pid', '?')} on {record.get('host', '?')}" if record else ""
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return the record of a holder, empty when there is none that can be read."""
-    try:
-        content = records.read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _machine() -> str:

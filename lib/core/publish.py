@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lib.core import commands, failure, hashing, lease, log, manifest, unfinished, units
+from lib.core import commands, failure, hashing, lease, log, manifest, records, unfinished, units
 from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
 from lib.core.identity import Difference, differences, in_lines
 from lib.core.paths import MANIFEST
@@ -256,7 +256,7 @@ def _is_left(directory: Path, own: Path | None) -> bool:
     Two times of the file server are compared, not one of it with one of this machine.
     """
     record = directory / OWNER
-    found = lease.read(record)
+    found = records.mapping(record)
     if not found or found.get("released"):
         return True
     if (alive := lease.is_alive(found)) is not None:

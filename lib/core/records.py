@@ -49,6 +49,15 @@ def read_json(path: Path) -> Any:
     return parse_json(path.read_text(encoding="utf-8"))
 
 
+def mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file; an empty one where there is none that can be read."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def parse_yaml(text: str) -> Any:
     """Return what a YAML text holds; ValueError, which repeats nothing of it, when it is none."""
     import yaml

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import lease, manifest
+from lib.core import lease, manifest, records
 from lib.core.errors import UsageError
 from lib.core.lease import Lease
 from tests.conftest import ROOT
@@ -203,9 +203,9 @@ def test_a_record_that_was_deleted_comes_back(path: Path, fast: None) -> None:
     held = Lease(path, never)
     path.unlink()
     deadline = time.monotonic() + 10
-    while lease.read(path).get("beats", 0) < 2 and time.monotonic() < deadline:
+    while records.mapping(path).get("beats", 0) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert lease.read(path)["beats"] >= 2
+    assert records.mapping(path)["beats"] >= 2
     held.release()
     assert not list(path.parent.iterdir())
 
