@@ -23,9 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launch.common import findings  # noqa: E402
+from launch.common import aws, findings  # noqa: E402
 from launch.common.findings import Finding  # noqa: E402
-from launch.kube import aws, checks  # noqa: E402
+from launch.kube import checks  # noqa: E402
 from launch.kube import nodes as cluster_nodes  # noqa: E402
 from launch.kube.asked import JobNeeds  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402

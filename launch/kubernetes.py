@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
 from launch.cluster import manage_eks_cluster  # noqa: E402
-from launch.common import findings, stage_04  # noqa: E402
-from launch.kube import aws, cluster_state, deploy  # noqa: E402
+from launch.common import aws, findings, stage_04  # noqa: E402
+from launch.kube import cluster_state, deploy  # noqa: E402
 from launch.kube.asked import JobOptions  # noqa: E402
 from launch.kube.deploy import Patience  # noqa: E402
 from launch.kube.job import Job, planned, text  # noqa: E402

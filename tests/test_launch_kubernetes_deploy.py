@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from launch import kubernetes
-from launch.common import stage_04
-from launch.kube import aws
+from launch.common import aws, stage_04
 from launch.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
 from tests.kube_cluster import ASKED, PLURALS, SCRIPT, TRAIN, condition, ended, launch, pod

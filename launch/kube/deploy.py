@@ -1,5 +1,4 @@
-"""Check, submit, follow; when a job fails: find why, apply or name the cure, try again or give up.
-"""
+"""Check, submit, follow; find why a job fails, apply or name the cure, try again or give up."""
 
 from __future__ import annotations
 
