@@ -88,7 +88,7 @@ def _end(number: int, frame: object) -> NoReturn:
 def page(run: RunFiles, width: int) -> list[str]:
     """Return everything that is known about a run, as lines."""
     ranks = f", {run.ranks():,} rank{'s' * (run.ranks() > 1)}" if run.ranks() else ""
-    lines = [_line(run.experiment.root.name, run.status() + ranks)]
+    lines = [_line(run.experiment.root.name, run.status().words + ranks)]
     if progress := _progress(run, width):
         lines.append(_line("progress", progress))
     if run.rows:
@@ -125,7 +125,7 @@ def _progress(run: RunFiles, width: int) -> str:
 
 def _left(run: RunFiles) -> str:
     seconds = run.rows[-1].get("perf/eta_sec") if run.rows else None
-    if seconds is None or not run.status().startswith("running"):
+    if seconds is None or not run.status().is_held:
         return ""
     return f", {units.duration(seconds)} left"
 

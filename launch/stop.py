@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
                          found=f"in {root.parent}: {', '.join(there[:10]) or 'nothing'}")
     run = RunFiles(root.resolve())
     run.update()
-    if is_running(run):
+    if run.status().is_held:  # only then does anybody look for the file
         if not opts.dry_run:
             run.experiment.stop_file.touch()
         log.info(f"{root} is running{_step(run)}: it finishes its step, saves a checkpoint and "
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     else:
         stop_before_it_runs(run, root, opts.dry_run)
     for job, state in jobs(root.name) if opts.slurm else []:
-        if state != "RUNNING" or not is_running(run):
+        if state != "RUNNING" or not run.status().is_held:
             log.info(f"job {job} of that name is {state.lower()} in Slurm; scancel {job} ends it")
 
 
@@ -64,21 +64,17 @@ def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
     if not dry_run:
         run.experiment.stop_file.unlink(missing_ok=True)
     process, is_launcher = at_work_on(root.resolve())
+    how = f"{root} is not running ({run.status().words})"
     if is_launcher:
         if not dry_run:
             os.kill(process, signal.SIGTERM)
-        log.info(f"{root} is not running ({run.status()}): its launcher, process {process}, which "
-                 "prepares it or was about to start it again, is asked to end")
+        log.info(f"{how}: its launcher, process {process}, which prepares it or was about to start "
+                 "it again, is asked to end")
     elif process:
-        log.info(f"{root} is not running ({run.status()}): process {process} prepares it, and "
-                 f"nothing is lost where that is ended: kill {process}")
+        log.info(f"{how}: process {process} prepares it, and nothing is lost where that is ended: "
+                 f"kill {process}")
     else:
-        log.info(f"nothing to stop: {root} is not running ({run.status()}){_step(run)}")
-
-
-def is_running(run: RunFiles) -> bool:
-    """Tell whether a process holds the run: only then does anybody look for the file."""
-    return run.status().startswith(("running", "starting"))
+        log.info(f"nothing to stop: {how}{_step(run)}")
 
 
 def at_work_on(root: Path) -> tuple[int, bool]:

@@ -22,12 +22,14 @@ class Finding:
 
     severity: `error` (training will fail or be wrong), `warning` (it will be slow, or may fail)
     or `info`. check: what was looked at. remedy: what to do, as a command where there is one.
+    node: the only one that it is about, if there is one.
     """
 
     severity: str
     check: str
     text: str
     remedy: str = ""
+    node: int | None = None
 
 
 class NotReady(StageError):
@@ -83,7 +85,11 @@ def output_file(text: str) -> Path:
 def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:
     """Write findings, the worst first, and whatever else was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(path, {"findings": [asdict(f) for f in worst_first(findings)], **more})
+    manifest.write_json(path, {"findings": [_plain(f) for f in worst_first(findings)], **more})
+
+
+def _plain(finding: Finding) -> dict[str, object]:
+    return {key: value for key, value in asdict(finding).items() if key != "node"}
 
 
 def report(findings: list[Finding], opts: argparse.Namespace, what: str) -> None:

@@ -7,7 +7,7 @@ import re
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.common import collectives
 from lib.core import lease, records
@@ -55,6 +55,13 @@ class JsonLines:
         return self.rows
 
 
+class Standing(NamedTuple):
+    """How a run stands, in words; is_held: whether a process holds it, as far as can be seen."""
+
+    words: str
+    is_held: bool = False
+
+
 class RunFiles:
     """The files of `outputs/<exp>/` as they are now."""
 
@@ -76,26 +83,26 @@ class RunFiles:
         self.evaluations = [row for row in every if "eval/loss" in row]
         self.events = self._events.update()
 
-    def status(self) -> str:
-        """Return what the run is doing, in words that begin with a status of state.json."""
+    def status(self) -> Standing:
+        """Return how the run stands."""
         said = str(self.state.get("status", ""))
         record = records.mapping(self.experiment.lock)
         quiet = time.time() - max((path.stat().st_mtime for path in self._written()), default=0)
         if not said:
             if record and self._is_held(record):
-                return "starting"
-            return "stopped before its first step" if self.experiment.config.exists() \
-                else "not begun"
+                return Standing("starting", True)
+            return Standing("stopped before its first step" if self.experiment.config.exists()
+                            else "not begun")
         if said != "running":
-            return said
+            return Standing(said)
         who = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
         if not record or not self._is_held(record):
-            return f"died: {who if record else 'its process'} is gone, and state.json still says " \
-                   "running; the same command goes on from the last checkpoint"
+            return Standing(f"died: {who if record else 'its process'} is gone, and state.json "
+                            "still says running; the same command goes on from the last checkpoint")
         if quiet > self._patience():
-            return f"running, but silent for {quiet / 60:.0f} min: a long save or evaluation, or " \
-                   f"it hangs ({who})"
-        return "running"
+            return Standing(f"running, but silent for {quiet / 60:.0f} min: a long save or "
+                            f"evaluation, or it hangs ({who})", True)
+        return Standing("running", True)
 
     def is_over(self) -> bool:
         """Tell whether nothing more is to come."""

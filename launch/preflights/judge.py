@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -42,20 +43,24 @@ def _nodes(facts: Facts, name: Name) -> Iterable[Finding]:
             for check, why in part.get("not_checked", {}).items() \
                     if isinstance(part, dict) else ():
                 gaps.setdefault((check, why), []).append(name(node))
-        for gpu in told["gpu"]["gpus"]:
-            yield from _gpu(gpu, f"{name(node)}, GPU {gpu['index']}")
-        yield from _efa(told["efa"], told["locked_memory"], name(node))
-        yield from _shm(told["shm"], name(node))
         is_same_disk = told["shared"] and node != min(facts)  # told once
-        yield from _disk(told["disk"], name(node), is_same_disk)
-        yield from _clock(told["clock"], name(node))
-        for path, artifact in told["artifacts"].items():
-            for damage in artifact["damages"]:
-                yield Finding(ERROR, "artifacts", f"{name(node)}: {damage}",
-                              f"copy {path} to that node again")
+        yield from (replace(found, node=node) for found in _node(told, name(node), is_same_disk))
     for (check, why), where in gaps.items():
         everywhere = len(where) == len(facts)
         yield not_checked(check, why if everywhere else f"{why} ({', '.join(where)})")
+
+
+def _node(told: dict[str, Any], where: str, is_same_disk: bool) -> Iterable[Finding]:
+    for gpu in told["gpu"]["gpus"]:
+        yield from _gpu(gpu, f"{where}, GPU {gpu['index']}")
+    yield from _efa(told["efa"], told["locked_memory"], where)
+    yield from _shm(told["shm"], where)
+    yield from _disk(told["disk"], where, is_same_disk)
+    yield from _clock(told["clock"], where)
+    for path, artifact in told["artifacts"].items():
+        for damage in artifact["damages"]:
+            yield Finding(ERROR, "artifacts", f"{where}: {damage}",
+                          f"copy {path} to that node again")
 
 
 def _gpu(gpu: dict[str, Any], where: str) -> Iterable[Finding]:
@@ -141,10 +146,10 @@ def _differences(facts: Facts, name: Name) -> Iterable[Finding]:
                        "copy it to the odd node again, or put it on a shared file system")
     sees = {node for node, told in facts.items() if told["shared"]}
     if len(facts) > 1 and len(sees) < len(facts):
-        lacking = ", ".join(name(node) for node in sorted(set(facts) - sees))
+        lacking = sorted(set(facts) - sees)
         yield Finding(ERROR, "shared directory", "what node 0 writes to the experiments' "
-                      f"directory is not seen by {lacking}",
-                      "mount one file system everywhere and give it as --save-dir")
+                      f"directory is not seen by {', '.join(map(name, lacking))}",
+                      "mount one file system everywhere and give it as --save-dir", _only(lacking))
 
 
 def _devices(told: dict[str, Any]) -> dict[str, Any]:
@@ -171,13 +176,18 @@ def _unlike(prefix: str, severity: str, values: dict[int, dict[str, Any]], name:
         (usual, times), *others = Counter(of.values()).most_common()
         if not others:
             continue
+        odd = [node for node, value in of.items() if value != usual]
         if times == others[0][1]:  # no majority, so nobody is odd
+            odd = []
             text = "; ".join(f"{value} on {name(node)}" for node, value in of.items())
         else:
-            odd = ", ".join(f"{value} on {name(node)}" for node, value in of.items()
-                            if value != usual)
-            text = f"{odd}; {usual} on the other {times}"
-        yield Finding(severity, f"{prefix}{key}", text, remedy)
+            text = f"{', '.join(f'{of[node]} on {name(node)}' for node in odd)}; {usual} on the " \
+                   f"other {times}"
+        yield Finding(severity, f"{prefix}{key}", text, remedy, _only(odd))
+
+
+def _only(nodes: list[int]) -> int | None:
+    return nodes[0] if len(nodes) == 1 else None
 
 
 def network(speed: dict[str, Any], name: Name, min_bandwidth: float | None) -> Iterable[Finding]:
@@ -194,7 +204,7 @@ def network(speed: dict[str, Any], name: Name, min_bandwidth: float | None) -> I
     for node, told in speed["nodes"].items():
         if "error" in told:
             yield Finding(ERROR, "network", f"ranks of {name(int(node))}: {told['error']}",
-                          "check that node's GPUs, NVLink and /dev/shm")
+                          "check that node's GPUs, NVLink and /dev/shm", int(node))
     failed = {pair: told for pair, told in speed["pairs"].items() if "error" in told}
     for pair, told in failed.items():
         a, b = map(int, pair.split("-"))
@@ -221,7 +231,7 @@ def _odd_nodes(speed: dict[str, Any], name: Name) -> Iterable[Finding]:
             text.append(f"{label} {best:.3g} GB/s at best ({usual:.3g} without it)")
         if share < _SLOW:
             odd.add(node)
-            yield _slow("network", f"{name(node)}: {', '.join(text)}", share, remedy)
+            yield _slow("network", f"{name(node)}: {', '.join(text)}", share, remedy, node)
     for kind, label in _KINDS.items() if len(whole) > 2 else ():
         usual = median(told[kind] for told in whole.values())
         for (a, b), told in whole.items():
@@ -245,7 +255,7 @@ def _slow_compute(facts: Facts, name: Name) -> Iterable[Finding]:
     for node, told in facts.items():
         for gpu, why in told["throttled"].items():
             yield Finding(WARNING, "GPU clocks", f"{name(node)}, GPU {gpu} slows down under load: "
-                          f"{why}", "check cooling and power of that node")
+                          f"{why}", "check cooling and power of that node", node)
 
 
 def _slow_disk(facts: Facts, name: Name) -> Iterable[Finding]:
@@ -253,7 +263,7 @@ def _slow_disk(facts: Facts, name: Name) -> Iterable[Finding]:
              if "write" in told["disk"]}
     for found in _slow_nodes("disk", rates, name, _FAILING, "GB/s written",
                              "look at that node's disk or mount"):
-        yield Finding(WARNING, found.check, found.text, found.remedy)
+        yield replace(found, severity=WARNING)
 
 
 def _slow_nodes(check: str, values: dict[int, float], name: Name, least: float, unit: str,
@@ -262,8 +272,9 @@ def _slow_nodes(check: str, values: dict[int, float], name: Name, least: float, 
         others = [other for key, other in values.items() if key != node]
         if others and (share := value / median(others)) < least:
             yield _slow(check, f"{name(node)}: {value:.3g} {unit}, {median(others):.3g} on the "
-                        "others", share, remedy)
+                        "others", share, remedy, node)
 
 
-def _slow(check: str, text: str, share: float, remedy: str) -> Finding:
-    return Finding(ERROR if share < _FAILING else WARNING, check, f"{text} ({share:.0%})", remedy)
+def _slow(check: str, text: str, share: float, remedy: str, node: int) -> Finding:
+    return Finding(ERROR if share < _FAILING else WARNING, check, f"{text} ({share:.0%})", remedy,
+                   node)

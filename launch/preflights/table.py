@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from launch.common.findings import Finding
+from launch.common.findings import INFO, Finding
 from lib.core import log, units
 
 _MATRIX_NODES = 16
@@ -20,7 +20,7 @@ def show(facts: dict[int, dict[str, Any]], speed: dict[str, Any], hosts: dict[in
              "disk write", "disk read", "/dev/shm", "clock"]
     rows = [[str(node), hosts[node], *_cells(node, told, speed)]
             for node, told in sorted(facts.items())]
-    marks = ["", *(_mark(node, hosts, findings) for node in sorted(facts))]
+    marks = ["", *(_mark(node, findings) for node in sorted(facts))]
     _print([heads, *rows], marks)
     world = speed["world"]
     if "error" not in world and len(facts) > 1:
@@ -49,12 +49,9 @@ def _cells(node: int, told: dict[str, Any], speed: dict[str, Any]) -> list[str]:
             f"{1000 * told['clock']['offset_s']:+.1f} ms"]
 
 
-def _mark(node: int, hosts: dict[int, str], findings: list[Finding]) -> str:
+def _mark(node: int, findings: list[Finding]) -> str:
     """Return which checks say something bad of a node alone."""
-    others = [f"node {other} (" for other in hosts if other != node]
-    checks = [found.check for found in findings if found.severity != "info"
-              and f"node {node} ({hosts[node]})" in found.text.split(";")[0]
-              and not any(other in found.text for other in others)]
+    checks = [found.check for found in findings if found.node == node and found.severity != INFO]
     return f"← {', '.join(dict.fromkeys(checks))}" if checks else ""
 
 
