@@ -95,13 +95,13 @@ def varlen(place: Place) -> None:
     """Attention over packed documents against float32 scores, by heads, sizes and windows."""
     from transformers import AttentionInterface
 
-    from lib.train import attention  # noqa: F401 (it registers the name)
+    from lib.parallel import attention  # noqa: F401 (it registers the name)
 
     attend = AttentionInterface()["varlen"]
     lengths = place.size((700, 1, 300, 23), (40, 1, 17, 6))
     ends = torch.tensor([0, *lengths], device=place.device).cumsum(0).int()
     dtype = place.size(torch.bfloat16, torch.float32)
-    for heads, shared, width in ((8, 8, 64), (8, 2, 128), (4, 1, 64)):
+    for heads, shared, width in ((8, 8, 64), (8, 2, 128), (4, 1, 64), (4, 2, 100)):
         for window in (None, place.size(128, 9)):
             torch.manual_seed(0)
             parts = [torch.randn(1, n, sum(lengths), width, device=place.device, dtype=dtype,
