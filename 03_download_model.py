@@ -27,10 +27,10 @@ from pathlib import Path
 from lib.core import commands, log, manifest, offline, options, paths, publish, stage, units
 from lib.core.errors import Problems
 from lib.hub import raw_text, repository
-from lib.models import prepare, resolve, scratch, tokenizer, verify
+from lib.models import directory, scratch, tokenizer, verify
 from lib.models.design import Design
 
-STAGE, KIND = "03_download_model.py", resolve.KIND
+STAGE, KIND = "03_download_model.py", directory.KIND
 _MODES = {  # what may stand beside the option that chooses the mode
     "--model-name": {"model_name", "revision", "token", "allow_pickle", "trust_remote_code"},
     "--dataset-name": {"dataset_name", "revision", "token", "include", "dst_root"},
@@ -163,13 +163,15 @@ def fetch_model(opts: options.Options) -> None:
                                   show_progress=not opts.no_progress)
 
             # Verify and publish.
-            facts = prepare.examine(build, weights=True, name=name, trust_code=bool(model.code))
+            from lib.models import check  # not before the Hub has set up the library for itself
+            facts = check.examine_build(build, weights=True, name=name,
+                                        trust_code=bool(model.code))
             build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
                           summary={**facts.summary(), **model.summary()})
 
     log.info(f"done in {units.duration(time.monotonic() - began)}: {model.received()}; "
              f"{model.checked()}")
-    prepare.print_facts(target, facts)
+    facts.print(target)
     log.info(f"next: {next_command(opts, name)}")
 
 
@@ -239,17 +241,19 @@ def make_from_scratch(opts: options.Options) -> None:
     if opts.dry_run:
         return
 
+    from lib.models import check
+
     with publish.Build(target, KIND, identity, opts.overwrite) as build:
         # Work.
         if opts.train_tokenizer:
-            prepare.train_tokenizer(opts.train_tokenizer, vocabulary, design.context(), build.dir,
-                                    opts.num_workers, not opts.no_progress)
+            tokenizer.train(opts.train_tokenizer, vocabulary, design.context(), build.dir,
+                            workers=opts.num_workers, show_progress=not opts.no_progress)
         else:
             tokenizer.copy(opts.tokenizer, design.context(), build.dir)
         design.write_beside_tokenizer(build.dir, vocabulary)
 
         # Verify and publish.
-        facts = prepare.examine(build, weights=False, name=name)
+        facts = check.examine_build(build, weights=False, name=name)
         design.require_same(identity, name)
         files = [manifest.file_entry(build.dir, path, "sha256")
                  for path in build.files()]
@@ -257,7 +261,7 @@ def make_from_scratch(opts: options.Options) -> None:
                       summary={**facts.summary(), "source": "scratch", "commit": None})
 
     log.info(f"done in {units.duration(time.monotonic() - began)}")
-    prepare.print_facts(target, facts)
+    facts.print(target)
     log.info(f"next: {next_command(opts, name)}")
 
 
@@ -269,8 +273,8 @@ def verify_all(opts: options.Options) -> None:
     if opts.dry_run:
         return
     verify.check_all(found, opts.num_workers, not opts.no_progress)
-    for directory in verify.unfinished(opts.cache_dir):
-        log.warn(f"not verified: {directory} has no manifest (unfinished, or made elsewhere)")
+    for path in verify.unfinished(opts.cache_dir):
+        log.warn(f"not verified: {path} has no manifest (unfinished, or made elsewhere)")
     verify.require_whole(found)
     log.info(f"done in {units.duration(time.monotonic() - began)}: "
              f"{units.counted(len(found), 'artifact')}, "
@@ -298,7 +302,7 @@ def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
 def next_command(opts: options.Options, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
     there = [path.parent for path in Path("hf_datasets").glob("*/manifest.json")
-             if path.parent.name not in resolve.TRIAL_NAMES]
+             if path.parent.name not in directory.TRIAL_NAMES]
     dataset = opts.train_tokenizer or (there[0] if len(there) == 1 else Path("hf_datasets/corpus"))
     elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
     trust = ["--trust-remote-code"] if opts.trust_remote_code else []  # it was typed here, too

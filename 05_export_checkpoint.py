@@ -241,7 +241,7 @@ def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.
 
     from lib.models import remote_code
     from lib.models.architecture import read_config, read_content
-    from lib.models.identity import CODE_DIGESTS
+    from lib.models.directory import CODE_DIGESTS
     from lib.train import journal
 
     out, config = build.dir, read_content(experiment.model)

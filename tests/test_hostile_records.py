@@ -17,7 +17,7 @@ from lib.core import manifest, options
 from lib.core.errors import StageError, visible
 from lib.core.paths import Experiment
 from lib.corpus import inputs
-from lib.models import architecture, identity
+from lib.models import architecture, directory
 from lib.tokens import source, store
 from lib.train import earlier, journal
 from tests.conftest import ROOT
@@ -80,7 +80,7 @@ def test_records_of_a_model(project: Path):  # noqa: F811
     model = project / "model"
     attack(model / "config.json", lambda: architecture.build_on_meta(model), most=120)
     save_model(model)
-    attack(model / "config.json", lambda: identity.fingerprint(model), most=60)
+    attack(model / "config.json", lambda: directory.fingerprint(model), most=60)
 
 
 def test_records_of_tokens(tmp_path: Path):

@@ -36,9 +36,9 @@ from lib.core.errors import StageError
 from lib.core.paths import Experiment
 from lib.corpus import place, store, work
 from lib.hub import client, repository, transfer
-from lib.models import architecture, float8, remote_code, resolve, tensors, weights
+from lib.models import architecture, directory, float8, remote_code, tensors, weights
 from lib.models.design import Design
-from lib.models.identity import CODE_DIGESTS
+from lib.models.directory import CODE_DIGESTS
 from lib.parallel import attention, compiling, layout
 from lib.tokens import build
 from lib.train import metrics, precision, symptoms
@@ -437,7 +437,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: fetching._finish(part)
     model.mkdir(parents=True)
     (model / "manifest.json").write_text("{")
-    yield lambda: resolve.resolve("org/name", Path(".cache"))
+    yield lambda: directory.find("org/name", Path(".cache"))
     train(patch)
     yield lambda: attention._varlen(None, None, None, None, None, dropout=0.1)
     opts = load(TRAIN[0]).parse(list(map(str, TRAIN[1:])))

@@ -14,7 +14,7 @@ from lib.core import hashing, manifest, paths
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import MANIFEST
-from lib.models import resolve as models
+from lib.models import directory as models
 from lib.tokens import packing, store
 from lib.tokens import source as datasets
 
@@ -126,7 +126,7 @@ def artifacts(opts: Options) -> list[PackedDirectory]:
 
 
 def _model(name: str, cache_dir: Path) -> PackedDirectory:
-    place = models.resolve(name, cache_dir)
+    place = models.find(name, cache_dir)
     is_path = (Path(name).expanduser() / "config.json").is_file()
     own = place.resolve().name if is_path else paths.model_dir_name(name)
     return directory(place, f".cache/models/{own}")

@@ -20,7 +20,7 @@ from lib.checkpoints.stream import Entry, TensorFile
 from lib.core import commands, manifest
 from lib.core.errors import ArtifactError
 from lib.models import keys
-from lib.models.identity import INDEX, WEIGHTS
+from lib.models.directory import INDEX, WEIGHTS
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from lib.checkpoints.save import Snapshot, facts
 from lib.core import commands, hashing, log, paths, records
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.identity import differences
-from lib.models import safetensors_file
+from lib.models.tensors import make_header
 from lib.parallel.agreement import gather, on_rank_0, together
 
 if TYPE_CHECKING:  # optional: only --ckpt-hyperpod needs it
@@ -280,7 +280,7 @@ def _client(address: str, namespace: str, rank: int, ranks: int) -> InMemoryChec
 def _safetensors(tensors: dict[str, torch.Tensor]) -> bytes:
     """Return tensors as the content of a safetensors file, with one copy of it in memory."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = safetensors_file.header((name, tensor.shape, tensor.dtype)
+    header = make_header((name, tensor.shape, tensor.dtype)
                                      for name, tensor in on_cpu.items())
     return b"".join([header, *(tensor.flatten().view(torch.uint8).numpy()
                                for tensor in on_cpu.values())])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lib.checkpoints import state
 from lib.checkpoints.host_memory import HostMemory, NoHostMemoryError
 from lib.core import threads, units
-from lib.models.shards import local_tensor
+from lib.models.sharded import local_tensor
 
 _USABLE = 0.9  # of the free host memory: the rest is for the file cache and the data's workers
 

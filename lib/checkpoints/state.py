@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from lib.models.shards import plain
+from lib.models.sharded import plain
 from lib.optim import registry
 
 MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."

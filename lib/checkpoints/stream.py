@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lib.core import hashing
-from lib.models import safetensors_file
+from lib.models.tensors import make_header
 
 _PIECE = 8 << 20  # bytes
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -58,7 +58,7 @@ class TensorFile:
 
     def __enter__(self) -> TensorFile:
         self._file = _open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._append(memoryview(safetensors_file.header(
+        self._append(memoryview(make_header(
             (entry.key, entry.shape, entry.dtype) for entry in self._entries)))
         return self
 

@@ -12,7 +12,7 @@ from torch import nn
 from lib.checkpoints import state
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot
-from lib.models.shards import local_tensor
+from lib.models.sharded import local_tensor
 from lib.optim import registry
 
 _RANDOM = "random."  # prefix of random states among the tensors

@@ -1,4 +1,4 @@
-"""Files that the Hugging Face cache of this machine holds already, see lib/models/hf_cache.py."""
+"""Files that the Hugging Face cache of this machine holds already, see lib/models/directory.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from lib.hub.repository import RemoteFile, Repository
-from lib.models import hf_cache
+from lib.models.directory import find_cached, find_snapshot
 
 _FICLONE = 0x40049409  # ioctl_ficlone(2)
 
@@ -18,7 +18,7 @@ def repository(name: str, revision: str, kind: str) -> Repository | None:
 
     The names of the blobs are the digests that the Hub declared; what is not a link is left out.
     """
-    directory = hf_cache.snapshot(name, revision, kind)
+    directory = find_snapshot(name, revision, kind)
     if directory is None:
         return None
     files = {}
@@ -36,7 +36,7 @@ def repository(name: str, revision: str, kind: str) -> Repository | None:
 def blob(file: RemoteFile, name: str, kind: str) -> Path | None:
     """Return the cached content of a file, of whatever revision, if its size is right."""
     digest = file.sha256 or file.blob_sha1
-    path = hf_cache.home(name, kind) / "blobs" / digest
+    path = find_cached(name, kind) / "blobs" / digest
     return path if digest and path.is_file() and path.stat().st_size == file.size else None
 
 

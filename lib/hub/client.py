@@ -24,7 +24,7 @@ from lib.hub import cache
 from lib.hub.partial import Beginning, Part
 from lib.hub.repository import RemoteFile, Repository, shown
 from lib.hub.waiting import Pause
-from lib.models import hf_cache
+from lib.models import directory
 
 Result = TypeVar("Result")
 
@@ -73,8 +73,8 @@ class Hub:
             if cached is None:
                 raise
             log.warn(f"{error.problem}: taking {name} at {revision} from the Hugging Face cache "
-                     f"{hf_cache.root()}, as it was when it came there; files that never came "
-                     "there will be missing")
+                     f"{directory.find_hf_cache()}, as it was when it came there; files that never "
+                     "came there will be missing")
             return cached
 
     def receive(self, repository: Repository, part: Part | Beginning, piece: int,

@@ -16,8 +16,7 @@ from lib.hub.client import Hub
 from lib.hub.repository import RemoteFile, Repository, check_name, choose, matching
 from lib.hub.transfer import Transfer, bring_headers, bytes_to_come
 from lib.models import remote_code, tokenizer
-from lib.models.identity import CODE_DIGESTS
-from lib.models.prepare import called
+from lib.models.directory import CODE_DIGESTS, rename_in_errors
 
 _CONFIG = "config.json"
 _LARGE = 64 << 20  # bytes of weights that are worth looking at their headers first
@@ -122,7 +121,7 @@ class Model(_Fetched):
                 raise UsageError(f"{repository}: {file.path} is not opened, since the Hub "
                                  "declares no SHA-256 of it")
         model = cls(hub, repository, chosen.files, chosen.pickles, {}, preview)
-        with called(name, preview):
+        with rename_in_errors(name, preview):
             if trust_code:
                 model._take_code()
             model._look_ahead()

@@ -17,7 +17,7 @@ from typing import Any
 from lib.core import log, manifest, paths, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.hub.repository import RemoteFile
-from lib.models.prepare import called
+from lib.models.directory import rename_in_errors
 
 KIND = "raw/1"
 _SHOWN = 5
@@ -38,8 +38,8 @@ def earlier(target: Path) -> list[str]:
 def named(target: Path) -> Iterator[None]:
     """Let errors name the dataset's directory, not the hidden one in it."""
     hidden, known = target.resolve(), str(target.parent)
-    with called(known, target), called(known, target / ".."), \
-            called(known, hidden), called(known, hidden / ".."):
+    with rename_in_errors(known, target), rename_in_errors(known, target / ".."), \
+            rename_in_errors(known, hidden), rename_in_errors(known, hidden / ".."):
         yield
 
 

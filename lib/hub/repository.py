@@ -13,7 +13,7 @@ from pathlib import Path
 from lib.core import commands, log, records
 from lib.core.errors import UsageError
 from lib.models import tokenizer
-from lib.models.identity import INDEX, WEIGHTS
+from lib.models.directory import INDEX, WEIGHTS
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SMALL = {"config.json", "generation_config.json", "README.md", *tokenizer.FILES}

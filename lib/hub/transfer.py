@@ -14,7 +14,7 @@ from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 from lib.hub import cache, partial
 from lib.hub.repository import RemoteFile, Repository, require_safe
-from lib.models.identity import LARGEST_HEADER
+from lib.models.directory import LARGEST_HEADER
 
 _MOST_CONNECTIONS = 8
 _ATTEMPTS = 2

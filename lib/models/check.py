@@ -1,4 +1,4 @@
-"""Is this directory a whole model: config, weights and tokenizer that fit each other.
+"""Checks that a directory is a whole model: config, weights and tokenizer that fit each other.
 
 Reads the headers of the weights only, so it takes seconds and no memory at any size.
 """
@@ -6,7 +6,6 @@ Reads the headers of the weights only, so it takes seconds and no memory at any 
 from __future__ import annotations
 
 import math
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lib.core import log, records
-from lib.core.errors import ArtifactError
+from lib.core import log, publish, units
+from lib.core.errors import ArtifactError, StageError
 from lib.models import architecture, keys, tokenizer, training_memory
-from lib.models.identity import INDEX, LARGEST_HEADER
+from lib.models.directory import INDEX, read_header, read_index, rename_in_errors
 
 _FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
@@ -27,8 +26,8 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a model is: vocabulary, tokens and context are numbers of tokens.
+class ModelFacts:
+    """Says what a model is: vocabulary, tokens and context are numbers of tokens.
 
     dtype: of the weights, or of the config where there are none. vocabulary: rows of the
     embedding. tokens: of the tokenizer. memory: of a GPU, for training.
@@ -45,10 +44,24 @@ class Facts:
         """Return them as a manifest holds them."""
         return {**asdict(self), "memory": {str(n): b for n, b in self.memory.per_gpu.items()}}
 
+    def print(self, target: Path) -> None:
+        """Print what the model in a directory is, and what training it takes."""
+        unused = self.vocabulary - self.tokens
+        log.table({
+            "model": target,
+            "parameters": f"{self.parameters:,} ({units.count(self.parameters)}), {self.dtype}",
+            "vocabulary": f"{self.vocabulary:,} rows, {self.tokens:,} tokens in the tokenizer"
+                          + (f" ({units.counted(unused, 'row')} to spare)" if unused else ""),
+            "context": f"{self.context:,} tokens" if self.context else "not limited by the config",
+            "to train": self.memory.text(),
+        })
+        for line in self.memory.notes():
+            log.info(f"    {line}")
+
 
 @dataclass
-class Headers:
-    """What the headers of a directory's safetensors files say, by tensor name."""
+class TensorHeaders:
+    """Says what the headers of safetensors files hold, by tensor name."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -57,7 +70,7 @@ class Headers:
 
 
 def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None = None,
-            trust_code: bool = False) -> Facts:
+            trust_code: bool = False) -> ModelFacts:
     """Return the facts of a model directory; ArtifactError with all that does not fit.
 
     weights: there must be safetensors; otherwise there must be none. coming: of a directory in the
@@ -68,7 +81,7 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
     is_ahead, weights_known = coming is not None, coming is None or bool(coming)
     config = architecture.read_config(model_dir, trust_code)
     model = architecture.build_on_meta(model_dir, trust_code=trust_code)
-    headers = read_headers(model_dir, coming or {}) if weights_known else Headers()
+    headers = read_headers(model_dir, coming or {}) if weights_known else TensorHeaders()
     problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
     if weights and weights_known:
         plan = keys.load_plan(model, headers.shapes)
@@ -95,48 +108,45 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
         log.warn("the tokenizer does not give back every text as it was: "
                  + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return Facts(sum(p.numel() for p in model.parameters()), dtype, rows, tokens, context,
+    return ModelFacts(sum(p.numel() for p in model.parameters()), dtype, rows, tokens, context,
                  training_memory.estimate(model))
 
 
-def read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
+def examine_build(build: publish.Build, *, weights: bool, name: str, trust_code: bool = False,
+                  ) -> ModelFacts:
+    """Check the finished directory; what was fetched is kept also if it does not fit."""
+    try:
+        with rename_in_errors(name, build.dir):
+            return examine(build.dir, weights=weights, trust_code=trust_code)
+    except StageError:
+        if build.resumable:
+            log.info(f"kept in {build.partial}, so that the same command need not fetch it again; "
+                     "or delete that")
+        raise
+
+
+def read_headers(model_dir: Path, sizes: Mapping[str, int]) -> TensorHeaders:
     """Return the tensors in a directory's safetensors files, reading nothing but the headers.
 
     sizes: bytes that files will have of which the beginning is there.
     """
-    headers = Headers()
+    headers = TensorHeaders()
     for path in sorted(model_dir.glob("*.safetensors")):
         try:
-            header, data_bytes = _header(path, sizes.get(path.name) or path.stat().st_size)
-            _add(headers, path.name, header, data_bytes)
-        except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+            size = sizes.get(path.name) or path.stat().st_size
+            header, start = read_header(path, size)
+            _add(headers, path.name, header, size - start)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             headers.problems.append(f"{path.name} is damaged: {error}")
     index = model_dir / INDEX
     if index.is_file():
-        weight_map = records.read_json(index)["weight_map"]
         headers.problems += [f"{key} is not in {file}, where the index has it"
-                             for key, file in weight_map.items() if headers.files.get(key) != file]
+                             for key, file in read_index(index).items()
+                             if headers.files.get(key) != file]
     return headers
 
 
-def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    """Return a file's header and the bytes of data after it; ValueError when it has none.
-
-    The format: 8 bytes little-endian length, that much JSON, data
-    (https://huggingface.co/docs/safetensors, "Format").
-    """
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(LARGEST_HEADER, size - 8):
-            raise ValueError(f"its header would take {length} of {size} bytes")
-        header = records.parse_json(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
-    header.pop("__metadata__", None)
-    return header, size - 8 - length
-
-
-def _add(headers: Headers, file: str, header: dict[str, Any], data_bytes: int) -> None:
+def _add(headers: TensorHeaders, file: str, header: dict[str, Any], data_bytes: int) -> None:
     """Add the tensors of one file and note where header and size contradict each other."""
     end = 0
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -154,7 +164,7 @@ def _add(headers: Headers, file: str, header: dict[str, Any], data_bytes: int) -
                                 f"{data_bytes} bytes of data, its header says {end}")
 
 
-def _wrong_dtypes(model: PreTrainedModel, plan: keys.LoadPlan, headers: Headers) -> list[str]:
+def _wrong_dtypes(model: PreTrainedModel, plan: keys.LoadPlan, headers: TensorHeaders) -> list[str]:
     """Return a sentence for each tensor that is of another kind of numbers than the model's."""
     tensors = model.state_dict(keep_vars=True)
     return sorted(
@@ -165,7 +175,7 @@ def _wrong_dtypes(model: PreTrainedModel, plan: keys.LoadPlan, headers: Headers)
         for key in recipe.names() if (headers.dtypes[key] in _FLOATING) != is_float)
 
 
-def _main_dtype(headers: Headers, used: set[str]) -> str:
+def _main_dtype(headers: TensorHeaders, used: set[str]) -> str:
     """Return the dtype that most of the weights have, as torch calls it."""
     numbers: Counter[str] = Counter()
     for key in used:

@@ -14,7 +14,7 @@ from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import UsageError
 from lib.core.identity import differences, in_lines
 from lib.models import scratch, tokenizer
-from lib.models.prepare import called
+from lib.models.directory import rename_in_errors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -176,6 +176,6 @@ class Design:
     @contextmanager
     def _called(self, own: Path) -> Iterator[None]:
         """Let errors about a directory for the while name the file that a person gave."""
-        with called(str(self.config_json), own), \
-                called(str(self.config_json), own / "config.json"):
+        with rename_in_errors(str(self.config_json), own), \
+                rename_in_errors(str(self.config_json), own / "config.json"):
             yield

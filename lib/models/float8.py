@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from lib.core import commands, units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
-from lib.models.shards import is_gathered_in_8_bits
+from lib.models.sharded import is_gathered_in_8_bits
 
 MULTIPLE = 16  # the kernels take sizes that are multiples of it
 _PACKAGE = "torchao==0.18.0"

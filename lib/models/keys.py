@@ -27,8 +27,9 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from lib.models.recipes import Converted, Recipe, Renamed, Shape, stacked
-from lib.models.shards import own_classes
+from lib.models.recipes import Converted, Recipe, Renamed, stacked
+from lib.models.sharded import own_classes
+from lib.models.tensors import Shape
 
 
 def expected_tensors(model: PreTrainedModel) -> dict[str, Shape]:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lib.core import manifest
 from lib.core.errors import UsageError
-from lib.models import architecture, safetensors_file
-from lib.models.identity import INDEX, WEIGHTS
+from lib.models import architecture
+from lib.models.directory import INDEX, WEIGHTS
+from lib.models.tensors import DTYPES, write_file
 
 
 def convert(directory: Path, names: Sequence[str], advance: Callable[[int], None],
@@ -31,7 +32,7 @@ def convert(directory: Path, names: Sequence[str], advance: Callable[[int], None
         pickled = directory / name
         target = pickled.with_name(WEIGHTS if len(names) == 1 else _shard_name(name))
         tensors = _without_tied(_read(pickled), tied)
-        entries.append(safetensors_file.write(target, tensors))
+        entries.append(write_file(target, tensors))
         where |= {key: target.name for key in tensors}
         total += sum(tensor.nbytes for tensor in tensors.values())
         advance(pickled.stat().st_size)
@@ -71,7 +72,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     odd = [f"{key}: {type(value).__name__}" for key, value in content.items()
-           if not isinstance(value, Tensor) or value.dtype not in safetensors_file.DTYPES
+           if not isinstance(value, Tensor) or value.dtype not in DTYPES
            or value.layout is not torch.strided] \
         if isinstance(content, dict) else [type(content).__name__]
     if odd:

@@ -1,4 +1,4 @@
-"""How a module's tensor is made of Hub tensors, and how to make only a part of it."""
+"""Makes a tensor of a module, or only a part of it, of the tensors on the Hub."""
 
 from __future__ import annotations
 
@@ -10,23 +10,14 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-Shape = tuple[int, ...]
-Part = tuple[slice, ...]
-
-
-class Checkpoint(Protocol):
-    """Tensors by Hub name that can be read in part."""
-
-    shapes: Mapping[str, Shape]
-
-    def read(self, key: str, part: Part | None = None) -> Tensor: ...
+from lib.models.tensors import HubTensors, TensorPart
 
 
 class Recipe(Protocol):
     """Makes a module's tensor, or the part of it that a rank holds."""
 
     def names(self) -> tuple[str, ...]: ...
-    def read(self, checkpoint: Checkpoint, part: Part) -> Tensor: ...
+    def read(self, tensors: HubTensors, part: TensorPart) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -39,9 +30,9 @@ class Renamed:
         """Return the Hub names it is made of."""
         return (self.key,)
 
-    def read(self, checkpoint: Checkpoint, part: Part) -> Tensor:
+    def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
         """Return the part, read alone."""
-        return checkpoint.read(self.key, part)
+        return tensors.read(self.key, part)
 
 
 @dataclass(frozen=True)
@@ -59,19 +50,19 @@ class Stacked:
         """Return the Hub names it is made of."""
         return tuple(key for kind in self.keys for key in kind)
 
-    def read(self, checkpoint: Checkpoint, part: Part) -> Tensor:
+    def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
         """Return the part: [experts, …] with the kinds side by side along `dim`."""
         experts, inner = part[0], list(part[1:])
         along = self.dim - 1  # the same dimension, counted in one expert's tensor
         pieces, start = [], 0
         for kind in self.keys:
-            size = checkpoint.shapes[kind[0]][along]
+            size = tensors.shapes[kind[0]][along]
             begin, end = (min(max(edge - start, 0), size)
                           for edge in (part[self.dim].start, part[self.dim].stop))
             start += size
             if begin < end or len(self.keys) == 1:
                 inner[along] = slice(begin, end)
-                pieces.append(torch.stack([checkpoint.read(key, tuple(inner))
+                pieces.append(torch.stack([tensors.read(key, tuple(inner))
                                            for key in kind[experts]]))
         return torch.cat(pieces, dim=self.dim)
 
@@ -92,9 +83,9 @@ class Converted:
         """Return the Hub names it is made of."""
         return self.keys
 
-    def read(self, checkpoint: Checkpoint, part: Part) -> Tensor:
+    def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
         """Return the part of the converted tensor."""
-        return self.convert({key: checkpoint.read(key) for key in self.keys})[self.name][part]
+        return self.convert({key: tensors.read(key) for key in self.keys})[self.name][part]
 
 
 def stacked(converter: WeightConverter, sources: Mapping[str, list[str]], ndim: int,

@@ -17,8 +17,8 @@ from typing import Any
 
 from lib.core import hashing, manifest, records
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import resolve
-from lib.models.identity import CODE_DIGESTS
+from lib.models import directory
+from lib.models.directory import CODE_DIGESTS
 
 NEEDED = ("AutoConfig", "AutoModelForCausalLM")
 OPTION = "--trust-remote-code"
@@ -62,7 +62,7 @@ def fetched(model_dir: Path) -> list[str]:
     if changed:
         raise ArtifactError(f"the code in {model_dir} is not the code that stage 03 fetched",
                             found=", ".join(sorted(changed)),
-                            **resolve.remedy(model_dir, "--overwrite"))
+                            **directory.remedy(model_dir, "--overwrite"))
     return list(digests)
 
 

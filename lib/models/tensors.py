@@ -1,26 +1,33 @@
-"""The tensors of a model directory's safetensors files, read in part and nothing else."""
+"""Reads the tensors of safetensors files in part, and writes such files."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lib.core import records
+from lib.core import hashing, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.models import resolve
-from lib.models.identity import INDEX, WEIGHTS
-from lib.models.recipes import Part, Shape
-from lib.models.safetensors_file import DTYPES
+from lib.models import directory
+from lib.models.directory import INDEX, WEIGHTS
 
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
+          torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
+          torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _BLOCK = 16 << 20  # bytes
+
+Shape = tuple[int, ...]
+TensorPart = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,14 @@ class _Place:
     offset: int
 
 
-class Checkpoint:
-    """Tensors by Hub name. shapes, dtypes: of each. problems: one sentence per unreadable file.
+class HubTensors:
+    """Reads the tensors of a model directory by Hub name.
 
-    Read by `pread`, not through mapped memory: mapped pages would count as this rank's memory on
-    top of its shard, and some parallel file systems map slowly. Several threads may read at once.
+    shapes, dtypes: of each. problems: one sentence per unreadable file.
+
+    They are read by `pread`, not through mapped memory: mapped pages would count as this rank's
+    memory on top of its shard, and some parallel file systems map slowly. Several threads may read
+    at once.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -43,26 +53,26 @@ class Checkpoint:
         self.problems: list[str] = []
         self._places: dict[str, _Place] = {}
         self._open = ExitStack()
-        file_of = _index(model_dir)
+        file_of = _read_index(model_dir)
         whole = {name: self._add(model_dir / name)
                  for name in sorted(set(file_of.values()) or {WEIGHTS})}
         self.problems += [f"missing: {key} is not in {file}, where {INDEX} says it is"
                           for key, file in file_of.items()
                           if whole[file] and key not in self.shapes]
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> HubTensors:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._open.close()
 
-    def read(self, key: str, part: Part | None = None) -> Tensor:
+    def read(self, key: str, part: TensorPart | None = None) -> Tensor:
         """Return a tensor, or only the part of it.
 
         Of the first dimension only what is asked for is read; rows are read whole, in blocks, when
         only some of their columns are wanted.
         """
-        place, shape, dtype = self._places[key], self.shapes[key], _DTYPES[self.dtypes[key]]
+        place, shape, dtype = self._places[key], self.shapes[key], _BY_NAME[self.dtypes[key]]
         if not part:
             return _read(place, 0, shape, dtype)
         rows, inner = part[0], part[1:]
@@ -92,12 +102,10 @@ class Checkpoint:
                 raise
             self.problems.append(f"damaged: the file {path.name} ({error})")
             return False
-        length = int.from_bytes(file.read(8), "little")
-        for key, entry in records.parse_json(file.read(length)).items():
-            if key != "__metadata__":
-                self.shapes[key], self.dtypes[key] = tuple(entry["shape"]), entry["dtype"]
-                self._places[key] = _Place(file.fileno(), path,
-                                           8 + length + entry["data_offsets"][0])
+        header, start = directory.read_header(path, path.stat().st_size)
+        for key, entry in header.items():
+            self.shapes[key], self.dtypes[key] = tuple(entry["shape"]), entry["dtype"]
+            self._places[key] = _Place(file.fileno(), path, start + entry["data_offsets"][0])
         return True
 
 
@@ -105,7 +113,7 @@ def _read(place: _Place, offset: int, shape: Shape, dtype: torch.dtype) -> Tenso
     """Return the tensor of a shape that begins at a byte of a tensor's data."""
     tensor = torch.empty(shape, dtype=dtype)
     read_into(tensor, place.descriptor, place.offset + offset, place.path,
-              **resolve.remedy(place.path.parent, "--overwrite"))
+              **directory.remedy(place.path.parent, "--overwrite"))
     return tensor
 
 
@@ -123,16 +131,47 @@ def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy
         view, offset = view[count:], offset + count
 
 
-def _index(model_dir: Path) -> dict[str, str]:
+def _read_index(model_dir: Path) -> dict[str, str]:
     """Return the file of each tensor as the index says, empty when there is but one file."""
     path = model_dir / INDEX
     if (model_dir / WEIGHTS).is_file() or not path.is_file():
         return {}
     try:
-        weight_map = records.read_json(path)["weight_map"]
-        if any(map(records.leads_out, weight_map.values())):
+        file_of = directory.read_index(path)
+        if any(map(records.leads_out, file_of.values())):
             raise ValueError("it names files elsewhere")
-        return {str(key): str(file) for key, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         raise ArtifactError(f"{path} is damaged",
                             expected="a JSON object with a weight_map") from None
+    return file_of
+
+
+def make_header(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> bytes:
+    """Return what a file begins with for tensors (name, shape, dtype) in this order.
+
+    `format: pt` is what transformers looks for.
+    """
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key, shape, dtype in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        content[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write tensors on the CPU in their order; return the manifest entry (SHA-256)."""
+    begin = make_header((key, tensor.shape, tensor.dtype) for key, tensor in tensors.items())
+    hasher = hashing.new("sha256")
+    with path.open("wb") as file:
+        hasher.update(begin)
+        file.write(begin)
+        for tensor in tensors.values():
+            content: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+            hasher.update(content)
+            file.write(content)
+    return {"path": path.name, "bytes": path.stat().st_size,
+            "digest": hashing.digest(hasher, "sha256")}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import commands, hashing, manifest, records, units
+from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 
@@ -74,7 +74,7 @@ def train(corpus: Path, vocabulary: int, context: int | None, destination: Path,
     vocabulary: tokens, special ones included; what a small corpus cannot give is made up of names
     that no text is turned into. context: tokens, becomes `model_max_length`; None for no limit.
     limit: bytes of text to use at most. Returns the number of tokens that text can give, and what
-    they were made from. The same text gives the same bytes.
+    they were made from, after saying both in the log. The same text gives the same bytes.
     """
     os.environ["RAYON_NUM_THREADS"] = str(workers)  # read once, when tokenizers is first used
     import pyarrow.compute
@@ -95,6 +95,10 @@ def train(corpus: Path, vocabulary: int, context: int | None, destination: Path,
     manifest.write_json(destination / _CONFIG, {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
         **_limit(context), "clean_up_tokenization_spaces": False, "split_special_tokens": True})
+    log.info(f"tokenizer: {vocabulary:,} tokens from {sample}")
+    if made < vocabulary:
+        log.warn(f"{corpus} holds too little text for {vocabulary:,} tokens: text gives {made:,} "
+                 "of them, the others stay unused")
     return made, sample
 
 

@@ -14,7 +14,7 @@ from lib.core import commands, log, manifest, paths, reading, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 from lib.core.progress import Progress
-from lib.models import identity, resolve
+from lib.models.directory import KIND, list_strays, remedy
 
 _UNFINISHED = ".partial-"
 _KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export",
@@ -22,7 +22,7 @@ _KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset
 
 
 @dataclass
-class Artifact:
+class PreparedArtifact:
     """A directory with a manifest.
 
     problems: one sentence each. remedy: what makes it whole again, as parts of an error.
@@ -44,7 +44,7 @@ class Artifact:
         return sum(entry["bytes"] for entry in self.content["files"]) if self.content else 0
 
 
-def artifacts(cache_dir: Path, raw_root: Path | None) -> list[Artifact]:
+def artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtifact]:
     """Return everything finished under a cache directory, in the order of paths.
 
     raw_root: a directory of raw files of datasets, to verify too. What has a manifest that is not
@@ -67,11 +67,11 @@ def artifacts(cache_dir: Path, raw_root: Path | None) -> list[Artifact]:
         if not is_in_place and manifest.kind_of(directory).partition("/")[0] not in _KINDS:
             log.info(f"not ours: {path}")
             continue
-        artifact = Artifact(directory, content, _remedy(directory, content))
+        artifact = PreparedArtifact(directory, content, _remedy(directory, content))
         if content is None:
             artifact.problems.append(f"{path} is damaged")
-        elif content["kind"] == resolve.KIND:
-            artifact.problems += identity.strays(directory, content)
+        elif content["kind"] == KIND:
+            artifact.problems += list_strays(directory, content)
         found.append(artifact)
     if not found:
         left = "\n".join(f"{directory}, not finished" for directory in unfinished(cache_dir))
@@ -87,7 +87,7 @@ def unfinished(cache_dir: Path) -> list[Path]:
             if path.is_dir() and not (path / MANIFEST).exists()]
 
 
-def check_all(found: Sequence[Artifact], workers: int, show_progress: bool) -> None:
+def check_all(found: Sequence[PreparedArtifact], workers: int, show_progress: bool) -> None:
     """Hash all files of artifacts and note in each what is wrong with them."""
     lock, total = threading.Lock(), sum(artifact.bytes for artifact in found)
     with Progress("verifying", total, "B", show_progress) as progress, \
@@ -104,7 +104,7 @@ def check_all(found: Sequence[Artifact], workers: int, show_progress: bool) -> N
             log.info(f"  {'damaged' if artifact.problems else 'whole  '}  {artifact.place}")
 
 
-def require_whole(found: Sequence[Artifact]) -> None:
+def require_whole(found: Sequence[PreparedArtifact]) -> None:
     """Raise ArtifactError naming all that is damaged, and the commands that mend it."""
     if damaged := [artifact for artifact in found if artifact.problems]:
         raise ArtifactError(
@@ -142,7 +142,7 @@ def _remedy(directory: Path, content: dict[str, Any] | None) -> dict[str, str]:
     """Return what fetches or builds an artifact again, as parts of an error."""
     made_by = (content or {}).get("stage", "")
     if directory.parent.name == paths.models_root(Path()).name or made_by.startswith("03"):
-        found = resolve.remedy(directory, "--overwrite")
+        found = remedy(directory, "--overwrite")
         if content is None and "run" in found:
             found["run"] = commands.moved_away(directory, found["run"])
         return found

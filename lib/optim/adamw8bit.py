@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lib.core import log
-from lib.models.shards import local_tensor
+from lib.models.sharded import local_tensor
 from lib.optim.registry import Wrap
 
 BLOCK = 256  # numbers

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from lib.models.shards import local_tensor
+from lib.models.sharded import local_tensor
 
 _USUAL_OVER = 100  # good steps that the usual gradient norm is a running mean of
 _USUAL_AFTER = 20  # good steps before there is a usual one

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
-from lib.models.shards import own_class
+from lib.models.sharded import own_class
 
 _SMALL_SHARE = 0.05
 # With fp8, all but the linears of the blocks computes in bf16: see lib/models/float8.py.

@@ -15,7 +15,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lib.models.shards import local_tensor
+from lib.models.sharded import local_tensor
 
 Bytes = dict[str, int]  # by kind
 

@@ -22,8 +22,7 @@ from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
 from lib.models import float8, remote_code
-from lib.models.initialise import initialise
-from lib.models.weights import load_pretrained
+from lib.models.weights import initialise, load_pretrained
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import (

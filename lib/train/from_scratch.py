@@ -16,7 +16,7 @@ from typing import Any
 from lib.core import commands, hashing, log, manifest, options, paths, publish
 from lib.core.errors import ArtifactError, Problems
 from lib.core.options import Options
-from lib.models import identity, prepare, scratch, tokenizer
+from lib.models import directory, scratch, tokenizer
 from lib.models.design import Design
 from lib.tokens import build
 
@@ -49,16 +49,16 @@ def is_meant(opts: Options, model_dir: Path, has_begun: bool) -> bool:
     run has begun so: then its weights are in its checkpoints. Raises ArtifactError when weights are
     missing and nobody asked for random ones; where nothing is trained, that is only a warning.
     """
-    if opts.from_scratch or identity.is_made_from_scratch(model_dir):
+    if opts.from_scratch or directory.is_made_from_scratch(model_dir):
         return True
     if has_begun:
-        return not identity.has_weights(model_dir)
-    if missing := identity.missing_weights(model_dir):
+        return not directory.has_weights(model_dir)
+    if missing := directory.list_missing_weights(model_dir):
         shown = "\n".join(missing[:5] + [f"… and {len(missing) - 5} more"] * (len(missing) > 5))
         error = ArtifactError(
-            f"the model {model_dir} has no weights" if not identity.has_weights(model_dir) else
+            f"the model {model_dir} has no weights" if not directory.has_weights(model_dir) else
             f"the weights of the model {model_dir} are not whole", found=shown,
-            expected=f"{identity.WEIGHTS}, or {identity.INDEX} and the shards that it names",
+            expected=f"{directory.WEIGHTS}, or {directory.INDEX} and the shards that it names",
             hint="copy the missing files to it; with --from-scratch, training would begin with "
                  "random weights")
         if not (opts.dry_run or opts.prepare_only):
@@ -94,11 +94,13 @@ def model(opts: Options) -> Iterator[Path | None]:
 
 
 def _make(design: Design, target: Path, content: dict[str, Any], opts: Options) -> None:
+    from lib.models import check
+
     vocabulary = design.vocabulary()
     with publish.Build(target, KIND, content, overwrite=False) as building:
         tokenizer.copy(opts.tokenizer, design.context(), building.dir)
         design.write_beside_tokenizer(building.dir, vocabulary)
-        prepare.examine(building, weights=False, name=f"--model-size {opts.model_size}")
+        check.examine_build(building, weights=False, name=f"--model-size {opts.model_size}")
         design.require_same(content, design.default_name())
         files = [manifest.file_entry(building.dir, path, "sha256")
                  for path in building.files()]

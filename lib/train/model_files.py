@@ -9,7 +9,7 @@ from typing import Any
 
 from lib.core import log, manifest, stamps, verified
 from lib.core.options import Options
-from lib.models import identity, resolve
+from lib.models import directory
 from lib.train.startup import Inputs
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -29,8 +29,8 @@ def require_whole(opts: Options, inputs: Inputs) -> None:
              if reads_weights or not entry["path"].endswith(".safetensors")]
     if reads_weights and not files:
         log.info(f"{inputs.model_dir} has no digests to check its weights against")
-    remedy = resolve.remedy(inputs.model_dir, "--overwrite") \
-        if content.get("kind") == resolve.KIND else {}
+    remedy = directory.remedy(inputs.model_dir, "--overwrite") \
+        if content.get("kind") == directory.KIND else {}
     verified.require(inputs.model_dir, content | {"files": files}, "the model", opts.cache_dir,
                      workers=opts.num_workers, progress=not opts.no_progress,
                      always=opts.prepare_only, **remedy)
@@ -45,6 +45,7 @@ def _content(model_dir: Path) -> dict[str, Any]:
     """Return the manifest of a model, or what the names of a Hugging Face cache's blobs say."""
     if content := manifest.read_if_any(model_dir):
         return content
-    blobs = {path.name: path.resolve() for path in identity.files(model_dir) if path.is_symlink()}
+    blobs = {path.name: path.resolve() for path in directory.list_files(model_dir)
+             if path.is_symlink()}
     return {"files": [{"path": name, "bytes": blob.stat().st_size, "digest": f"sha256:{blob.name}"}
                       for name, blob in blobs.items() if _SHA256.fullmatch(blob.name)]}

@@ -10,8 +10,8 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.models import float8
-from lib.models.initialise import restore_buffers
-from lib.models.shards import tie_again
+from lib.models.sharded import tie_again
+from lib.models.weights import restore_buffers
 from lib.parallel.agreement import on_rank_0
 from lib.train import earlier, symptoms
 from lib.train.run import Run

@@ -13,7 +13,7 @@ from lib.core.errors import Problems, UsageError
 from lib.core.identity import differences
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.models import identity, resolve
+from lib.models import directory
 from lib.optim.registry import OPTIMIZERS
 from lib.tokens import build, encode, mixture, packing, store
 from lib.tokens.mixture import Corpus, HeldOut
@@ -109,15 +109,15 @@ def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inp
     name, began_with = opts.model_name, begun.get("model_dir")
     if name is None and began_with and Path(began_with).is_dir():
         name = began_with
-    model_dir = made or problems.collect(lambda: resolve.resolve(name, opts.cache_dir))
+    model_dir = made or problems.collect(lambda: directory.find(name, opts.cache_dir))
     corpora = [] if opts.streaming else \
         problems.collect(lambda: mixture.open_corpora(opts.dataset_name))
     shards = problems.collect(lambda: streaming.open_shards(opts, begun)) \
         if opts.streaming else None
     named = problems.collect(lambda: earlier.named_checkpoint(opts, experiment))
     problems.raise_if_any()
-    model_stamps = stamps.of(identity.files(model_dir))
-    fingerprints = {"model": identity.fingerprint(model_dir),
+    model_stamps = stamps.of(directory.list_files(model_dir))
+    fingerprints = {"model": directory.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(streaming.identity(opts, shards) if shards
                        else {"dataset": mixture.fingerprint(corpora)})}
@@ -278,7 +278,7 @@ def weights_of(opts: Options, inputs: Inputs) -> str:
     """Say where the first weights come from."""
     if inputs.scratch:
         return f"drawn from seed {opts.seed}"
-    return f"{'missing' if identity.missing_weights(inputs.model_dir) else 'read'} from " \
+    return f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from " \
            f"{inputs.model_dir}"
 
 

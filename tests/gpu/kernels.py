@@ -243,7 +243,7 @@ def trained(place: Place, precision: str, kind: str = "adamw", **changes: Any,
             ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Any]]:
     """Give the small model as stage 04 makes it on one rank, its optimizer, and the world."""
     from lib.models import architecture
-    from lib.models.initialise import initialise
+    from lib.models.weights import initialise
     from lib.optim import registry
     from lib.parallel import layout, parallelize
 

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from lib.core.errors import UsageError
-from lib.models import float8, shards
+from lib.models import float8
 from lib.models.architecture import decoder_layers
-from lib.models.initialise import initialise
+from lib.models.sharded import local_tensor, plain
+from lib.models.weights import initialise
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import blocks, compiling, parallelize
@@ -67,15 +68,15 @@ def train(model: nn.Module, steps: int) -> list[float]:
 def test_scales_are_those_of_the_weights_after_each_step(group: dist.ProcessGroup) -> None:
     model = sharded(SMALL, "tensorwise")
     weight = model.model.layers[1].mlp.up_proj.weight
-    assert type(shards.local_tensor(weight)) is torch.Tensor
-    assert not shards.local_tensor(weight).is_meta
+    assert type(local_tensor(weight)) is torch.Tensor
+    assert not local_tensor(weight).is_meta
     for steps in (0, 1):
         train(model, steps)
-        scale = 448 / shards.local_tensor(weight).abs().max()
+        scale = 448 / local_tensor(weight).abs().max()
         assert weight._local_tensor._precomputed_scale.item() == pytest.approx(scale.item())
-    plain = shards.plain(weight)
-    assert isinstance(plain, DTensor) and type(plain._local_tensor) is torch.Tensor
-    plain._local_tensor.fill_(3.0)
+    masters = plain(weight)
+    assert isinstance(masters, DTensor) and type(masters._local_tensor) is torch.Tensor
+    masters._local_tensor.fill_(3.0)
     assert (weight._local_tensor._tensor == 3.0).all()
 
 

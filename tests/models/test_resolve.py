@@ -11,7 +11,7 @@ import pytest
 
 from lib.core import log, manifest
 from lib.core.errors import ArtifactError, UsageError
-from lib.models.resolve import resolve
+from lib.models.directory import find
 
 
 @pytest.fixture
@@ -34,36 +34,36 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["org/first", "org--first", ".cache/models/org--first"])
 def test_every_spelling_of_a_prepared_model(cache, name):
-    assert resolve(name, cache) == cache / "models/org--first"
+    assert find(name, cache) == cache / "models/org--first"
 
 
 def test_without_a_name_the_only_model_is_taken_and_the_log_says_which(cache, capsys):
     log.setup()
     with pytest.raises(UsageError, match="2 models are prepared") as caught:
-        resolve(None, cache)
+        find(None, cache)
     assert caught.value.found.splitlines() == ["-m scratch-tiny", "-m org--first"]
     # Those of the Makefile never count, whenever they were made.
     (cache / "models/scratch-tiny").rename(cache / "models/demo")
-    assert resolve(None, cache) == cache / "models/org--first"
+    assert find(None, cache) == cache / "models/org--first"
     assert "org--first, the only one prepared" in capsys.readouterr().out
     (cache / "models/org--first").rename(cache / "models/test-quick")
     with pytest.raises(ArtifactError, match="no model is prepared") as caught:
-        resolve(None, cache)
+        find(None, cache)
     assert caught.value.found == "demo, test-quick, which only -m takes"
-    assert resolve("demo", cache) == cache / "models/demo"
+    assert find("demo", cache) == cache / "models/demo"
 
 
 def test_a_directory_made_elsewhere_is_welcome(cache, capsys):
     log.setup()
     Path("saved").mkdir()
     Path("saved/config.json").write_text("{}")
-    assert resolve("saved", cache) == Path("saved")
+    assert find("saved", cache) == Path("saved")
     assert "made elsewhere" in capsys.readouterr().out
 
 
 def test_an_unknown_name_lists_what_there_is(cache):
     with pytest.raises(ArtifactError) as caught:
-        resolve("org/second", cache)
+        find("org/second", cache)
     told = caught.value.render()
     assert "scratch-tiny, org--first" in told
     assert "03_download_model.py --model-name org/second" in told
@@ -73,26 +73,26 @@ def test_an_unfinished_model_does_not_exist(cache):
     (cache / "models/org--third.partial-12345678").mkdir()
     (cache / "models/org--third.partial-12345678/config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="no finished model") as caught:
-        resolve("org/third", cache)
+        find("org/third", cache)
     assert "org--third.partial-12345678" in caught.value.found
     with pytest.raises(ArtifactError, match="not finished"):
-        resolve(".cache/models/org--third.partial-12345678", cache)
+        find(".cache/models/org--third.partial-12345678", cache)
     (cache / "models/org--third").mkdir()
     (cache / "models/org--third/config.json").write_text("{}")
     with pytest.raises(ArtifactError) as caught:
-        resolve("org/third", cache)
+        find("org/third", cache)
     assert "incomplete copy" in caught.value.found
 
 
 def test_a_model_that_lost_a_file_is_damaged(cache):
     (cache / "models/org--first/config.json").write_text("{")
     with pytest.raises(ArtifactError, match="damaged"):
-        resolve("org/first", cache)
+        find("org/first", cache)
 
 
 def test_nothing_prepared_tells_what_to_run(tmp_path):
     with pytest.raises(ArtifactError) as caught:
-        resolve(None, tmp_path)
+        find(None, tmp_path)
     assert "--from-scratch" in caught.value.hint
 
 
@@ -106,13 +106,13 @@ def test_a_snapshot_in_a_hugging_face_cache(cache, monkeypatch, capsys):
     (home / "refs/main").write_text("a" * 40)
     (snapshot / "config.json").write_text("{}")
     with pytest.raises(ArtifactError) as caught:  # config and no weights
-        resolve("org/cached", cache)
+        find("org/cached", cache)
     assert "holds only a part of org/cached" in caught.value.found
     (snapshot / "model.safetensors").write_bytes(b"")
-    assert resolve("org/cached", cache) == snapshot
+    assert find("org/cached", cache) == snapshot
     assert "a snapshot in the Hugging Face cache" in capsys.readouterr().out
     with pytest.raises(ArtifactError) as caught:
-        resolve("org/other", cache)
+        find("org/other", cache)
     assert f"whole in the Hugging Face cache {cache / 'hub'}: org/cached" in caught.value.found
 
 
@@ -121,10 +121,10 @@ def test_pickles_are_not_taken_for_a_model_without_weights(cache):
     Path("old/config.json").write_text("{}")
     Path("old/pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UsageError, match="pickles") as caught:
-        resolve("old", cache)
+        find("old", cache)
     assert "--allow-pickle" in caught.value.hint
     Path("old/model.safetensors").write_bytes(b"")
-    assert resolve("old", cache) == Path("old")
+    assert find("old", cache) == Path("old")
 
 
 @pytest.mark.parametrize("used, told", [
@@ -138,14 +138,14 @@ def test_a_damaged_model_tells_the_command_that_made_it(cache, used, told):
     path.write_text(json.dumps({**json.loads(path.read_text()), "options": used}))
     (cache / "models/org--first/config.json").unlink()
     with pytest.raises(ArtifactError) as caught:
-        resolve("org/first", cache)
+        find("org/first", cache)
     command = caught.value.run or caught.value.hint  # words where `my data/c` is not there
     assert f"03_download_model.py {told} --cache-dir {cache} --overwrite" in command
     assert bool(caught.value.run) == ("my data" not in told)
 
 
 def test_it_imports_nothing_heavy():
-    code = "import sys, lib.models.resolve; print([m for m in sys.modules if m in " \
+    code = "import sys, lib.models.directory; print([m for m in sys.modules if m in " \
            "('torch', 'transformers', 'huggingface_hub', 'datasets', 'tokenizers')])"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True,
@@ -158,9 +158,9 @@ def test_it_imports_nothing_heavy():
 def test_weights_or_code_that_the_manifest_does_not_name_are_not_used(cache, stray):
     directory = cache / "models/org--first"
     (directory / "._model.safetensors").write_text("what a Mac leaves")
-    resolve("org/first", cache)
+    find("org/first", cache)
     (directory / stray).write_text("")
     for name in ("org/first", str(directory)):
         with pytest.raises(ArtifactError, match="holds files that nobody verified") as caught:
-            resolve(name, cache)
+            find(name, cache)
         assert stray in caught.value.found

@@ -15,10 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lib.core.errors import ArtifactError
 from lib.models.architecture import build_on_meta
-from lib.models.identity import INDEX, WEIGHTS, has_weights
-from lib.models.initialise import initialise, restore_buffers
-from lib.models.tensors import Checkpoint
-from lib.models.weights import load_pretrained
+from lib.models.directory import INDEX, WEIGHTS, has_weights
+from lib.models.tensors import HubTensors
+from lib.models.weights import initialise, load_pretrained, restore_buffers
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS, full_weights, spoil
 
@@ -305,6 +304,6 @@ def test_two_ranks_hold_what_one_process_holds(
 def test_a_part_is_read_alone(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, FAMILIES["llama"]())
     whole = load_file(tmp_path / WEIGHTS)["lm_head.weight"]
-    with Checkpoint(tmp_path) as checkpoint:
+    with HubTensors(tmp_path) as checkpoint:
         part = checkpoint.read("lm_head.weight", (slice(90, 97), slice(3, 5)))
     assert torch.equal(part, whole[90:97, 3:5])

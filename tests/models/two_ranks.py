@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lib.models import initialise, keys, weights
+from lib.models import keys, weights
 from lib.models.architecture import build_on_meta, decoder_layers
-from lib.models.shards import local_slice, local_tensor
+from lib.models.sharded import local_slice, local_tensor
 
 TOKENS = torch.arange(24).reshape(2, 12) % 90 + 3
 
@@ -80,27 +80,27 @@ def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, Any]:
     """Load and then initialise one sharded model; return what the test compares."""
     read: list[int] = []
-    original = weights.Checkpoint.read
+    original = weights.HubTensors.read
 
-    def counting(self: weights.Checkpoint, *arguments: Any) -> torch.Tensor:
+    def counting(self: weights.HubTensors, *arguments: Any) -> torch.Tensor:
         tensor = original(self, *arguments)
         read.append(tensor.numel())  # several threads read
         return tensor
 
-    weights.Checkpoint.read = counting
+    weights.HubTensors.read = counting
     model = build_on_meta(directory)
     shard(model, placement, mesh)
     model.to_empty(device="cpu")
     spoil(model)
     weights.load_pretrained(model, directory)
-    weights.Checkpoint.read = original
+    weights.HubTensors.read = original
     check_slices(model)
     held = sum(local_tensor(p).numel() for p in model.parameters())
     loaded = full_weights(model)
     written = exported(model)
     logits = model.eval()(TOKENS, use_cache=False).logits.detach()
     spoil(model)
-    initialise.initialise(model, seed=3)
+    weights.initialise(model, seed=3)
     return {"logits": logits, "loaded": loaded, "drawn": full_weights(model),
             "exported": written, "read": sum(read), "held": held}
 

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lib.models.shards import local_tensor
+from lib.models.sharded import local_tensor
 from lib.parallel import blocks, loss, parallelize
 from lib.planning import trace
 from lib.planning.trace import Case

@@ -12,7 +12,7 @@ import torch
 
 from lib.core import manifest, stamps, verified
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import identity
+from lib.models import directory
 from lib.train import begin, model_files
 from tests.training import save_model
 
@@ -35,7 +35,7 @@ def model_dir(saved: Path, tmp_path: Path) -> Path:
 
 def of(model_dir: Path, **more: object) -> SimpleNamespace:
     facts = {"scratch": False, "begun": {}, "named": None,
-             "model_stamps": stamps.of(identity.files(model_dir))}
+             "model_stamps": stamps.of(directory.list_files(model_dir))}
     return SimpleNamespace(model_dir=model_dir, **facts | more)
 
 

@@ -1,0 +1,314 @@
+"""Knows model directories by name and from their files alone: where one is, whether it is whole.
+
+Offline, and without importing any library of models. The cache that Hugging Face libraries keep on
+a machine is read as well, and never written:
+
+    <root>/models--org--name/
+        refs/main                       the commit that a branch or tag stood for
+        snapshots/<commit>/<path>       links to
+        blobs/<digest>                  SHA-256 of what lies in LFS, git blob SHA-1 of the rest
+
+Layout: https://huggingface.co/docs/hub/local-cache.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lib.core import commands, hashing, log, manifest, records
+from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.core.paths import MANIFEST, model_dir_name, models_root
+
+KIND = "model/1"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
+LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
+TRIAL_NAMES = ("demo", "test-quick")  # models that the Makefile makes, and no run is meant to take
+_TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
+_READ = (".safetensors", INDEX, ".py", CODE_DIGESTS)
+_CONFIG, _PARTIAL = "config.json", ".partial-"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_STAGE = "03_download_model.py"
+_HOW = "stage 03 fetches a model from the Hub (--model-name), or makes one (--from-scratch)"
+
+
+def find(name: str | None, cache_dir: Path) -> Path:
+    """Return the directory of a model, and log which one it is.
+
+    name: a directory with a config.json, ours or one that `save_pretrained` wrote; a name that
+    stage 03 prepared (`org/name`, `org--name`, `scratch-tiny`); the name of a model whose snapshot
+    the Hugging Face cache of this machine holds; None for the only one that stage 03 prepared,
+    apart from those of `make demo` and `make test-quick`.
+    Raises ArtifactError, telling what there is and what to run, when it is missing, unfinished or
+    has lost files; UsageError when its weights are pickles, or when None stands for several.
+    """
+    if name is None:
+        return _find_only(cache_dir)
+    path = Path(name).expanduser()
+    if (path / _CONFIG).is_file():
+        return _check_directory(path)
+    target = models_root(cache_dir) / model_dir_name(name)
+    if (target / MANIFEST).is_file():
+        return _check_prepared(target)
+    snapshot = None if target.is_dir() else _find_whole_snapshot(name)
+    if snapshot is None:
+        raise _nothing(name, path, target, cache_dir)
+    log.info(f"model: {snapshot}, a snapshot in the Hugging Face cache, taken as it is")
+    return snapshot
+
+
+def list_prepared(cache_dir: Path) -> list[Path]:
+    """Return the finished models under a cache directory, the newest first."""
+    found = []
+    for path in models_root(cache_dir).glob(f"*/{MANIFEST}"):
+        content = manifest.read_if_any(path.parent)
+        if content and content["kind"] == KIND and _PARTIAL not in path.parent.name:
+            found.append((content.get("created", ""), path.stat().st_mtime_ns, path.parent))
+    return [directory for *_, directory in sorted(found, reverse=True)]
+
+
+def remedy(directory: Path, *more: object) -> dict[str, str]:
+    """Return what prepares a model, or fetches raw files, once more: parts of an error."""
+    content = manifest.read_if_any(directory) or {}
+    cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
+    if content.get("options") and content["kind"].startswith(("model/", "raw/")):
+        return manifest.again(content | {"stage": _STAGE}, *more, **cache)
+    return _prepared_by(directory.name.replace("--", "/", 1), directory, *more)
+
+
+def _prepared_by(name: str, path: Path, *more: object) -> dict[str, str]:
+    """Return what prepares a model of this name, as far as the name tells."""
+    is_ours = path.parent.name == "models"
+    if re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) and (is_ours or not path.exists()):
+        return {"run": commands.script(_STAGE, "--model-name", name, *more)}
+    return {"hint": _HOW}
+
+
+def _find_only(cache_dir: Path) -> Path:
+    """Return the one model that is prepared; which of several is meant is never guessed."""
+    found = [path for path in list_prepared(cache_dir) if path.name not in TRIAL_NAMES]
+    if not found:
+        trial = ", ".join(path.name for path in list_prepared(cache_dir))
+        raise ArtifactError(f"no model is prepared under {models_root(cache_dir)}",
+                            found=f"{trial}, which only -m takes" if trial else "",
+                            hint=_HOW)
+    if found[1:]:
+        raise UsageError(f"{len(found)} models are prepared under {models_root(cache_dir)}, and "
+                         "none was named", expected="one of these words in the command",
+                         found="\n".join(f"-m {shlex.quote(path.name)}" for path in found))
+    return _check_prepared(found[0], ", the only one prepared")
+
+
+def _check_directory(path: Path) -> Path:
+    """Return a directory given by its path: ours, an export, or one made elsewhere."""
+    if any(_PARTIAL in part for part in path.resolve().parts[-2:]):
+        raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
+    if not (path / MANIFEST).is_file():
+        _require_no_pickles(path)
+        log.info(f"model: {path}, made elsewhere (no {MANIFEST}), taken as it is")
+        return path
+    other = manifest.read_if_any(path)
+    if other and other["kind"] != KIND:
+        log.info(f"model: {path}, made by {other.get('stage') or other['kind']}")
+        return _check_files(path, other, {})
+    return _check_prepared(path)
+
+
+def _require_no_pickles(path: Path) -> None:
+    """Raise UsageError for pickled weights: without them, it would be trained from scratch."""
+    pickles = sorted(found.name for found in path.glob("pytorch_model*.bin"))
+    if pickles and not has_weights(path):
+        raise UsageError(f"the weights of {path} are pickles, which are not read here",
+                         expected=f"{WEIGHTS}, as `save_pretrained` writes it now",
+                         found=", ".join(pickles[:5]),
+                         hint="stage 03 converts those of the Hub, with --allow-pickle")
+
+
+def _check_prepared(directory: Path, why: str = "") -> Path:
+    log.info(f"model: {directory}{why}")
+    content = manifest.read(directory, KIND, "the model", **remedy(directory))
+    return _check_files(directory, content, remedy(directory, "--overwrite"))
+
+
+def _check_files(directory: Path, content: dict[str, Any], remedy_: dict[str, str]) -> Path:
+    """Return a directory that holds what its manifest names, and nothing else that is read."""
+    manifest.check(directory, content, "the model", **remedy_)
+    if found := list_strays(directory, content):
+        raise ArtifactError(f"{directory} holds files that nobody verified",
+                            found="\n".join(found), hint="move them away")
+    return directory
+
+
+def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactError:
+    """Return the error for a name that stands for nothing finished."""
+    found = [manifest.unfinished(target)]
+    if target.is_dir():
+        found.append(f"{target} without {MANIFEST}: an incomplete copy? Give its path to use it "
+                     "as it is")
+    elif path.is_dir():
+        found.append(f"{path} without {_CONFIG}")
+    there = [directory.name for directory in list_prepared(cache_dir)]
+    found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
+    cached = [path.name.removeprefix("models--").replace("--", "/")
+              for path in sorted(find_hf_cache().glob("models--*"))]
+    if whole := [name for name in cached if _find_whole_snapshot(name)]:
+        found.append(f"whole in the Hugging Face cache {find_hf_cache()}: {', '.join(whole)}")
+    if find_snapshot(name):
+        found.append(f"the Hugging Face cache {find_hf_cache()} holds only a part of {name}")
+    return ArtifactError(f"no finished model called {name}",
+                         expected=f"a directory with {_CONFIG}, a name that stage 03 prepared, or "
+                                  "one of a model in the Hugging Face cache",
+                         found="\n".join(filter(None, found)), **_prepared_by(name, path))
+
+
+@contextmanager
+def rename_in_errors(name: str, directory: Path) -> Iterator[None]:
+    """Let errors about a directory of ours, maybe soon gone, speak of something known instead."""
+    try:
+        yield
+    except StageError as error:
+        for part in ("problem", "expected", "found", "run"):
+            setattr(error, part, getattr(error, part).replace(str(directory), name))
+        raise
+
+
+def list_files(model_dir: Path) -> list[Path]:
+    """Return the files that make a model: config, weights, tokenizer and code."""
+    return [path for path in sorted(model_dir.iterdir())
+            if path.name.endswith(_TOGETHER) and path.is_file()]
+
+
+def list_strays(model_dir: Path, content: dict[str, Any]) -> list[str]:
+    """Return a sentence for each file of weights or code that the directory's manifest lacks.
+
+    It would be read in the place of what was verified: `model.safetensors` goes before shards.
+    """
+    known = {entry["path"] for entry in content["files"]}
+    return [f"{path} is not of this model: its {MANIFEST} does not name it"
+            for path in sorted(model_dir.iterdir()) if path.name not in known
+            and path.name.endswith(_READ) and not path.name.startswith(".")]
+
+
+def has_weights(model_dir: Path) -> bool:
+    """Tell whether a model directory holds safetensors weights, whole or in shards."""
+    return (model_dir / WEIGHTS).is_file() or (model_dir / INDEX).is_file()
+
+
+def is_made_from_scratch(model_dir: Path) -> bool:
+    """Tell whether stage 03 or 04 made a directory that is meant to have no weights."""
+    content = manifest.read_if_any(model_dir)
+    return content is not None and content["summary"].get("source") == "scratch"
+
+
+def list_missing_weights(model_dir: Path) -> list[str]:
+    """Return a sentence for each thing that a directory's weights lack; empty when they are there.
+
+    Only names are looked at, as whoever copied the directory may have left some behind.
+    """
+    if (model_dir / WEIGHTS).is_file():
+        return []
+    if (model_dir / INDEX).is_file():
+        try:
+            shards = sorted(set(read_index(model_dir / INDEX).values()))
+        except ValueError:
+            return [f"{INDEX} is damaged"]
+        return [f"{name} is missing, {INDEX} names it" for name in shards
+                if not (model_dir / name).is_file()]
+    others = sorted(path.name for path in model_dir.glob("*.safetensors"))
+    return [f"{name}, which is not read: it has another layout, or {INDEX} is missing"
+            for name in others[:5]] or ["config.json without any .safetensors file"]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index says; ValueError when it is damaged."""
+    try:
+        weight_map = records.read_json(path)["weight_map"]
+        return {str(key): str(file) for key, file in weight_map.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path.name} has no weight_map") from error
+
+
+def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and the byte at which its data begins.
+
+    size: of the whole file, of which only the beginning need be there. The format: 8 bytes
+    little-endian length, that much JSON, data (https://huggingface.co/docs/safetensors, "Format").
+    Raises ValueError when there is no header.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(LARGEST_HEADER, size - 8):
+            raise ValueError(f"its header would take {length} of {size} bytes")
+        header = records.parse_json(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Identify config and weights wherever the directory lies, without reading all weights.
+
+    A directory of stage 03: the digests of its manifest. One made elsewhere: config.json, and
+    size and header of each safetensors file. Code that comes with a model counts too.
+    Raises ArtifactError when config.json is damaged.
+    """
+    try:
+        config = records.read_json(model_dir / _CONFIG)
+    except ValueError as error:
+        raise ArtifactError(f"{model_dir / _CONFIG} is damaged", found=str(error)) from None
+    content = manifest.read_if_any(model_dir)
+    if content is not None:
+        weights = [[e["path"], e["digest"]] for e in content["files"]
+                   if e["path"].endswith(".safetensors")]
+    else:
+        weights = [[path.name, path.stat().st_size, _digest_header(path)]
+                   for path in sorted(model_dir.glob("model*.safetensors"))]
+    code = model_dir / CODE_DIGESTS
+    return hashing.fingerprint([config, weights] + ([code.read_text(encoding="utf-8")]
+                                                    if code.is_file() else []))
+
+
+def _digest_header(path: Path) -> str:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return hashing.bytes_digest(file.read(min(length, 1 << 26)), "sha256")
+
+
+def find_hf_cache() -> Path:
+    """Return where the Hugging Face cache lies, as the environment says."""
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if not given:
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        given = (os.environ.get("HF_HOME") or f"{caches}/huggingface") + "/hub"
+    return Path(os.path.expandvars(given)).expanduser()
+
+
+def find_cached(name: str, kind: str = "model") -> Path:
+    """Return where the Hugging Face cache keeps a repository."""
+    return find_hf_cache() / f"{kind}s--{name.replace('/', '--')}"
+
+
+def find_snapshot(name: str, revision: str = "main", kind: str = "model") -> Path | None:
+    """Return the directory of a repository at a branch, tag or commit, if the cache has it."""
+    where = find_cached(name, kind)
+    try:
+        commit = revision if _COMMIT.fullmatch(revision) \
+            else (where / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    found = where / "snapshots" / commit
+    return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
+
+
+def _find_whole_snapshot(name: str) -> Path | None:
+    """Return the snapshot of a model at `main` when config and all safetensors are there."""
+    found = find_snapshot(name)
+    is_whole = found and (found / _CONFIG).is_file() and not list_missing_weights(found)
+    return found if is_whole else None
