@@ -144,17 +144,17 @@ def fetch_model(opts: options.Options) -> None:
 
     # Plan.
     print_plan(opts, {
-        "fetch": f"model {name} at {revision} from {repository.where()}",
+        "fetch": f"model {name} at {revision} from {repository.name_hub()}",
         "files": "config, tokenizer, safetensors weights, licence and model card",
         "into": target})
     if opts.dry_run:
         return
 
     # Ask the Hub, and refuse what cannot be trained before the large files come.
-    from lib.hub.fetch import Model
+    from lib.hub.fetch import RemoteModel
 
     with tempfile.TemporaryDirectory() as preview:
-        model = Model.look_up(name, revision, Path(preview), token=opts.token or "",
+        model = RemoteModel.look_up(name, revision, Path(preview), token=opts.token or "",
                               allow_pickle=opts.allow_pickle,
                               trust_code=opts.trust_remote_code)
         with publish.Build(target, KIND, identity, opts.overwrite, resumable=True) as build:
@@ -169,8 +169,8 @@ def fetch_model(opts: options.Options) -> None:
             build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
                           summary={**facts.summary(), **model.summary()})
 
-    log.info(f"done in {units.duration(time.monotonic() - began)}: {model.received()}; "
-             f"{model.checked()}")
+    log.info(f"done in {units.duration(time.monotonic() - began)}: {model.describe_source()}; "
+             f"{model.describe_checks()}")
     facts.print(target)
     log.info(f"next: {next_command(opts, name)}")
 
@@ -179,42 +179,42 @@ def fetch_dataset(opts: options.Options) -> None:
     """Fetch raw files of a dataset for stage 01."""
     # Check the inputs.
     name, revision, began = opts.dataset_name, opts.revision or "main", time.monotonic()
-    target = raw_text.target_of(root := opts.dst_root or Path("raw_text"), name)
-    opts.include, is_more = raw_text.together(target, revision, opts.include, opts.overwrite)
+    target = raw_text.locate(root := opts.dst_root or Path("raw_text"), name)
+    opts.include, is_more = raw_text.join_globs(target, revision, opts.include, opts.overwrite)
     identity = {"options": {"dataset_name": name, "revision": revision,
                             "include": opts.include}, "inputs": {}}
     then = commands.script("01_organize_data.py", "--src-dir", root)
-    with raw_text.named(target):
+    with raw_text.name_errors(target):
         if not is_more and already_done(target, raw_text.KIND, identity, opts, then):
             return
 
     # Plan.
-    print_plan(opts, {"fetch": f"dataset {name} at {revision} from {repository.where()}",
+    print_plan(opts, {"fetch": f"dataset {name} at {revision} from {repository.name_hub()}",
                       "files": " or ".join(opts.include) + ", with those there" * is_more,
                       "into": target.parent})
     if opts.dry_run:
         return
 
-    from lib.hub.fetch import RawFiles
+    from lib.hub.fetch import RemoteRawFiles
 
-    dataset = RawFiles.look_up(name, revision, opts.include, token=opts.token or "")
+    dataset = RemoteRawFiles.look_up(name, revision, opts.include, token=opts.token or "")
     raw_text.require_free(target, dataset.files)
-    raw_text.tell_outdated(target, dataset.files)
-    with raw_text.named(target), publish.Build(
+    raw_text.warn_of_outdated(target, dataset.files)
+    with raw_text.name_errors(target), publish.Build(
             target, raw_text.KIND, identity, opts.overwrite or is_more, resumable=True) as build:
         # Work.
         entries = dataset.fetch(build.dir, earlier=[target.parent], workers=opts.num_workers,
                                 show_progress=not opts.no_progress)
 
         # Publish: what is whole moves to its place, then the manifest says so.
-        before = raw_text.earlier(target)
+        before = raw_text.list_earlier(target)
         build.publish(stage=STAGE, options=options.resolved(opts),
                       files=raw_text.put_in_place(build.dir, target, entries),
                       summary=dataset.summary())
         raw_text.remove_outdated(target, before)
 
-    log.info(f"done in {units.duration(time.monotonic() - began)}: {dataset.received()} in "
-             f"{target.parent}; {dataset.checked()}")
+    log.info(f"done in {units.duration(time.monotonic() - began)}: {dataset.describe_source()} in "
+             f"{target.parent}; {dataset.describe_checks()}")
     log.info(f"next: {then}")
 
 

@@ -421,7 +421,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: _explain(hub, hub_errors.OfflineModeIsEnabled("x"))
     yield lambda: _raise(client._refused(Fake(response=Fake(status_code=503)), "m", "e", False))
     yield lambda: _raise(client._out_of_reach(ConnectionError("x"), "https://hub"))
-    patch.setattr(client.Hub, "_again", lambda *arguments: None)
+    patch.setattr(client.Hub, "_retry", lambda *arguments: None)
     piece = Fake(range_left=lambda piece: (0, 2), file=Fake(path="f", size=2))
     yield lambda: hub.receive(Fake(name="m", commit="c", kind="model"), piece, 0, print)
     files = dict.fromkeys(("config.json", "tokenizer.json", repository.PICKLE))

@@ -1,4 +1,4 @@
-"""Files that the Hugging Face cache of this machine holds already, see lib/models/directory.py."""
+"""Finds files in the Hugging Face cache of this machine, see lib/models/directory.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lib.models.directory import find_cached, find_snapshot
 _FICLONE = 0x40049409  # ioctl_ficlone(2)
 
 
-def repository(name: str, revision: str, kind: str) -> Repository | None:
+def look_up(name: str, revision: str, kind: str) -> Repository | None:
     """Return what the cache holds of a repository at a revision, None when it holds nothing.
 
     The names of the blobs are the digests that the Hub declared; what is not a link is left out.
@@ -33,7 +33,7 @@ def repository(name: str, revision: str, kind: str) -> Repository | None:
     return Repository(name, directory.name, files, kind, cached=True) if files else None
 
 
-def blob(file: RemoteFile, name: str, kind: str) -> Path | None:
+def find_blob(file: RemoteFile, name: str, kind: str) -> Path | None:
     """Return the cached content of a file, of whatever revision, if its size is right."""
     digest = file.sha256 or file.blob_sha1
     path = find_cached(name, kind) / "blobs" / digest

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub. Nothing else may open a connection.
+"""Talks to the Hugging Face Hub; nothing else may open a connection.
 
 A request that fails for a passing reason is made again, after as long as the Hub asks for; a
 stream that breaks is taken up where it broke. The token goes into request headers only.
@@ -7,6 +7,7 @@ stream that breaks is taken up where it broke. The token goes into request heade
 from __future__ import annotations
 
 import os
+import random
 import re
 import ssl
 import threading
@@ -18,27 +19,50 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lib.core import commands, log
+from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.hub import cache
-from lib.hub.partial import Beginning, Part
-from lib.hub.repository import RemoteFile, Repository, shown
-from lib.hub.waiting import Pause
+from lib.hub.partial import FileHead, PartialFile
+from lib.hub.repository import RemoteFile, Repository, redact
 from lib.models import directory
 
 Result = TypeVar("Result")
 
 _PASSING = {408, 429, 500, 502, 503, 504}  # HTTP statuses worth another try
-_RETRIES = 5
-_LOOK_UP_TIMEOUT_S = 30
+_RETRIES, _LOOK_UP_TIMEOUT_S = 5, 30
+_LONGEST_S, _LONGEST_ASKED_S = 30.0, 600.0
 
 
 class OutOfReachError(UsageError):
-    """No answer from the Hub."""
+    """Says that the Hub gave no answer."""
+
+
+class Pause:
+    """Makes all threads wait before requests: the Hub limits users, not connections."""
+
+    def __init__(self, stopped: threading.Event) -> None:
+        self._until, self._lock, self._stopped = 0.0, threading.Lock(), stopped
+
+    def wait(self) -> None:
+        """Sleep until requests may be made again."""
+        while (left := self._until - time.monotonic()) > 0 and not self._stopped.wait(left):
+            pass
+
+    def note_failure(self, asked: float, failures: int) -> None:
+        """Note a failure: wait as long as was asked for (seconds), or longer each time."""
+        if not asked:  # with chance, so that not all who were refused come back at once
+            self._stopped.wait(min(_LONGEST_S, 2.0 ** max(0, failures - 1))
+                               * random.uniform(0.75, 1.25))
+            return
+        seconds = min(asked, _LONGEST_ASKED_S)
+        with self._lock:  # holds for everyone
+            if seconds > _LONGEST_S:
+                log.info(f"the Hub asks to wait {units.duration(seconds)}")
+            self._until = max(self._until, time.monotonic() + seconds)
 
 
 class Hub:
-    """A Hub to fetch from; `HF_ENDPOINT` names another than the public one.
+    """Fetches from a Hub; `HF_ENDPOINT` names another than the public one.
 
     token: of a user, or "" for the one in `HF_TOKEN` or of a login on this machine, if any.
     """
@@ -67,9 +91,9 @@ class Hub:
         """
         try:
             with self._explained(name, revision, kind):
-                return self._again(lambda: self._ask(name, revision, kind))
+                return self._retry(lambda: self._ask(name, revision, kind))
         except OutOfReachError as error:
-            cached = cache.repository(name, revision, kind)
+            cached = cache.look_up(name, revision, kind)
             if cached is None:
                 raise
             log.warn(f"{error.problem}: taking {name} at {revision} from the Hugging Face cache "
@@ -77,21 +101,20 @@ class Hub:
                      "came there will be missing")
             return cached
 
-    def receive(self, repository: Repository, part: Part | Beginning, piece: int,
+    def receive(self, repository: Repository, part: PartialFile | FileHead, piece: int,
                 advance: Callable[[int], None]) -> None:
         """Complete a piece of a file, taking up a broken connection where it broke."""
         def left() -> int:
             return len(range(*part.range_left(piece)))
 
-        before = left()
+        lefts = [left()]
         def came_further() -> bool:
-            nonlocal before
-            was, before = before, left()
-            return before < was
+            lefts.append(left())
+            return lefts[-1] < lefts[-2]
 
         with self._explained(repository.name, repository.commit, repository.kind):
             while left():  # a stream may also end early without an error
-                self._again(lambda: self._stream(repository, part, piece, advance), came_further)
+                self._retry(lambda: self._stream(repository, part, piece, advance), came_further)
                 if left() and not came_further():
                     raise ArtifactError(f"{repository.name}: {part.file.path} arrived incomplete",
                                         expected=f"{part.file.size} bytes, as the Hub declares",
@@ -114,13 +137,13 @@ class Hub:
                     name, recursive=True, revision=info.sha or revision, repo_type=kind)
                     if hasattr(entry, "blob_id")]  # no folder
         except (ValueError, TypeError, KeyError):  # no JSON, or JSON of something else
-            raise UsageError(f"what answers at {shown(self.endpoint)} is not a Hub",
+            raise UsageError(f"what answers at {redact(self.endpoint)} is not a Hub",
                              expected="HF_ENDPOINT unset, or the address of a Hub") from None
         files = {f.rfilename: RemoteFile(f.rfilename, f.size or 0, f.lfs.sha256 if f.lfs else "",
                                          (not f.lfs and f.blob_id) or "") for f in found}
         return Repository(name, info.sha or revision, files, kind)
 
-    def _stream(self, repository: Repository, part: Part | Beginning, piece: int,
+    def _stream(self, repository: Repository, part: PartialFile | FileHead, piece: int,
                 advance: Callable[[int], None]) -> None:
         """Append to a piece what one request brings of it."""
         from huggingface_hub import constants, get_session, hf_hub_url
@@ -145,7 +168,7 @@ class Hub:
                 if written < len(chunk) - skipped or part.range_left(piece)[0] == end:
                     break
 
-    def _again(self, request: Callable[[], Result],
+    def _retry(self, request: Callable[[], Result],
                came_further: Callable[[], bool] | None = None) -> Result:
         """Return what a request returns, making it again while it fails for passing reasons.
 
@@ -166,15 +189,14 @@ class Hub:
                     else not came_further
                 if final or failures > _RETRIES or _is_lasting(error) or self.stopped.is_set():
                     raise
-                self._pause.after(_asked_wait_s(response.headers) if response is not None else 0.0,
-                                  failures)
+                self._pause.note_failure(_read_wait_s(getattr(response, "headers", {})), failures)
 
     @contextmanager
     def _explained(self, name: str, revision: str, kind: str) -> Iterator[None]:
         """Turn what huggingface_hub raises into one sentence each, never quoting a header."""
         from huggingface_hub import errors
 
-        endpoint = shown(self.endpoint)
+        endpoint = redact(self.endpoint)
         page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
         try:
             yield
@@ -200,7 +222,7 @@ class Hub:
             raise _out_of_reach(error, endpoint) from None
 
 
-def _asked_wait_s(headers: Mapping[str, str]) -> float:
+def _read_wait_s(headers: Mapping[str, str]) -> float:
     """Return the seconds that the Hub asks to wait, 0 when it asks for nothing."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
@@ -223,7 +245,7 @@ def _require_endpoint() -> None:
     except ValueError:  # brackets that do not close, a port beyond 65535
         is_good = False
     if given is not None and not is_good:
-        raise UsageError("HF_ENDPOINT is not an address of a Hub", found=repr(shown(given)),
+        raise UsageError("HF_ENDPOINT is not an address of a Hub", found=repr(redact(given)),
                          expected="https://HOST or http://HOST:PORT, or HF_ENDPOINT unset")
 
 
@@ -238,7 +260,7 @@ def _require_settings() -> None:
                          found=str(error), expected="a PEM file in SSL_CERT_FILE") from None
     except Exception as error:  # ValueError, InvalidURL: the client checks them when it is made
         raise UsageError("the proxy that the environment names cannot be used",
-                         found=shown(str(error)),
+                         found=redact(str(error)),
                          expected="http://HOST:PORT in HTTPS_PROXY or HTTP_PROXY") from None
 
 
@@ -270,8 +292,7 @@ def _refused(error: Any, name: str, endpoint: str, has_token: bool) -> UsageErro
 
 def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
     """Return the error for a request that got no answer."""
-    said = "" if "Bearer" in str(error) else f": {shown(str(error))}"
-    found = f"{type(error).__name__}{said}"
+    found = type(error).__name__ + f": {redact(str(error))}" * ("Bearer" not in str(error))
     if _is_certificate(error):
         return OutOfReachError(
             f"the certificate of {endpoint} is not trusted here", found=found,
@@ -282,9 +303,9 @@ def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
             f"the proxy does not let us through to {endpoint}", found=found,
             expected=f"a proxy in {proxy or 'https_proxy'} that lets us, with user and password "
                      "in its address if it asks for them; or this host in no_proxy")
-    through = f" through the proxy in {proxy}" if proxy else ""
     return OutOfReachError(
-        f"the Hub at {endpoint} is out of reach{through}", found=found,
+        f"the Hub at {endpoint} is out of reach" + f" through the proxy in {proxy}" * bool(proxy),
+        found=found,
         expected="a connection, or a copy of .cache/ from a connected machine",
         hint="finished files are kept:", run=commands.again())
 

@@ -1,4 +1,4 @@
-"""Shards of a dataset on the Hub, for stage 04 with --online: fetched one by one, when needed.
+"""Fetches shards of a dataset on the Hub one by one, when stage 04 with --online needs them.
 
 A process of its own fetches them, the only one of the launch that may go online; what it brings
 is as the Hub declares it, and stays in `.cache/streaming/`, where the next epoch and the next run
@@ -20,14 +20,14 @@ from lib.core import log, publish, streams, units
 from lib.core.workers import Worker
 from lib.hub import partial
 from lib.hub.client import Hub
-from lib.hub.repository import RemoteFile, Repository, check_name, matching
+from lib.hub.repository import RemoteFile, Repository, check_name, select
 from lib.hub.transfer import Transfer
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class HubDataset:
-    """Files of a dataset at one commit.
+    """Fetches files of a dataset at one commit.
 
     sizes: bytes and digest by path. Raises UsageError when the Hub is out of reach, has no such
     dataset, or no file matches `include`.
@@ -65,7 +65,7 @@ def _go_online(name: str, revision: str, include: Sequence[str], directory: Path
     log.setup()
     hub = Hub("")
     repository = hub.look_up(name, revision, "dataset")
-    files = {file.path: file for file in matching(repository.files.values(), include, name)}
+    files = {file.path: file for file in select(repository.files.values(), include, name)}
     return functools.partial(_answer, hub, repository, files, directory)
 
 
@@ -78,7 +78,7 @@ def _answer(hub: Hub, repository: Repository, files: dict[str, RemoteFile], dire
     file, target = files[path], directory / path
     target.parent.mkdir(parents=True, exist_ok=True)
     with _alone(target):
-        left = file.size - partial.bytes_there(file, directory)
+        left = file.size - partial.count_bytes(file, directory)
         if left > 0:
             log.info(f"fetching {path} of {repository.name}, {units.size(left)}")
             publish.require_space(directory, left, path)

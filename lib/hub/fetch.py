@@ -1,4 +1,4 @@
-"""A model, or raw files of a dataset, from the Hub: what to ask for, fetch and convert."""
+"""Fetches a model, or raw files of a dataset, from the Hub: asks for, brings and converts them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lib.core import log, manifest, publish, units
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.hub.client import Hub
-from lib.hub.repository import RemoteFile, Repository, check_name, choose, matching
-from lib.hub.transfer import Transfer, bring_headers, bytes_to_come
+from lib.hub.repository import RemoteFile, Repository, check_name, choose, select
+from lib.hub.transfer import Transfer, bring_headers, clear_others
 from lib.models import remote_code, tokenizer
 from lib.models.directory import CODE_DIGESTS, rename_in_errors
 
@@ -25,7 +25,7 @@ _SHOWN = 10
 
 @dataclass
 class _Fetched:
-    """Files of a repository, and where their bytes came from."""
+    """Holds the files of a repository, and where their bytes came from."""
 
     hub: Hub
     repository: Repository
@@ -33,7 +33,7 @@ class _Fetched:
     bytes_from: dict[str, int] = field(default_factory=dict, init=False)
     seconds: float = field(default=0.0, init=False)
 
-    def received(self) -> str:
+    def describe_source(self) -> str:
         """Return in words how much came, from where, and how fast."""
         parts = [f"{units.size(size)} from {place}" for place, size in self.bytes_from.items()
                  if size]
@@ -44,17 +44,17 @@ class _Fetched:
     def summary(self) -> dict[str, Any]:
         """Return what the manifest says of the source."""
         return {"source": "Hugging Face cache" if self.repository.cached else "hub",
-                "commit": self.repository.commit, "size_only": self._undeclared()}
+                "commit": self.repository.commit, "size_only": self._list_undeclared()}
 
-    def checked(self) -> str:
+    def describe_checks(self) -> str:
         """Return in words what the files were compared with."""
-        if not (names := self._undeclared()):
+        if not (names := self._list_undeclared()):
             return "each file as the Hub declares it"
         more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
         return "of the content of these files the Hub declares nothing, so that only their size " \
             f"was checked: {', '.join(names[:_SHOWN])}{more}"
 
-    def _undeclared(self) -> list[str]:
+    def _list_undeclared(self) -> list[str]:
         return [file.path for file in self.files if not file.is_declared]
 
     def _bring(self, files: Sequence[RemoteFile], directory: Path, earlier: Sequence[Path],
@@ -69,15 +69,16 @@ class _Fetched:
 
 
 @dataclass
-class RawFiles(_Fetched):
-    """Raw files of a dataset."""
+class RemoteRawFiles(_Fetched):
+    """Fetches raw files of a dataset."""
 
     @classmethod
-    def look_up(cls, name: str, revision: str, include: Sequence[str], *, token: str) -> RawFiles:
+    def look_up(cls, name: str, revision: str, include: Sequence[str], *, token: str,
+                ) -> RemoteRawFiles:
         """Ask the Hub; UsageError when it is out of reach, or no file matches."""
         hub = Hub(token)
         repository = hub.look_up(name, revision, "dataset")
-        files = matching(repository.files.values(), include, str(repository))
+        files = select(repository.files.values(), include, str(repository))
         log.info(f"commit {repository.commit}: {len(files):,} of {len(repository.files):,} files, "
                  f"{units.size(sum(file.size for file in files))}")
         return cls(hub, repository, files)
@@ -85,14 +86,14 @@ class RawFiles(_Fetched):
     def fetch(self, directory: Path, *, earlier: Sequence[Path], workers: int,
               show_progress: bool) -> list[dict[str, Any]]:
         """Bring the files into a directory; return manifest entries."""
-        publish.require_space(directory, bytes_to_come(self.files, directory, earlier),
+        publish.require_space(directory, clear_others(self.files, directory, earlier),
                               self.repository.name)
         return self._bring(self.files, directory, earlier, workers, show_progress)
 
 
 @dataclass
-class Model(_Fetched):
-    """A model. pickles: files to convert. code: code files by repository ("" for its own)."""
+class RemoteModel(_Fetched):
+    """Fetches a model. pickles: files to convert. code: files by repository ("" for its own)."""
 
     pickles: list[RemoteFile]
     code: dict[str, list[str]]
@@ -100,7 +101,7 @@ class Model(_Fetched):
 
     @classmethod
     def look_up(cls, name: str, revision: str, preview: Path, *, token: str, allow_pickle: bool,
-                trust_code: bool) -> Model:
+                trust_code: bool) -> RemoteModel:
         """Ask the Hub, and refuse what cannot be trained before the large files come.
 
         preview: an empty directory for small files. Raises UsageError, and ArtifactError when the
@@ -140,7 +141,7 @@ class Model(_Fetched):
         """Bring the files into a directory, convert pickles; return manifest entries."""
         earlier = [self.preview, *earlier]
         # A pickle and the safetensors made of it are both there for a while.
-        needed = bytes_to_come(self.files, directory, earlier) \
+        needed = clear_others(self.files, directory, earlier) \
             + max((file.size for file in self.pickles), default=0)
         publish.require_space(directory, needed, self.repository.name)
         entries = self._bring(self.files, directory, earlier, workers, show_progress, self.preview)
@@ -171,9 +172,9 @@ class Model(_Fetched):
         if remote_code.is_needed(architecture.read_content(self.preview)):
             self.code = remote_code.collect(self.preview / _CONFIG, self._bring_code)
             remote_code.make_local(self.preview / _CONFIG)
-            remote_code.record(self.preview, self._code_files())
+            remote_code.record(self.preview, self._list_code())
 
-    def _code_files(self) -> list[str]:
+    def _list_code(self) -> list[str]:
         return [name for names in self.code.values() for name in names]
 
     def _bring_code(self, name: str, files: list[str]) -> Path:
@@ -189,7 +190,7 @@ class Model(_Fetched):
         """Put the code beside the model, with a config that looks for it there."""
         remote_code.make_local(directory / _CONFIG)
         remote_code.carry(self.preview, directory)
-        names = [_CONFIG, CODE_DIGESTS, *self._code_files()]
+        names = [_CONFIG, CODE_DIGESTS, *self._list_code()]
         return [manifest.file_entry(directory, directory / name, "sha256") for name in names]
 
     def _convert(self, directory: Path, show_progress: bool) -> list[dict[str, Any]]:

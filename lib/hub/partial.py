@@ -1,4 +1,4 @@
-"""A file that arrives in pieces, several at a time, and survives a kill at any moment."""
+"""Keeps what arrives of files, several pieces at a time, through a kill at any moment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PIECE_BYTES = 512 << 20  # so large that asking for one takes no time beside fet
 _COUNT = struct.Struct("<Q")
 
 
-class Part:
-    """An unfinished file and, beside it in `….at`, how many bytes of each piece are there.
+class PartialFile:
+    """Keeps an unfinished file and, beside it in `….at`, the number of bytes of each piece.
 
     The bytes are written first and counted then, so after a kill the count is never too high;
     after a power cut it may be, which the digest tells.
@@ -36,7 +36,7 @@ class Part:
         self._part.parent.mkdir(parents=True, exist_ok=True)
         there = _read_counts(self._part)
         if len(there) == self.pieces and self._part.stat().st_size == self.file.size \
-                and all(count <= self.bytes_of(i) for i, count in enumerate(there)):
+                and all(count <= self.piece_size(i) for i, count in enumerate(there)):
             self._counts = there
             return sum(there)
         self._counts_path.write_bytes(bytes(_COUNT.size * self.pieces))
@@ -44,14 +44,14 @@ class Part:
             part.truncate(self.file.size)
         return 0
 
-    def bytes_of(self, piece: int) -> int:
+    def piece_size(self, piece: int) -> int:
         """Return the size of a piece."""
         return min(PIECE_BYTES, self.file.size - piece * PIECE_BYTES)
 
     def range_left(self, piece: int) -> tuple[int, int]:
         """Return the first and the end offset of what a piece still lacks."""
         start = piece * PIECE_BYTES
-        return start + self._counts[piece], start + self.bytes_of(piece)
+        return start + self._counts[piece], start + self.piece_size(piece)
 
     def writer(self, piece: int) -> PieceWriter:
         """Return what appends to a piece."""
@@ -62,7 +62,7 @@ class Part:
         if self._lock.acquire(blocking=False):  # else another thread is at it, or will be
             try:
                 whole = 0
-                while whole < self.pieces and self._counts[whole] == self.bytes_of(whole):
+                while whole < self.pieces and self._counts[whole] == self.piece_size(whole):
                     whole += 1
                 self._digest.read(self._part, min(whole * PIECE_BYTES, self.file.size))
             finally:
@@ -80,7 +80,7 @@ class Part:
         """Give the file its name if it is what was declared; else tell in words how it differs."""
         with self._lock:
             self._digest.read(self._part, self.file.size)
-            difference = self._digest.difference()
+            difference = self._digest.compare()
             if difference:
                 self._part.unlink()
                 self._counts, self._digest = [0] * self.pieces, self.file.digest()
@@ -90,7 +90,7 @@ class Part:
             self._counts_path.unlink()
         return difference
 
-    def count(self, piece: int, amount: int) -> int:
+    def add_count(self, piece: int, amount: int) -> int:
         """Note that more bytes of a piece are written; return how many there are now."""
         self._counts[piece] += amount
         return self._counts[piece]
@@ -99,7 +99,7 @@ class Part:
 class PieceWriter:
     """Appends to one piece; use as a context manager."""
 
-    def __init__(self, part: Part, piece: int, data: Path, counts: Path) -> None:
+    def __init__(self, part: PartialFile, piece: int, data: Path, counts: Path) -> None:
         self._part, self._piece, self._paths = part, piece, (data, counts)
 
     def __enter__(self) -> PieceWriter:
@@ -117,13 +117,13 @@ class PieceWriter:
         written = 0
         while written < len(view):
             written += os.pwrite(self._data, view[written:], start + written)
-        count = self._part.count(self._piece, written)
+        count = self._part.add_count(self._piece, written)
         os.pwrite(self._counts, _COUNT.pack(count), self._piece * _COUNT.size)
         return written
 
 
-class Beginning:
-    """The first bytes of a file, in memory; arrives as a Part of one piece does."""
+class FileHead:
+    """Keeps the first bytes of a file in memory; it arrives as a PartialFile of one piece does."""
 
     def __init__(self, file: RemoteFile) -> None:
         self.file, self.content, self.end = file, bytearray(), 0
@@ -136,7 +136,7 @@ class Beginning:
         """Return the first and the end offset of what is lacking."""
         return len(self.content), self.end
 
-    def writer(self, piece: int) -> nullcontext[Beginning]:
+    def writer(self, piece: int) -> nullcontext[FileHead]:
         """Return what appends to it."""
         return nullcontext(self)
 
@@ -147,7 +147,7 @@ class Beginning:
         return len(wanted)
 
 
-def bytes_there(file: RemoteFile, directory: Path) -> int:
+def count_bytes(file: RemoteFile, directory: Path) -> int:
     """Return how many bytes of a file are in a directory, whole or unfinished."""
     target = directory / file.path
     return target.stat().st_size if target.is_file() else sum(_read_counts(directory / file.part))
@@ -159,7 +159,7 @@ def forget(file: RemoteFile, directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def names(file: RemoteFile) -> set[str]:
+def list_names(file: RemoteFile) -> set[str]:
     """Return the relative paths that a file may be found under while it arrives."""
     return {file.path, file.part, str(_counts_path(Path(file.part)))}
 

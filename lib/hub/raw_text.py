@@ -1,4 +1,4 @@
-"""Raw files of a dataset on the Hub, put where stage 01 finds them.
+"""Puts raw files of a dataset on the Hub where stage 01 finds them.
 
     raw_text/org--name/en/train.00000.json.gz    as in the repository
     raw_text/org--name/.hub/manifest.json        what they are; hidden, so no stage takes it as text
@@ -23,19 +23,19 @@ KIND = "raw/1"
 _SHOWN = 5
 
 
-def target_of(root: Path, name: str) -> Path:
+def locate(root: Path, name: str) -> Path:
     """Return the directory whose manifest says what was fetched of a dataset."""
     return root / paths.model_dir_name(name) / paths.RAW_RECORD
 
 
-def earlier(target: Path) -> list[str]:
+def list_earlier(target: Path) -> list[str]:
     """Return the paths that an earlier run fetched, relative to the dataset's directory."""
     made = manifest.read_if_any(target)
     return [entry["path"].removeprefix("../") for entry in made["files"]] if made else []
 
 
 @contextmanager
-def named(target: Path) -> Iterator[None]:
+def name_errors(target: Path) -> Iterator[None]:
     """Let errors name the dataset's directory, not the hidden one in it."""
     hidden, known = target.resolve(), str(target.parent)
     with rename_in_errors(known, target), rename_in_errors(known, target / ".."), \
@@ -43,7 +43,7 @@ def named(target: Path) -> Iterator[None]:
         yield
 
 
-def together(target: Path, revision: str, include: list[str], overwrite: bool,
+def join_globs(target: Path, revision: str, include: list[str], overwrite: bool,
              ) -> tuple[list[str], bool]:
     """Return these globs with those of an earlier run, and whether they are more than it had.
 
@@ -57,9 +57,9 @@ def together(target: Path, revision: str, include: list[str], overwrite: bool,
     return both, both != before["include"]
 
 
-def tell_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
+def warn_of_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
     """Say which files of an earlier run are not among those wanted, and will be deleted."""
-    if outdated := sorted(set(earlier(target)) - {file.path for file in wanted}):
+    if outdated := sorted(set(list_earlier(target)) - {file.path for file in wanted}):
         more = f" and {len(outdated) - _SHOWN} more" if outdated[_SHOWN:] else ""
         log.warn(f"{units.counted(len(outdated), 'file')} of the earlier run that this one "
                  f"does not ask for will be deleted: {', '.join(outdated[:_SHOWN])}{more}")
@@ -70,7 +70,7 @@ def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:
 
     A run that was killed while it moved them left whole ones.
     """
-    ours = set(earlier(target))
+    ours = set(list_earlier(target))
     places = {file: target.parent / file.path for file in wanted if file.path not in ours}
     in_the_way = {file.path for file, place in places.items() if os.path.lexists(place)
                   and (not place.is_file() or place.is_symlink() or file.differs(place))}
@@ -111,7 +111,7 @@ def put_in_place(arrived: Path, target: Path, entries: list[dict[str, Any]],
 
 def remove_outdated(target: Path, before: Iterable[str]) -> None:
     """Delete the files of an earlier manifest that the present one does not name."""
-    for path in set(before) - set(earlier(target)):
+    for path in set(before) - set(list_earlier(target)):
         try:
             place = records.inside(target.parent, path)
         except ArtifactError:

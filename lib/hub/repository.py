@@ -1,4 +1,4 @@
-"""What a repository on the Hub holds, and which of its files are wanted. No connections here."""
+"""Describes what a repository on the Hub holds, and chooses files; it opens no connection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository: bytes, and the digest that the Hub declares (either may be "")."""
+    """Describes a file of a repository: bytes, and the digests that the Hub declares, or ""."""
 
     path: str
     size: int
@@ -36,7 +36,7 @@ class RemoteFile:
 
     @property
     def part(self) -> str:
-        """Name of the unfinished file; by digest, so that no other version is taken up."""
+        """Return the name of the unfinished file; by digest, so that versions do not mix."""
         return f"{self.path}-{(self.sha256 or self.blob_sha1)[:12]}.part"
 
     @property
@@ -62,11 +62,11 @@ class RemoteFile:
             return f"{size} bytes instead of {self.size}"
         check = self.digest()
         check.read(path, self.size)
-        return check.difference()
+        return check.compare()
 
 
 class Digest:
-    """Sees a file's content from its beginning and compares it with what the Hub declares."""
+    """Reads a file's content from its beginning and compares it with what the Hub declares."""
 
     def __init__(self, file: RemoteFile) -> None:
         self.seen, self._wanted = 0, file.sha256 or file.blob_sha1
@@ -76,7 +76,7 @@ class Digest:
             self._hasher = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
 
     def read(self, path: Path, end: int) -> None:
-        """See what a file holds from where this stands up to byte `end`."""
+        """Read what a file holds from where this stands up to byte `end`."""
         if self.seen >= end:  # also once the file has gone to its place
             return
         with path.open("rb", buffering=0) as file:
@@ -85,7 +85,7 @@ class Digest:
                 self._hasher.update(chunk)
                 self.seen += len(chunk)
 
-    def difference(self) -> str:
+    def compare(self) -> str:
         """Tell in words how what was seen differs from what was declared; "" if it does not."""
         found = self._hasher.hexdigest()
         return f"digest {found} instead of {self._wanted}" \
@@ -94,7 +94,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository at one commit. kind: `model` or `dataset`.
+    """Describes a repository at one commit. kind: `model` or `dataset`.
 
     cached: known from a Hugging Face cache alone, which may hold only some of the files.
     """
@@ -112,20 +112,20 @@ class Repository:
 
 @dataclass(frozen=True)
 class Choice:
-    """The files of a model to fetch. pickles: those of them that must be converted."""
+    """Lists the files of a model to fetch. pickles: those of them that must be converted."""
 
     files: list[RemoteFile]
     pickles: list[RemoteFile]
 
 
-def shown(text: str) -> str:
+def redact(text: str) -> str:
     """Return a text without user and password in the addresses it holds."""
     return _PASSWORD.sub("[redacted]@", text)
 
 
-def where() -> str:
-    """Return what the Hub is called, without a password that its address may hold."""
-    return shown(os.environ.get("HF_ENDPOINT") or "the Hugging Face Hub")
+def name_hub() -> str:
+    """Return what the Hub is known as, without a password that its address may hold."""
+    return redact(os.environ.get("HF_ENDPOINT") or "the Hugging Face Hub")
 
 
 def check_name(name: str, option: str) -> None:
@@ -157,7 +157,7 @@ def choose(repository: Repository, bring: Callable[[list[RemoteFile]], Path], *,
                   [files[name] for name in sorted(shards)] if is_pickled else [])
 
 
-def matching(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> list[RemoteFile]:
+def select(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> list[RemoteFile]:
     """Return the files that one of the globs matches, by path; UsageError when there are none.
 
     `*` also crosses `/`. Hidden files are left out: stage 01 would skip them. Raises UsageError

@@ -1,4 +1,4 @@
-"""Files of a repository into a directory: from this machine where it has them, else fetched."""
+"""Brings files of a repository into a directory, from this machine where it has them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lib.core import commands, log, manifest, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 from lib.hub import cache, partial
+from lib.hub.client import Hub
 from lib.hub.repository import RemoteFile, Repository, require_safe
 from lib.models.directory import LARGEST_HEADER
 
@@ -24,15 +25,6 @@ Advance = Callable[[int], None]
 Job = Callable[[], list["Job"]]  # returns the jobs that can begin now
 
 
-class Source(Protocol):
-    """Where pieces of files come from: lib/hub/client.py. stopped: ends all waiting."""
-
-    stopped: threading.Event
-
-    def receive(self, repository: Repository, part: partial.Part | partial.Beginning,
-                piece: int, advance: Advance) -> None: ...
-
-
 class Transfer:
     """Fetches files of a repository; what an earlier run left in the directory is used.
 
@@ -42,11 +34,11 @@ class Transfer:
     workers: threads with work to do; as many again wait for the network.
     """
 
-    def __init__(self, source: Source, repository: Repository, earlier: Sequence[Path] = (), *,
+    def __init__(self, hub: Hub, repository: Repository, earlier: Sequence[Path] = (), *,
                  preview: Path | None = None, workers: int = 1, show_progress: bool = False,
                  ) -> None:
         self._preview = preview
-        self._source, self._repository, self._earlier = source, repository, earlier
+        self._hub, self._repository, self._earlier = hub, repository, earlier
         self._workers, self._show_progress = min(2 * workers, _MOST_CONNECTIONS), show_progress
         self._lock = threading.Lock()
         self.bytes_from: dict[str, int] = {
@@ -78,17 +70,17 @@ class Transfer:
                     for task in done:
                         waiting |= {pool.submit(job) for job in task.result()}
             except BaseException:
-                self._source.stopped.set()
+                self._hub.stopped.set()
                 pool.shutdown(cancel_futures=True)
                 raise
 
     def _advance(self, amount: int) -> None:
-        if self._source.stopped.is_set():
+        if self._hub.stopped.is_set():
             raise InterruptedError("another file failed")
         with self._lock:
             self._progress.advance(amount)
 
-    def _came(self, place: str, amount: int) -> None:
+    def _note_bytes(self, place: str, amount: int) -> None:
         if place == "the Hub":
             self._advance(amount)
         with self._lock:
@@ -100,27 +92,27 @@ class Transfer:
         """Use what is there of a file, and return what remains to do."""
         target = directory / file.path
         if file.is_declared and target.is_file() and not file.differs(target):
-            self._came("an earlier run", file.size)
+            self._note_bytes("an earlier run", file.size)
             return []
         target.unlink(missing_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._take_copy(file, target):
             return []
-        part = partial.Part(file, directory)
-        self._came("an earlier run", part.open())
-        return self._left(part)
+        part = partial.PartialFile(file, directory)
+        self._note_bytes("an earlier run", part.open())
+        return self._list_jobs(part)
 
-    def _left(self, part: partial.Part) -> list[Job]:
-        left = [lambda piece=piece: self._piece(part, piece) for piece in range(part.pieces)
+    def _list_jobs(self, part: partial.PartialFile) -> list[Job]:
+        left = [lambda piece=piece: self._receive(part, piece) for piece in range(part.pieces)
                 if len(range(*part.range_left(piece)))]
         return left or self._finish(part)
 
-    def _piece(self, part: partial.Part, piece: int) -> list[Job]:
-        self._source.receive(self._repository, part, piece,
-                             lambda amount: self._came("the Hub", amount))
+    def _receive(self, part: partial.Part, piece: int) -> list[Job]:
+        self._hub.receive(self._repository, part, piece,
+                             lambda amount: self._note_bytes("the Hub", amount))
         return self._finish(part) if part.is_complete() else []
 
-    def _finish(self, part: partial.Part) -> list[Job]:
+    def _finish(self, part: partial.PartialFile) -> list[Job]:
         """Check a whole file; return the jobs that fetch it once more if it is damaged."""
         if not part.claim():
             return []
@@ -133,11 +125,11 @@ class Transfer:
                 expected="what the Hub declares for it", found=difference,
                 hint="later; finished files are kept:", run=commands.again())
         part.open()
-        return self._left(part)
+        return self._list_jobs(part)
 
     def _take_copy(self, file: RemoteFile, target: Path) -> bool:
         """Copy a file from elsewhere on this machine if it is there and as the Hub declares it."""
-        cached = cache.blob(file, self._repository.name, self._repository.kind)
+        cached = cache.find_blob(file, self._repository.name, self._repository.kind)
         places = [place / file.path for place in self._earlier] + [cached] * bool(cached)
         for place in places if file.is_declared else []:
             if not place.is_file() or place.stat().st_size != file.size:
@@ -148,18 +140,18 @@ class Transfer:
                 target.unlink()
                 continue
             is_new = place.parent == self._preview and not cached
-            self._came("the Hub" if is_new else "this machine", file.size)
+            self._note_bytes("the Hub" if is_new else "this machine", file.size)
             return True
         return False
 
 
-def bring_headers(source: Source, repository: Repository, files: Sequence[RemoteFile],
+def bring_headers(hub: Hub, repository: Repository, files: Sequence[RemoteFile],
                   directory: Path) -> None:
     """Write the beginning of each safetensors file, its header, under the file's name."""
     require_safe(files, repository.name)
 
     def bring(file: RemoteFile) -> None:
-        first, cached = partial.Beginning(file), cache.blob(file, repository.name,
+        first, cached = partial.FileHead(file), cache.find_blob(file, repository.name,
                                                               repository.kind)
         for end in (_HEADER_AT_MOST, 0):  # most headers need but one request
             length = int.from_bytes(first.content[:8], "little")
@@ -168,16 +160,16 @@ def bring_headers(source: Source, repository: Repository, files: Sequence[Remote
                 with cached.open("rb") as blob:
                     first.content[:] = blob.read(first.end)
             elif len(first.content) < first.end:
-                source.receive(repository, first, 0, lambda amount: None)
+                hub.receive(repository, first, 0, lambda amount: None)
         (directory / file.path).write_bytes(first.content)
 
     with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
         list(pool.map(bring, files))
 
 
-def bytes_to_come(files: Sequence[RemoteFile], directory: Path,
+def clear_others(files: Sequence[RemoteFile], directory: Path,
                   earlier: Sequence[Path] = ()) -> int:
-    """Delete what belongs to none of the files, and return how much of them is not there yet.
+    """Delete what belongs to none of the files, and return how many bytes of them are to come.
 
     earlier: as for Transfer; what can be linked from there takes no room.
     """
@@ -186,11 +178,11 @@ def bytes_to_come(files: Sequence[RemoteFile], directory: Path,
                    and (place / file.path).stat().st_size == file.size
                    and place.stat().st_dev == directory.stat().st_dev for place in earlier)
 
-    wanted = {name for file in files for name in partial.names(file)}
+    wanted = {name for file in files for name in partial.list_names(file)}
     for path in directory.rglob("*"):
         if path.is_file() and path.relative_to(directory).as_posix() not in wanted:
             path.unlink()
-    return sum(max(0, file.size - partial.bytes_there(file, directory)) for file in files
+    return sum(max(0, file.size - partial.count_bytes(file, directory)) for file in files
                if not can_be_linked(file))
 
 

@@ -23,8 +23,8 @@ def test_an_address_that_is_none(monkeypatch, address):
 
 def test_how_long_the_hub_asks_to_wait():
     def asked(after: str) -> float:
-        return client._asked_wait_s({"Retry-After": after})
+        return client._read_wait_s({"Retry-After": after})
     assert asked("7") == 7 and asked("") == asked("soon") == asked("²") == 0
     assert 50 < asked(formatdate(time.time() + 60, usegmt=True)) <= 60
     assert asked(formatdate(time.time() - 60, usegmt=True)) == 0
-    assert client._asked_wait_s({"RateLimit": '"resolvers";r=0;t=2'}) == 2
+    assert client._read_wait_s({"RateLimit": '"resolvers";r=0;t=2'}) == 2

@@ -11,14 +11,14 @@ import pytest
 from lib.core.errors import ArtifactError, UsageError
 from lib.hub import partial
 from lib.hub.repository import RemoteFile, Repository
-from lib.hub.transfer import Transfer, bring_headers, bytes_to_come
+from lib.hub.transfer import Transfer, bring_headers, clear_others
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 PIECE = 1 << 18
 
 
 class Wire:
-    """Stands where hub.py stands: gives a piece in chunks, and can die in the middle."""
+    """Stands where client.py stands: gives a piece in chunks, and can die in the middle."""
 
     def __init__(self, content: bytes = CONTENT, dies_after: int | None = None) -> None:
         self.content, self.left = content, dies_after
@@ -66,7 +66,7 @@ def test_what_came_before_a_kill_does_not_come_again(tmp_path):
     with pytest.raises(ConnectionError):
         transfer(Wire(dies_after=23), workers=2).fetch([remote()], tmp_path)
     came = 23 << 14
-    assert len(CONTENT) - bytes_to_come([remote()], tmp_path) == came
+    assert len(CONTENT) - clear_others([remote()], tmp_path) == came
     wire = Wire()
     transfer(wire, workers=2).fetch([remote()], tmp_path)
     assert sum(end - start for start, end in wire.ranges) == len(CONTENT) - came
@@ -118,7 +118,7 @@ def test_an_earlier_directory_is_used_if_its_bytes_are_right(tmp_path, capsys):
     wire = Wire()
     earlier = [tmp_path / "bad", tmp_path / "good"]
     (tmp_path / "new").mkdir()
-    assert bytes_to_come([remote()], tmp_path / "new", earlier) == 0  # links take no room
+    assert clear_others([remote()], tmp_path / "new", earlier) == 0  # links take no room
     transfer(wire, earlier=earlier).fetch([remote()], tmp_path / "new")
     assert not wire.ranges and (tmp_path / "new/a/model.bin").read_bytes() == CONTENT
     transfer(wire, earlier=earlier[:1]).fetch([remote()], tmp_path / "newer")
@@ -126,7 +126,7 @@ def test_an_earlier_directory_is_used_if_its_bytes_are_right(tmp_path, capsys):
 
 
 def test_a_thread_that_comes_late_finds_the_file_finished(tmp_path):
-    part = partial.Part(remote(b"abc", "x"), tmp_path)
+    part = partial.PartialFile(remote(b"abc", "x"), tmp_path)
     part.open()
     with part.writer(0) as writer:
         assert writer.write(b"abcdef") == 3  # what is beyond the piece is not taken
