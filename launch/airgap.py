@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main(argv: list[str]) -> None:
-    """Do what the command line says."""
     if argv[:1] == ["pack"]:
         from launch.bundling import bundle
         from lib.core import stage

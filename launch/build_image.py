@@ -26,8 +26,12 @@ sys.path.insert(0, str(ROOT))
 
 from launch.images import docker as image_docker  # noqa: E402
 from launch.images.docker import DockerError  # noqa: E402
-from launch.images.plan import ImageBuild, ImageOptions, planned  # noqa: E402
-from launch.images.versions import driver_problem  # noqa: E402
+from launch.images.versions import (  # noqa: E402
+    ImageBuild,
+    ImageOptions,
+    driver_problem,
+    planned,
+)
 from lib.core import commands, declared, log, options, stage  # noqa: E402
 from lib.core.errors import UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
@@ -38,7 +42,6 @@ _BACKOFF_S = float(os.environ.get("BUILD_IMAGE_BACKOFF_S", "10"))
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options of the command line and of --config."""
     parser = options.Parser(__doc__)
     declared.add(parser, ImageOptions)
     options.add_config(parser, "check, print the commands of docker and run none")
@@ -46,7 +49,6 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    """Check, build, run once, push."""
     opts = parse(argv)
     build_and_push(declared.read(ImageOptions, opts), opts.dry_run)
 

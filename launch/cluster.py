@@ -37,7 +37,6 @@ from lib.core.options import Options  # noqa: E402
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options of the command line and of --config."""
     parser = options.Parser(__doc__)
     parser.add_argument("action", nargs="?", choices=("validate", "describe"), default="validate",
                         help="judge the cluster for a job, or show what it has "
@@ -56,7 +55,6 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    """Judge or describe."""
     opts = parse(argv)
     asked, problems = declared.read(JobNeeds, opts), Problems()
     asked.check_names(problems)

@@ -48,7 +48,6 @@ _SCRIPT = "launch/kubernetes.py"
 
 
 def parser() -> options.Parser:
-    """Return the parser of everything before `--`."""
     parser = options.Parser(__doc__, f"{'|'.join(COMMANDS)} --job-name J [options] -- "
                             "TRAINING OPTIONS")
     parser.add_argument("command", choices=COMMANDS, help="what to do")
@@ -79,7 +78,6 @@ def parse(argv: list[str]) -> tuple[Options, list[str]]:
 
 
 def main(argv: list[str]) -> None:
-    """Do what the command says."""
     opts, train = parse(argv)
     # Through `finally`, where a kubectl that follows a log is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

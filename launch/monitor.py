@@ -21,9 +21,9 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from launch.common import run_files
 from launch.common.run_files import Row, RunFiles
 from lib.core import options, paths, stage, units
-from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.train.console import mean_loss
 
@@ -36,10 +36,8 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options of the command line."""
     parser = options.Parser(__doc__)
-    parser.add_argument("experiment", metavar="NAME|DIR",
-                        help="the run: its name, for outputs/NAME, or its directory")
+    run_files.add_option(parser)
     parser.add_argument("--once", action="store_true", help="look once and end")
     parser.add_argument("--every", type=options.positive, default=2.0, metavar="S",
                         help="seconds between looks")
@@ -47,15 +45,12 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    """Show a run once, or until it is complete."""
     wanted = parse(argv)
     live = sys.stdout.isatty() and not wanted.once
-    root = paths.existing_experiment(wanted.experiment).root.resolve()
-    if not root.is_dir() and not live:
-        there = ", ".join(sorted(p.name for p in root.parent.glob("*") if p.is_dir())[:10])
-        raise UsageError(f"there is no run {wanted.experiment}",
-                         found=f"in {root.parent}: {there or 'nothing'}")
-    run = RunFiles(root)
+    experiment = paths.existing_experiment(wanted.experiment)
+    if not live:
+        run_files.require(experiment)
+    run = RunFiles(experiment.root.resolve())
     if live:
         _follow(run, max(0.2, wanted.every))
     run.update()

@@ -40,7 +40,6 @@ _LOOK_EVERY_S = 2.0
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options before `--`."""
     parser = options.Parser(__doc__, "--kind KIND --nnodes N --nproc-per-node K [options] -- "
                             "TRAINING OPTIONS")
     parser.add_argument("--kind", choices=tuple(KINDS), required=True,
@@ -120,7 +119,6 @@ def rank_of(operators: dict[str, str]) -> int:
 
 
 def head_of(operators: dict[str, str]) -> str:
-    """Return the address of node 0."""
     head = operators.get("PET_MASTER_ADDR") or \
         operators.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
     if not head:

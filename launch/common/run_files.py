@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import time
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from launch.common import collectives
 from lib.core import lease, records
+from lib.core.errors import UsageError
 from lib.core.paths import Experiment, step_of
 
 SILENT_S = 40.0  # a lock that is held is renewed every ten seconds
@@ -22,6 +24,21 @@ _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR) (.
 _HEAVY_START = "Traceback (most recent call last):"
 
 Row = dict[str, Any]
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of every command about a run."""
+    parser.add_argument("experiment", metavar="NAME|DIR",
+                        help="the run: its name, for outputs/NAME, or its directory")
+
+
+def require(experiment: Experiment) -> None:
+    """Raise UsageError, which names the runs there are, when there is none of that name."""
+    if not experiment.root.is_dir():
+        beside = experiment.root.parent
+        there = sorted(path.name for path in beside.glob("[!.]*") if path.is_dir())
+        raise UsageError(f"there is no run {experiment.root}",
+                         found=f"in {beside}: {', '.join(there[:10]) or 'nothing'}")
 
 
 class JsonLines:
@@ -76,7 +93,6 @@ class RunFiles:
         self.evaluations: list[Row] = []
 
     def update(self) -> None:
-        """Read what is new."""
         self.state = records.mapping(self.experiment.state)
         every = self._metrics.update()
         self.rows = [row for row in every if "train/loss" in row]
@@ -84,7 +100,6 @@ class RunFiles:
         self.events = self._events.update()
 
     def status(self) -> Standing:
-        """Return how the run stands."""
         said = str(self.state.get("status", ""))
         record = records.mapping(self.experiment.lock)
         quiet = time.time() - max((path.stat().st_mtime for path in self._written()), default=0)

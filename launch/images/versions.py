@@ -1,16 +1,26 @@
-"""Whether torch, the CUDA in its wheel, and the nodes' driver agree (torch_cuda.yaml)."""
+"""What image is built; torch, its CUDA and the nodes' driver have to agree (torch_cuda.yaml)."""
 
 from __future__ import annotations
 
+import argparse
 import re
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core.errors import UsageError
+from lib.core import commands, config_file, log, options
+from lib.core.declared import option
+from lib.core.errors import Problems, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "launch" / "images" / "torch_cuda.yaml"
+DOCKERFILE = ROOT / "launch" / "Dockerfile"
+NAME = "llm-training"
+# The image of each Python that the code supports.
+PYTHONS = {"3.10": "3.10.19", "3.11": "3.11.14", "3.12": "3.12.12"}
+_CODE = "/opt/pipeline"
 
 
 @dataclass(frozen=True)
@@ -27,9 +37,7 @@ class Torch:
 
 
 def table() -> dict[str, Any]:
-    """Return torch_cuda.yaml."""
-    import yaml
-    return yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return config_file.read_yaml(TABLE)
 
 
 def torch_pin(requirements: Path = ROOT / "requirements.txt", cuda: str = "") -> Torch:
@@ -102,3 +110,160 @@ def base_problem(torch: Torch, base_image: str) -> str:
 
 def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def _like(pattern: str, wanted: str) -> Callable[[str], str]:
+    """Return what reads an option of a certain form; an empty one means its default."""
+    def read(text: str) -> str:
+        if text and not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+        return text
+    return read
+
+
+_IMAGE = _like(r"[A-Za-z0-9][\w./:@-]*", "letters, digits and any of . _ - / : @")
+_PLATFORM = _like(r"[a-z]+/[a-z0-9]+(/v\d+)?", "OS/ARCH, such as linux/arm64")
+_CUDA = _like(r"\d+\.\d+|none", "a version such as 12.6, or none")
+_DRIVER = _like(r"\d+(\.\d+){0,2}", "a version such as 570.86.15")
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """The image that is asked for."""
+
+    tag: str = option("", parse=_IMAGE, metavar="NAME",
+                      help=f"name of the image (default: {NAME}:<commit>-torch…)")
+    efa: bool = option(False, help="with libfabric and the NCCL plugin for AWS's network")
+    context: Path = option(ROOT, parse=Path, metavar="DIR",
+                           help="checkout or unpacked bundle to build from; its wheelhouse/ is "
+                                "used when there is one (default: this checkout)")
+    requirements: str = option("requirements.txt", metavar="FILE",
+                               help="requirements*.txt of the context to install")
+    python: str = option("3.11", choices=tuple(PYTHONS), help="Python of the image")
+    base_image: str = option("", parse=_IMAGE, metavar="IMAGE", help="image to start from "
+                             "(default: the official one of that Python)")
+    platform: str = option("linux/amd64", parse=_PLATFORM, metavar="OS/ARCH",
+                           help="platform of the nodes")
+    cuda: str = option("", parse=_CUDA, metavar="X.Y", help="CUDA build of torch, or none "
+                                                            "(default: that of requirements.txt)")
+    driver_version: str = option("", parse=_DRIVER, metavar="V", help="NVIDIA driver of the nodes "
+                                 "(default: this machine's, if it has one)")
+    pip_conf: Path | None = option(None, parse=Path, metavar="FILE",
+                                   help="pip.conf with the index to install from; it stays out of "
+                                        "the image (default: none)")
+    auto_fix: bool = option(False, help="apply remedies that cost nothing, and try again")
+    max_attempts: int = option(3, parse=options.positive_int, metavar="N",
+                               help="builds to try with --auto-fix")
+    push: str = option("", parse=_IMAGE, metavar="REGISTRY",
+                       help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR "
+                            "(default: not pushed)")
+    create_repository: bool = option(False, help="with --push to ECR: make the repository if it is "
+                                                 "missing")
+
+
+@dataclass(frozen=True)
+class ImageBuild(ImageOptions):
+    """Options with nothing left open. named_torch: that of the requirements."""
+
+    torch: Torch = field(kw_only=True)
+    named_torch: Torch = field(kw_only=True)
+
+    def command(self) -> list[str]:
+        major = self.torch.cuda.partition(".")[0]
+        values = {"BASE_IMAGE": self.base_image, "VARIANT": "efa" if self.efa else "plain",
+                  "TORCH_LOCAL": "" if self.torch == self.named_torch else self.torch.local,
+                  "REQUIREMENTS": self.requirements, "REVISION": _commit(self.context),
+                  "NVIDIA_REQUIRE_CUDA": f"cuda>={major}.0" if major else ""}
+        return ["build", "--progress=plain", "--platform", self.platform,
+                "--file", str(DOCKERFILE), "--tag", self.tag,
+                *(word for name, value in values.items() if value or name == "NVIDIA_REQUIRE_CUDA"
+                  for word in ("--build-arg", f"{name}={value}")),
+                *(("--secret", f"id=pip.conf,src={self.pip_conf}") if self.pip_conf else ()),
+                str(self.context)]
+
+    def try_out(self) -> list[str]:
+        """Return the arguments of docker that run the image once, without network or GPU.
+
+        The driver of this machine may be older than that of the nodes, so it is not asked.
+        """
+        program = ("import torch; print('torch', torch.__version__, 'CUDA', "
+                   "torch.version.cuda or 'none')")
+        return ["run", "--rm", "--network", "none", "--env", "NVIDIA_DISABLE_REQUIRE=1",
+                "--env", "NVIDIA_VISIBLE_DEVICES=void", self.tag, "sh", "-c",
+                f'python {_CODE}/04_train_fsdp.py --help > /dev/null && python -c "{program}"']
+
+
+def planned(opts: ImageOptions) -> ImageBuild:
+    """Return the build of the options, with what does not agree told, or mended by --auto-fix."""
+    requirements = opts.context / opts.requirements
+    if not requirements.is_file():
+        raise UsageError(f"{opts.context} is not a checkout and no unpacked bundle",
+                         expected=f"{opts.requirements} in it")
+    if opts.pip_conf and not opts.pip_conf.is_file():
+        raise UsageError(f"--pip-conf: no such file: {opts.pip_conf}")
+    named = torch_pin(requirements)
+    torch = torch_pin(requirements, opts.cuda)
+    problems = Problems()
+    driver = opts.driver_version or _local_driver()
+    if driver and (problem := driver_problem(torch, driver)):
+        fitting = build_for(torch, driver)
+        if opts.auto_fix and fitting:
+            log.info(f"fixed: {problem}; torch {fitting.version}{fitting.local} is taken")
+            torch = fitting
+        else:
+            problems.add(problem, hint="update the driver" + ", or:" * bool(fitting),
+                         run=commands.again("--cuda", fitting.cuda) if fitting else "")
+    base = opts.base_image or f"python:{PYTHONS[opts.python]}-bookworm"
+    if problem := base_problem(torch, base):
+        problems.add(problem, hint="choose a base image without CUDA, or with that of torch")
+    python, wheels = opts.python, _torch_wheels(opts.context / "wheelhouse")
+    fitting_pythons = [version for version in PYTHONS if any(
+        _is_wheel_of(name, torch, named, version) for name in wheels or ())]
+    if wheels is not None and python not in fitting_pythons:
+        problem = f"{opts.context / 'wheelhouse'} has no wheel of torch {torch.version}" \
+                  f"{torch.local} for Python {python} ({', '.join(wheels) or 'none of torch'})"
+        other = next(iter(fitting_pythons), "")
+        if opts.auto_fix and other and not opts.base_image:
+            log.info(f"fixed: {problem}; Python {other} is taken")
+            python, base = other, f"python:{PYTHONS[other]}-bookworm"
+        else:
+            problems.add(problem, run=commands.again("--python", other) if other else "",
+                         hint="" if other else "pack the bundle again for this Python and torch")
+    problems.raise_if_any()
+    tag = opts.tag or (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
+                       f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else ""))
+    settled = replace(opts, context=opts.context.resolve(), tag=tag, python=python, base_image=base,
+                      driver_version=driver, pip_conf=opts.pip_conf and opts.pip_conf.resolve())
+    return ImageBuild(**vars(settled), torch=torch, named_torch=named)
+
+
+def _torch_wheels(wheelhouse: Path) -> list[str] | None:
+    """Return the names of the wheels of torch in a wheelhouse, None without one."""
+    return sorted(path.name for path in wheelhouse.glob("torch-*.whl")) \
+        if wheelhouse.is_dir() else None
+
+
+def _is_wheel_of(name: str, torch: Torch, named: Torch, python: str) -> bool:
+    """Tell whether a wheel is of a torch; one without local version is the default build."""
+    full, _, rest = name.removeprefix("torch-").partition("-")
+    version, _, local = full.partition("+")
+    return version == torch.version and rest.startswith(f"cp{python.replace('.', '')}-") \
+        and (f"+{local}" == torch.local or (not local and torch == named))
+
+
+def _local_driver() -> str:
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                              capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""
+
+
+def _commit(directory: Path) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(directory), "rev-parse", "HEAD"],
+                              capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"

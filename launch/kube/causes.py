@@ -31,35 +31,35 @@ class Cause:
 
     @property
     def remedy(self) -> str:
-        """Return what a person can do about it."""
         return REMEDIES[self.name]
 
     @property
     def passes(self) -> bool:
-        """Tell whether it may pass by itself, so that the same job is worth another try."""
+        """Tell whether it may pass by itself."""
         return self.name in _PASSING
 
+    @property
+    def is_stuck(self) -> bool:
+        """Tell whether it keeps a pod from running until somebody acts."""
+        return self.name in _STUCK
 
-REMEDIES = {
+
+# What a person can do about each cause. These keep a pod from running for good, or until somebody
+# acts: there is no need to wait for the operator.
+_STUCK = {
     "image missing": "check --image and its tag; launch/build_image.py --push makes and pushes one",
     "image forbidden": "kubectl create secret docker-registry NAME …, then --image-pull-secret "
                        "NAME; on EKS the nodes' role needs AmazonEC2ContainerRegistryPullOnly",
-    "registry out of reach": "it is tried again; in an air gap, --image must name a registry "
-                             "inside it",
     "missing token": "export HF_TOKEN and use deploy, which makes the secret; for a gated model, "
                      "ask for access on its page, and prepare it ahead with stage 03",
     "missing secret": "create the secret or config map that the pod names",
-    "no capacity": "wait, add nodes, ask for fewer --nodes, or start smaller with --min-nodes "
-                   "(pytorchjob, hyperpod)",
     "no such node": "check --instance-type against `kubectl get nodes -L "
                     "node.kubernetes.io/instance-type`, and the taints of these nodes",
     "no huge pages": "the nodes reserve none: they are not asked for in the next try",
     "no EFA": "install the EFA device plugin, or --efa-per-node 0, which is several times slower "
               "between nodes",
     "quota": "raise the namespace's ResourceQuota, or ask for fewer --nodes",
-    "storage": "check --pvc: `kubectl get pvc` must show it Bound, with access mode ReadWriteMany",
     "pods refused": "what the event says; mostly a limit, a policy or an admission webhook",
-    "operator missing": "install the operator of --kind, or see its log: it made no pods",
     "driver mismatch": "take an image whose CUDA the driver supports: launch/build_image.py "
                        "--auto-fix; or update the driver of the nodes",
     "wrong image": "the image lacks the program or the code: --code-dir is where "
@@ -68,23 +68,34 @@ REMEDIES = {
                          "--global-batch-size, more nodes; stage 04 --dry-run --plan-gpus plans it",
     "out of memory": "a larger memory request in launch/kubernetes/pod.yaml, fewer workers, or an "
                      "instance with more memory",
+    "bad input": "what the run says above; nothing is gained by another try",
+    "damaged artifact": "what the run says above; prepare the artifact again",
+    "disk full": "room on the volume of --pvc, or --ckpt-keep with fewer checkpoints",
+}
+# These may pass by themselves, so that the same job is worth another try.
+_PASSING = {
+    "registry out of reach": "it is tried again; in an air gap, --image must name a registry "
+                             "inside it",
+    "no capacity": "wait, add nodes, ask for fewer --nodes, or start smaller with --min-nodes "
+                   "(pytorchjob, hyperpod)",
+    "node lost": "it is tried again on another node, from the newest checkpoint",
+    "evicted": "the node ran short of what the message says",
+    "stopped": "something told the pods to end; the same job goes on from its checkpoint",
+    "NCCL": "NCCL_DEBUG=INFO says more; run launch/preflight.py on the same nodes",
+}
+REMEDIES = {
+    **_STUCK, **_PASSING,
+    "storage": "check --pvc: `kubectl get pvc` must show it Bound, with access mode ReadWriteMany",
+    "operator missing": "install the operator of --kind, or see its log: it made no pods",
     "network interface": "NCCL_SOCKET_IFNAME excludes the interface of the pods: the next try "
                          "lets NCCL choose",
     "EFA configuration": "the image needs libfabric and aws-ofi-nccl (launch/Dockerfile with "
                          "EFA), and the nodes' security group must allow all traffic to itself",
-    "NCCL": "NCCL_DEBUG=INFO says more; run launch/preflight.py on the same nodes",
-    "bad input": "what the run says above; nothing is gained by another try",
-    "damaged artifact": "what the run says above; prepare the artifact again",
-    "disk full": "room on the volume of --pvc, or --ckpt-keep with fewer checkpoints",
-    "node lost": "it is tried again on another node, from the newest checkpoint",
-    "evicted": "the node ran short of what the message says",
-    "stopped": "something told the pods to end; the same job goes on from its checkpoint",
     "deleted": "somebody stopped it; the same command submits it again, and it goes on from its "
                "checkpoint",
     "crash loop": "what the pod printed, above; `kubernetes.py logs` shows all of it",
     "crashed": "what the pod printed, above; `kubernetes.py logs` shows all of it",
 }
-_PASSING = {"registry out of reach", "no capacity", "node lost", "evicted", "stopped", "NCCL"}
 
 # Words of a log, the most telling first; (cause, pattern, exit code).
 _SIGNS = [(name, re.compile(pattern, re.IGNORECASE), code) for name, pattern, code in (

@@ -88,7 +88,6 @@ def find_cause(kubectl: Kubectl, name: str, found: list[causes.Pod]) -> causes.C
 
 
 def show_pods(found: list[causes.Pod]) -> None:
-    """Print a line for each pod."""
     rows = [("pod", "phase", "node", "restarts", "")]
     for pod in found:
         status, ran = pod.get("status", {}), causes.container(pod)

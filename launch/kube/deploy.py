@@ -26,11 +26,6 @@ _MOST_SILENT_POLLS = 20  # of a cluster that does not answer while the job runs
 _LAST_LINES_S = 10.0  # of a job that is complete
 _STOP_TIMEOUT_S = 420.0  # above the grace in which pods save
 _CHECKPOINTING = ("none", "selective", "full")
-# They keep a pod from running for good, or until somebody acts: no need to wait for the operator.
-_STUCK = {"image missing", "image forbidden", "missing token", "missing secret", "wrong image",
-          "driver mismatch", "no such node", "no huge pages", "no EFA", "quota", "pods refused",
-          "bad input", "damaged artifact", "disk full", "out of memory",
-          "out of GPU memory"}
 
 
 class JobFailed(StageError):
@@ -286,7 +281,7 @@ class _Watch:
         self._follow_log(pods)
         if self._runs(pods):
             self._pending_since = time.monotonic()
-        elif cause and (cause.name in _STUCK or any(map(causes.is_looping, pods))):
+        elif cause and (cause.is_stuck or any(map(causes.is_looping, pods))):
             return True, cause
         elif time.monotonic() - self._pending_since > 60 * self._patience.pending_minutes:
             return True, cause or Cause("operator missing", "", "there are no pods yet" if not pods

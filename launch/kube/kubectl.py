@@ -45,7 +45,6 @@ class Kubectl:
         self.namespace, self.context = namespace, context
 
     def command(self, *arguments: str) -> list[str]:
-        """Return a command line."""
         context = ["--context", self.context] if self.context else []
         return ["kubectl", *context, "--namespace", self.namespace, *arguments]
 
@@ -67,7 +66,6 @@ class Kubectl:
         return done.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
-        """Return an object or a list of objects."""
         return json.loads(self.run("get", *arguments, "-o", "json"))
 
     def find(self, *arguments: str) -> dict[str, Any] | None:
@@ -80,7 +78,6 @@ class Kubectl:
             raise
 
     def items(self, *arguments: str) -> list[dict[str, Any]]:
-        """Return the objects of a list."""
         return self.get(*arguments).get("items", [])
 
     def apply(self, manifests: str) -> str:

@@ -34,7 +34,6 @@ class ClusterNode:
 
     @property
     def gpus_free(self) -> int:
-        """Return the GPUs that no pod has."""
         return self.gpus - self.gpus_used
 
 

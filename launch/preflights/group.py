@@ -55,7 +55,6 @@ class AllRanks:
         return self.local_rank == 0
 
     def leader(self, node: int) -> int:
-        """Return the rank that speaks for a node."""
         return self.ranks_of[node][0]
 
     def name(self, node: int) -> str:

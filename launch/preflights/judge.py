@@ -29,7 +29,6 @@ Name = Callable[[int], str]
 
 def judge(facts: Facts, speed: dict[str, Any], name: Name, min_bandwidth: float | None,
           ) -> list[Finding]:
-    """Return all findings."""
     found = [*_nodes(facts, name), *_differences(facts, name), *network(speed, name, min_bandwidth),
              *_slow_compute(facts, name), *_slow_disk(facts, name)]
     return found or [Finding(INFO, "all", "nothing to report")]

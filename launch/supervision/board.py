@@ -93,7 +93,6 @@ class NoteBoard:
                 self.directory.parent.rmdir()
 
     def remove(self) -> None:
-        """Delete the board."""
         if self.directory is not None:
             with suppress(OSError):  # others may have theirs beside it
                 for path in self.directory.glob("node_*"):

@@ -82,7 +82,6 @@ class NodeOutcome:
 
     @classmethod
     def of_note(cls, note: dict[str, Any]) -> NodeOutcome:
-        """Return what `note` made."""
         failures = [Failure(**failure) for failure in note["failures"]]
         return cls(note["node"], note["code"], failures, note["killed_for_memory"])
 
