@@ -42,8 +42,8 @@ from lib.core.options import Options  # noqa: E402
 
 __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
 
+COMMANDS = ("render", "apply", "status", "logs", "stop", "deploy")
 _STARTING = ("render", "apply", "deploy")
-COMMANDS = (*_STARTING, "status", "logs", "stop")
 _SCRIPT = "launch/kubernetes.py"
 
 

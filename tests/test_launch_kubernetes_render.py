@@ -356,6 +356,31 @@ def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
     assert not (tmp_path / "other.yaml").exists()
 
 
+def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "launch", tmp_path / "launch",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "lib").symlink_to(ROOT / "lib")
+    kinds, templates = tmp_path / "launch/kube/kinds.py", tmp_path / "launch/kubernetes"
+    kinds.write_text(kinds.read_text().replace("\nKINDS = {", """
+KINDS = {
+    "other": JobKind("other.yaml", "otherjobs.example.com", "v1", "other-operator",
+                     "install the other operator", "main", ("torch", 29500)),""", 1))
+    (templates / "other.yaml").write_text(
+        (templates / "pytorchjob.yaml").read_text().replace("PyTorchJob", "OtherJob"))
+
+    def said(script: str, *arguments: object) -> str:
+        return subprocess.run([sys.executable, tmp_path / "launch" / script, *map(str, arguments)],
+                              cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    [found] = yaml.safe_load_all(said("kubernetes.py", "render", "--kind", "other", *ASKED, *TRAIN))
+    container = at(found, TEMPLATE_OF["PyTorchJob"])["spec"]["containers"][0]
+    assert found["kind"] == "OtherJob" and container["name"] == "main"
+    assert "single_node.sh" in said("pod.py", *container["command"][2:-1], "--nnodes", 1,
+                                    "--dry-run", "--", *container["args"])
+    assert "otherjobs.example.com exp" in said("kubernetes.py", "stop", "--kind", "other",
+                                               "--job-name", "exp", "--dry-run")
+    assert "claim fsx-claim" in said("cluster.py", "--kind", "other", "--dry-run")
+
+
 def test_the_template_for_envsubst_is_the_same_job() -> None:
     if shutil.which("envsubst") is None:
         pytest.skip("envsubst is not installed (Debian: gettext-base)")
