@@ -225,7 +225,7 @@ def make_from_scratch(opts: options.Options) -> None:
     began = time.monotonic()
     design = Design(opts.model_size, opts.config_json, opts.vocab_size, opts.train_tokenizer,
                     opts.tokenizer)
-    name = opts.model_name or design.default_name()
+    name = opts.model_name or design.choose_name()
     target = paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
     identity = design.identity(name)
     if already_done(target, KIND, identity, opts, next_command(opts, name)):
@@ -234,7 +234,7 @@ def make_from_scratch(opts: options.Options) -> None:
 
     # Plan.
     print_plan(opts, {
-        "model": name, **design.described(vocabulary),
+        "model": name, **design.describe(vocabulary),
         "tokenizer": f"trained on {opts.train_tokenizer}" if opts.train_tokenizer
                      else f"copied from {opts.tokenizer}",
         "into": target})
@@ -267,13 +267,13 @@ def make_from_scratch(opts: options.Options) -> None:
 
 def verify_all(opts: options.Options) -> None:
     """Hash everything prepared under the cache directory; ArtifactError naming what is damaged."""
-    began, found = time.monotonic(), verify.artifacts(opts.cache_dir, opts.dst_root)
+    began, found = time.monotonic(), verify.find_artifacts(opts.cache_dir, opts.dst_root)
     total = sum(artifact.bytes for artifact in found)
     print_plan(opts, {"verify": f"{units.counted(len(found), 'artifact')}, {units.size(total)}"})
     if opts.dry_run:
         return
     verify.check_all(found, opts.num_workers, not opts.no_progress)
-    for path in verify.unfinished(opts.cache_dir):
+    for path in verify.find_unfinished(opts.cache_dir):
         log.warn(f"not verified: {path} has no manifest (unfinished, or made elsewhere)")
     verify.require_whole(found)
     log.info(f"done in {units.duration(time.monotonic() - began)}: "

@@ -184,7 +184,7 @@ def setup(opts: options.Options) -> Iterator[Finding]:
                       "python 02_build_hf_dataset.py --data-folder splits --save-dir "
                       "hf_datasets/corpus")
     try:
-        artifacts = verify.artifacts(opts.cache_dir, None)
+        artifacts = verify.find_artifacts(opts.cache_dir, None)
     except StageError as error:
         yield Finding(INFO, str(opts.cache_dir), error.problem,
                       "python 03_download_model.py --model-name ORG/NAME")
@@ -197,7 +197,7 @@ def setup(opts: options.Options) -> Iterator[Finding]:
         remedy = artifact.remedy.get("run") or artifact.remedy.get("hint", "")
         yield Finding(ERROR, str(artifact.place), "\n".join(wrong), remedy) if wrong else \
             Finding(INFO, str(artifact.place), "every byte as written" if opts.deep else "whole")
-    for path in verify.unfinished(opts.cache_dir):
+    for path in verify.find_unfinished(opts.cache_dir):
         yield Finding(WARNING, str(path), "not finished", "run its stage again")
 
 

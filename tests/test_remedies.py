@@ -282,9 +282,9 @@ def test_a_model_from_scratch(there: Terminal) -> None:
     there.cured("03_download_model.py", "--verify")
     Path(f".cache/models/scratch-tiny/{CODE_DIGESTS}").write_text('{"x.py": "sha256:0"}')
     with pytest.raises(StageError) as changed:
-        remote_code.fetched(Path(".cache/models/scratch-tiny"))
+        remote_code.list_fetched(Path(".cache/models/scratch-tiny"))
     there.follow(changed.value)
-    assert not remote_code.fetched(Path(".cache/models/scratch-tiny"))
+    assert not remote_code.list_fetched(Path(".cache/models/scratch-tiny"))
     Path(".cache/models/scratch-tiny/manifest.json").write_text("{")
     there.cured(*make)
     there.follow(there.fails(*make[:-1], 1024))               # other options: --overwrite

@@ -49,12 +49,12 @@ def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Pl
     max_shard_bytes gets a file of its own.
     """
     tensors = model.state_dict(keep_vars=True)
-    groups = keys.export_groups(model)
+    groups = keys.group_for_export(model)
     shards: list[list[Entry]] = [[]]
     size = 0
     for group in groups:
         meta = {name: tensors[name].detach() for name in group}
-        for key, tensor in keys.hub_tensors(model, meta):
+        for key, tensor in keys.convert_to_hub(model, meta):
             stored = dtype if tensor.is_floating_point() else tensor.dtype
             entry = Entry(key, tuple(tensor.shape), stored)
             if shards[-1] and size + entry.bytes > max_shard_bytes:
@@ -107,7 +107,7 @@ def verify(model: PreTrainedModel, out: Path) -> None:
         with safe_open(path, "pt") as file:
             found |= {key: tuple(file.get_slice(key).get_shape())
                       for key in file.keys()}  # noqa: SIM118 (no mapping, only has keys())
-    expected = keys.expected_tensors(model)
+    expected = keys.list_expected(model)
     problems = [f"{key}: expected {expected.get(key)}, written {found.get(key)}"
                 for key in sorted(found.keys() | expected.keys())
                 if found.get(key) != expected.get(key)]
@@ -136,7 +136,7 @@ def _hub_tensors(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
             full = dict(zip(group, coming.result(), strict=True))
             if reader.reads_ahead:
                 coming = ahead.submit(reader.read, following)
-            yield from keys.hub_tensors(model, full)
+            yield from keys.convert_to_hub(model, full)
             if not reader.reads_ahead:
                 coming = ahead.submit(reader.read, following)
 

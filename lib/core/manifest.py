@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, records
+from lib.core import commands, hashing, records, units
 from lib.core.commands import REDACTED
 from lib.core.config_file import TYPED
 from lib.core.errors import ArtifactError, is_missing
@@ -228,8 +228,8 @@ def check(directory: Path, content: dict[str, Any], what: str, run: str = "", hi
 
 def damaged(directory: Path, what: str, found: list[str], **remedy: str) -> ArtifactError:
     """Return the error for an artifact; found: what is wrong with it, a sentence each."""
-    shown = "\n".join(found[:10]) + (f"\n… and {len(found) - 10} more" if found[10:] else "")
-    return ArtifactError(f"{what} {directory} {_is(what)} damaged", found=shown, **remedy)
+    return ArtifactError(f"{what} {directory} {_is(what)} damaged",
+                         found=units.join_lines(found, 10), **remedy)
 
 
 def _is(what: str) -> str:

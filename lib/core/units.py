@@ -1,9 +1,9 @@
-"""Numbers for people: bytes, counts, durations."""
+"""Puts numbers and lists into words: bytes, counts, durations, the first of many."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _DAYS_ALONE = 10  # from so many days on, hours do not matter
@@ -30,6 +30,16 @@ def first_of(numbers: Iterable[int], most: int = 8) -> str:
     """Return some numbers in order, and no more than the first of many: `0, 1, 2, …`."""
     ordered = sorted(numbers)
     return ", ".join(map(str, ordered[:most])) + ", …" * (len(ordered) > most)
+
+
+def join_lines(lines: Sequence[str], most: int) -> str:
+    """Return some lines as one text, of many the first and `… and 3 more`."""
+    return "\n".join([*lines[:most], *[f"… and {len(lines) - most} more"] * (len(lines) > most)])
+
+
+def join_names(names: Sequence[str], most: int) -> str:
+    """Return some names as one text, of many the first: `a, b and 3 more`."""
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def parse_size(text: str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, reading, records, unfinished
+from lib.core import commands, hashing, log, manifest, reading, records, unfinished, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import differences
 from lib.core.paths import MANIFEST
@@ -120,10 +120,9 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
             wrong.append(f"{name}: {'; '.join(found[:3])}")
             numbers.append(name.rpartition("_")[2].lstrip("0") or "0")
     if wrong:
-        shown = wrong[:20] + ([f"… and {len(wrong) - 20} more"] if wrong[20:] else [])
         raise ArtifactError(f"{len(wrong)} of {len(splits)} splits cannot be merged",
                             expected=f"parts of every split in {locate_parts(save_dir)}",
-                            found="\n".join(shown),
+                            found=units.join_lines(wrong, 20),
                             run=commands.again(*stale[:1], "--only-splits", ",".join(numbers),
                                                drop=["--merge"]) + f"\n{commands.again()}")
     if len(versions) > 1:

@@ -50,9 +50,8 @@ class _Fetched:
         """Return in words what the files were compared with."""
         if not (names := self._list_undeclared()):
             return "each file as the Hub declares it"
-        more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
         return "of the content of these files the Hub declares nothing, so that only their size " \
-            f"was checked: {', '.join(names[:_SHOWN])}{more}"
+            f"was checked: {units.join_names(names, _SHOWN)}"
 
     def _list_undeclared(self) -> list[str]:
         return [file.path for file in self.files if not file.is_declared]

@@ -60,9 +60,8 @@ def join_globs(target: Path, revision: str, include: list[str], overwrite: bool,
 def warn_of_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
     """Say which files of an earlier run are not among those wanted, and will be deleted."""
     if outdated := sorted(set(list_earlier(target)) - {file.path for file in wanted}):
-        more = f" and {len(outdated) - _SHOWN} more" if outdated[_SHOWN:] else ""
         log.warn(f"{units.counted(len(outdated), 'file')} of the earlier run that this one "
-                 f"does not ask for will be deleted: {', '.join(outdated[:_SHOWN])}{more}")
+                 f"does not ask for will be deleted: {units.join_names(outdated, _SHOWN)}")
 
 
 def require_free(target: Path, wanted: Iterable[RemoteFile]) -> None:

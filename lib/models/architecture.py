@@ -1,4 +1,4 @@
-"""The shape of a model: its config, and the causal language model built from it without memory."""
+"""Reads the config of a model, and builds the causal language model of it without memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_config(model_dir: Path, trust_code: bool = False) -> PretrainedConfig:
     content = read_content(model_dir)
     _require_countable(model_dir / CONFIG, content)
     runs_code = trust_code and remote_code.is_needed(content) \
-        and bool(remote_code.fetched(model_dir))
+        and bool(remote_code.list_fetched(model_dir))
     if not runs_code:
         _check_type(model_dir / CONFIG, content)
     try:

@@ -84,7 +84,7 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
     headers = read_headers(model_dir, coming or {}) if weights_known else TensorHeaders()
     problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
     if weights and weights_known:
-        plan = keys.load_plan(model, headers.shapes)
+        plan = keys.plan_loading(model, headers.shapes)
         problems += plan.problems + _wrong_dtypes(model, plan, headers)
         used = {key for recipe in plan.recipes.values() for key in recipe.names()}
         stored = _main_dtype(headers, used) or dtype
@@ -100,11 +100,9 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
         problems.append(f"the tokenizer has {tokens:,} tokens, the model only {rows:,} rows for "
                         "them")
     if problems:
-        shown = problems[:_SHOWN] + ([f"… and {len(problems) - _SHOWN} more"]
-                                     if problems[_SHOWN:] else [])
         raise ArtifactError(f"the files of {model_dir} do not make a whole model",
-                            found="\n".join(shown))
-    if (changed := tokenizer.lossy(loaded, model_dir)) and not is_ahead:
+                            found=units.join_lines(problems, _SHOWN))
+    if (changed := tokenizer.find_losses(loaded, model_dir)) and not is_ahead:
         log.warn("the tokenizer does not give back every text as it was: "
                  + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)

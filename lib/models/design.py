@@ -1,4 +1,4 @@
-"""A model from scratch: one of the sizes, or any architecture that a config.json describes."""
+"""Designs a model from scratch: of one of the sizes, or as any config.json describes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "n
 
 @dataclass(frozen=True)
 class Design:
-    """What to make, and of which tokenizer: a corpus to train one on, or a directory to copy.
+    """Says what to make, and of which tokenizer: a corpus to train one on, or a directory to copy.
 
     size: a name of `scratch.SIZES`, or None where config_json stands. vocab_size: tokens to make
     room for, None for the default.
@@ -38,9 +38,9 @@ class Design:
     train_on: Path | None
     copy_from: Path | None
 
-    def default_name(self) -> str:
+    def choose_name(self) -> str:
         """Return the name of a model that was given none: `scratch-tiny`, `scratch-qwen2`."""
-        return scratch.default_name(self.size or self._content["model_type"])
+        return scratch.choose_name(self.size or self._content["model_type"])
 
     def identity(self, name: str) -> dict[str, Any]:
         """Return what decides the content, wherever the inputs lie."""
@@ -48,9 +48,9 @@ class Design:
         if self.config_json:
             inputs["config.json content"] = hashing.fingerprint(self._content)
         if self.train_on:
-            inputs["dataset content"] = tokenizer.corpus_identity(self.train_on)
+            inputs["dataset content"] = tokenizer.fingerprint_corpus(self.train_on)
         else:
-            inputs["tokenizer files"] = tokenizer.identity(self.copy_from)
+            inputs["tokenizer files"] = tokenizer.fingerprint(self.copy_from)
         wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
         return {"options": {"from_scratch": True, "model_name": name, "model_size": self.size,
                             "vocab_size": wanted}, "inputs": inputs}
@@ -79,22 +79,22 @@ class Design:
             return scratch.SIZES[self.size].context
         return getattr(self._config().get_text_config(), "max_position_embeddings", None)
 
-    def described(self, vocabulary: int) -> dict[str, str]:
+    def describe(self, vocabulary: int) -> dict[str, str]:
         """Return what the model is made of, in words, for the plan of a stage."""
         if self.size:
-            return scratch.described(self.size, vocabulary)
+            return scratch.describe(self.size, vocabulary)
         from lib.models import architecture
 
-        with tempfile.TemporaryDirectory() as preview, self._called(Path(preview)):
+        with tempfile.TemporaryDirectory() as preview, self._rename_errors(Path(preview)):
             self.write(Path(preview), vocabulary, None)
             model = architecture.build_on_meta(Path(preview))
         count = sum(parameter.numel() for parameter in model.parameters())
-        rows, context = scratch.padded(vocabulary), self.context()
+        rows, context = scratch.pad_vocabulary(vocabulary), self.context()
         given = self._given_vocabulary()
         instead = f" ({self.config_json} says {given})" if given not in (None, rows) else ""
         return {"architecture": f"{type(model).__name__} of {self.config_json}, "
                                 f"{units.count(count)} parameters",
-                "vocabulary": scratch.padding(rows, vocabulary) + instead,
+                "vocabulary": scratch.describe_rows(rows, vocabulary) + instead,
                 "context": units.counted(context, "token") if context else
                 "not limited by the config"}
 
@@ -118,12 +118,12 @@ class Design:
         special = {f"{kind}_token_id": getattr(ids, f"{kind}_token_id", None)
                    for kind in ("bos", "eos", "pad")}
         if self.size:
-            made = scratch.config(self.size, vocabulary, special["bos_token_id"],
+            made = scratch.make_config(self.size, vocabulary, special["bos_token_id"],
                                   special["eos_token_id"])
         else:
             made = self._config()
             for part in {id(p): p for p in (made, made.get_text_config())}.values():
-                part.update({**special, "vocab_size": scratch.padded(vocabulary)})
+                part.update({**special, "vocab_size": scratch.pad_vocabulary(vocabulary)})
             made.dtype = "float32"
         made.save_pretrained(directory)
         known = {key: value for key, value in special.items() if value is not None}
@@ -144,7 +144,7 @@ class Design:
 
     @cached_property
     def _content(self) -> dict[str, Any]:
-        """The file without what belongs to the weights it came with."""
+        """Return the file without what belongs to the weights it came with."""
         try:
             content = records.read_json(self.config_json)
         except FileNotFoundError:
@@ -164,7 +164,7 @@ class Design:
     def _config(self) -> PretrainedConfig:
         from lib.models import architecture
 
-        with tempfile.TemporaryDirectory() as own, self._called(Path(own)):
+        with tempfile.TemporaryDirectory() as own, self._rename_errors(Path(own)):
             manifest.write_json(Path(own) / architecture.CONFIG, self._content)
             made = architecture.read_config(Path(own))
         counts = {key: getattr(made.get_text_config(), key, None) for key in _COUNTS}
@@ -174,7 +174,7 @@ class Design:
         return made
 
     @contextmanager
-    def _called(self, own: Path) -> Iterator[None]:
+    def _rename_errors(self, own: Path) -> Iterator[None]:
         """Let errors about a directory for the while name the file that a person gave."""
         with rename_in_errors(str(self.config_json), own), \
                 rename_in_errors(str(self.config_json), own / "config.json"):

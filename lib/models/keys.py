@@ -1,4 +1,4 @@
-"""The map between a model's parameter names and the tensor names of its Hub checkpoint.
+"""Maps the names of a model's parameters to those of the tensors of its Hub checkpoint.
 
 Nearly all families use the same names on both sides. For the others transformers holds a registry
 of renamings and conversions (Mixtral's experts are one tensor each on the Hub and one fused tensor
@@ -27,12 +27,12 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from lib.models.recipes import Converted, Recipe, Renamed, stacked
+from lib.models.recipes import Converted, Recipe, Renamed, stack_experts
 from lib.models.sharded import own_classes
 from lib.models.tensors import Shape
 
 
-def expected_tensors(model: PreTrainedModel) -> dict[str, Shape]:
+def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
     """Return names and shapes of the tensors that `save_pretrained` writes for this model.
 
     Reads only names, shapes and which parameters are tied, so the model may be on meta or sharded.
@@ -40,10 +40,10 @@ def expected_tensors(model: PreTrainedModel) -> dict[str, Shape]:
     return {key: tuple(tensor.shape) for key, tensor in _to_hub(model, _saved(model)).items()}
 
 
-def export_groups(model: PreTrainedModel) -> list[tuple[str, ...]]:
+def group_for_export(model: PreTrainedModel) -> list[tuple[str, ...]]:
     """Return the names of all parameters and persistent buffers to export, in groups.
 
-    Each group goes to `hub_tensors` as a whole. Nearly all hold one name; a few families write
+    Each group goes to `convert_to_hub` as a whole. Nearly all hold one name; a few families write
     several parameters into one Hub tensor. Tied duplicates are left out. The order is that in which
     `save_pretrained` fills its files.
     """
@@ -63,7 +63,7 @@ def export_groups(model: PreTrainedModel) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def hub_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor],
+def convert_to_hub(model: PreTrainedModel, tensors: Mapping[str, Tensor],
                 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hub name and content of the tensors that one export group becomes.
 
@@ -74,7 +74,7 @@ def hub_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor],
 
 @dataclass
 class LoadPlan:
-    """How to fill a model from the tensors of a checkpoint, and what does not fit.
+    """Says how to fill a model from the tensors of a checkpoint, and what does not fit.
 
     recipes: by module name. problems: one sentence per missing, unexpected or misshapen tensor.
     """
@@ -83,7 +83,7 @@ class LoadPlan:
     problems: list[str] = field(default_factory=list)
 
 
-def load_plan(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPlan:
+def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPlan:
     """Return the plan for a checkpoint with tensors of these shapes, by Hub name.
 
     Takes every spelling that `from_pretrained` takes: the base model's names without prefix,
@@ -103,7 +103,7 @@ def load_plan(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPlan:
     return plan
 
 
-def same_tensor(model: PreTrainedModel) -> dict[int, list[str]]:
+def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
     """Return the names of each parameter and persistent buffer by its id, several when tied."""
     names = defaultdict(list)
     for name, tensor in _named_tensors(model).items():
@@ -184,7 +184,7 @@ def _converted(model: PreTrainedModel, first: str, sources: dict[str, list[str]]
         problems.append(f"{first}: cannot be made of {keys[0]} and its like: {error}")
         return
     for name, tensor in made.items():
-        recipe = stacked(converter, sources, tensor.ndim) if len(made) == 1 else None
+        recipe = stack_experts(converter, sources, tensor.ndim) if len(made) == 1 else None
         yield name, recipe or Converted(keys, convert, name), tuple(tensor.shape)
 
 
@@ -208,7 +208,7 @@ def _missing(model: PreTrainedModel, wanted: Mapping[str, Tensor], recipes: Mapp
     """
     may_miss = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     problems = []
-    for names in same_tensor(model).values():
+    for names in group_tied(model).values():
         name = names[0]
         if any(made in recipes for made in names) or (
                 not isinstance(wanted[name], torch.nn.Parameter)

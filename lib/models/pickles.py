@@ -1,4 +1,4 @@
-"""PyTorch's pickled weights into safetensors, without running anything that is in a pickle."""
+"""Converts pickled weights to safetensors, without running anything that is in a pickle."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """The tensor as it is on the Hub, under another name or the same."""
+    """Takes the tensor as it is on the Hub, under another name or the same."""
 
     key: str
 
@@ -37,7 +37,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Stacked:
-    """One Hub tensor per expert, stacked; several per expert are joined along `dim`.
+    """Stacks one Hub tensor per expert; several per expert are joined along `dim`.
 
     keys: [kind][expert], such as w1 and w3. dim: of the stacked tensor, at least 1. Only the
     experts and rows that a part covers are read.
@@ -69,7 +69,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Converted:
-    """Anything else: all of its Hub tensors are read, and transformers' own operations run.
+    """Makes anything else: it reads all Hub tensors and runs the operations of transformers.
 
     Needs the memory of one whole tensor for a moment. convert: Hub tensors by name → module
     tensors by name, of which `name` is this one.
@@ -88,7 +88,7 @@ class Converted:
         return self.convert({key: tensors.read(key) for key in self.keys})[self.name][part]
 
 
-def stacked(converter: WeightConverter, sources: Mapping[str, list[str]], ndim: int,
+def stack_experts(converter: WeightConverter, sources: Mapping[str, list[str]], ndim: int,
             ) -> Stacked | None:
     """Return the recipe of a conversion that only stacks experts, None for any other.
 

@@ -1,4 +1,4 @@
-"""Code that comes with a model: fetched and run only when the command that was typed says so.
+"""Handles code that comes with a model: it is fetched, and run, only when a command says so.
 
 `config.json` names it in `auto_map`: `"AutoModelForCausalLM": "modeling_new.NewForCausalLM"`, or
 `"org/other--modeling_new.NewForCausalLM"` for code that lies in another repository. Nothing that
@@ -42,7 +42,7 @@ def record(model_dir: Path, names: list[str]) -> None:
         name: hashing.file_digest(model_dir / name, "sha256") for name in sorted(names)})
 
 
-def fetched(model_dir: Path) -> list[str]:
+def list_fetched(model_dir: Path) -> list[str]:
     """Return the code files that stage 03 fetched with a model, none for any other directory.
 
     Raises ArtifactError when they are no longer what was fetched.
@@ -68,7 +68,7 @@ def fetched(model_dir: Path) -> list[str]:
 
 def carry(model_dir: Path, target: Path) -> None:
     """Copy the code of a model with its digests to a directory that gets a copy of the config."""
-    for name in (names := fetched(model_dir)) and [*names, CODE_DIGESTS]:
+    for name in (names := list_fetched(model_dir)) and [*names, CODE_DIGESTS]:
         shutil.copyfile(model_dir / name, target / name)
 
 

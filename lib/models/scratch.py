@@ -1,4 +1,4 @@
-"""Models from scratch: the sizes on offer, and the config of each."""
+"""Offers sizes of models from scratch, and makes the config of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY_MULTIPLE = 64  # rows of the embedding: even shards, and full tiles o
 
 @dataclass(frozen=True)
 class Size:
-    """A decoder of the Llama family: grouped-query attention, RoPE, SwiGLU, RMSNorm.
+    """Describes a decoder of the Llama family: grouped-query attention, RoPE, SwiGLU, RMSNorm.
 
     hidden, intermediate: features. heads, kv_heads: per layer, each of hidden / heads features.
     context: tokens. vocabulary: the default of --vocab-size.
@@ -56,41 +56,41 @@ SIZES = {
 }
 
 
-def default_name(size: str) -> str:
+def choose_name(size: str) -> str:
     """Return the name of a model that was given none: `scratch-tiny`."""
     return f"scratch-{size}"
 
 
-def padded(vocabulary: int) -> int:
+def pad_vocabulary(vocabulary: int) -> int:
     """Return the rows of an embedding that holds `vocabulary` tokens."""
     return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
-def padding(rows: int, vocabulary: int) -> str:
+def describe_rows(rows: int, vocabulary: int) -> str:
     """Return in words how many rows an embedding has, and why."""
     return f"{rows:,} rows for {units.counted(vocabulary, 'token')}, a multiple of " \
            f"{VOCABULARY_MULTIPLE}"
 
 
-def described(size: str, vocabulary: int) -> dict[str, str]:
+def describe(size: str, vocabulary: int) -> dict[str, str]:
     """Return what a size is made of, in words, for the plan of a stage."""
-    shape, rows = SIZES[size], padded(vocabulary)
+    shape, rows = SIZES[size], pad_vocabulary(vocabulary)
     return {
         "size": f"{size}, {units.count(shape.parameters(rows))} parameters",
         "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads sharing "
                   f"{shape.kv_heads} key-value heads, inner width {shape.intermediate}",
-        "vocabulary": padding(rows, vocabulary),
+        "vocabulary": describe_rows(rows, vocabulary),
         "context": f"{shape.context:,} tokens",
     }
 
 
-def config(size: str, vocabulary: int, bos: int | None, eos: int | None) -> LlamaConfig:
+def make_config(size: str, vocabulary: int, bos: int | None, eos: int | None) -> LlamaConfig:
     """Return the config of a size; the vocabulary is padded, bos and eos are token ids."""
     from transformers import LlamaConfig
 
     shape = SIZES[size]
     return LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=padded(vocabulary),
+        architectures=["LlamaForCausalLM"], vocab_size=pad_vocabulary(vocabulary),
         hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads, head_dim=shape.hidden // shape.heads,

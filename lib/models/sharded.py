@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds, and what sharding hides of a module."""
+"""Tells which part of a parameter a rank holds, and what sharding hides of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers: trained here on a dataset, or copied; always loaded from local files.
+"""Trains tokenizers on a dataset, copies and loads them, from local files alone.
 
 The trained one is byte-level BPE, so any string survives a round trip. It puts
 `<|begin_of_text|>` before each text; `<|end_of_text|>` is for whoever joins documents. Text
@@ -51,7 +51,7 @@ _TRIP = ("The quick brown fox jumps over the lazy dog, 3 times.", "def f(x):\n  
 
 @dataclass
 class Sample:
-    """What a tokenizer was trained on. bytes_used and bytes_there: UTF-8 of the text column."""
+    """Says what a tokenizer was trained on. bytes_used, bytes_there: UTF-8 of the text column."""
 
     documents_used: int
     documents_there: int
@@ -104,7 +104,7 @@ def train(corpus: Path, vocabulary: int, context: int | None, destination: Path,
 
 def copy(source: Path, context: int | None, destination: Path) -> None:
     """Copy the tokenizer files of a directory; `model_max_length` becomes the context, if any."""
-    for path in _files_of(source):
+    for path in _find_files(source):
         shutil.copyfile(path, destination / path.name)
     config = destination / _CONFIG
     content = records.read_json(config) if config.exists() else {}
@@ -131,7 +131,7 @@ def _limit(context: int | None) -> dict[str, int]:
     return {"model_max_length": context} if context else {}
 
 
-def lossy(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str]:
+def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str]:
     """Return texts that come back from encoding and decoding changed, as `text → what came back`.
 
     A tokenizer that normalises, or lacks characters, changes some by nature. One that gives back
@@ -165,13 +165,13 @@ def _is_part(short: str, long: str) -> bool:
     return all(char in characters for char in short)
 
 
-def identity(source: Path) -> str:
+def fingerprint(source: Path) -> str:
     """Return a fingerprint of a directory's tokenizer files; UsageError when there are none."""
     return hashing.fingerprint({path.name: hashing.file_digest(path, "sha256")
-                                for path in _files_of(source)})
+                                for path in _find_files(source)})
 
 
-def corpus_identity(corpus: Path) -> str:
+def fingerprint_corpus(corpus: Path) -> str:
     """Return a fingerprint of a dataset's content without opening it.
 
     Raises ArtifactError when it is missing, unfinished or damaged, UsageError when it is no
@@ -188,7 +188,7 @@ def corpus_identity(corpus: Path) -> str:
     if made := manifest.read_if_any(corpus):
         manifest.check(corpus, made, "the dataset",
                        **manifest.again(made, "--overwrite", save_dir=corpus))
-    train_split = _train_split(corpus)
+    train_split = _find_train_split(corpus)
     digests = {entry["path"]: entry["digest"] for entry in made["files"]} if made else {}
     state = "" if made else (train_split / "state.json").read_text(encoding="utf-8")
     shards = {path.relative_to(corpus).as_posix(): path.stat().st_size
@@ -197,7 +197,7 @@ def corpus_identity(corpus: Path) -> str:
                                 for name, size in shards.items()] + [state])
 
 
-def _files_of(source: Path) -> list[Path]:
+def _find_files(source: Path) -> list[Path]:
     found = [source / name for name in FILES if (source / name).is_file()]
     if not ONE_OF & {path.name for path in found}:
         there = sorted(path.name for path in source.iterdir())[:10] if source.is_dir() else []
@@ -207,7 +207,7 @@ def _files_of(source: Path) -> list[Path]:
     return found
 
 
-def _train_split(corpus: Path) -> Path:
+def _find_train_split(corpus: Path) -> Path:
     if (corpus / "state.json").is_file():
         return corpus
     if (corpus / "train" / "state.json").is_file():
@@ -223,7 +223,7 @@ def _open_text(corpus: Path) -> Dataset:
     from datasets import load_from_disk
 
     try:
-        dataset = load_from_disk(str(_train_split(corpus)))
+        dataset = load_from_disk(str(_find_train_split(corpus)))
     except (OSError, ValueError, KeyError) as error:
         raise ArtifactError(f"the dataset {corpus} does not open", found=str(error)) from None
     kind = getattr(dataset.features.get("text"), "dtype", None)

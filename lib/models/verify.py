@@ -1,4 +1,4 @@
-"""Everything prepared under a cache directory, hashed again and compared with its manifests."""
+"""Hashes everything prepared under a cache directory again and compares it with its manifests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset
 
 @dataclass
 class PreparedArtifact:
-    """A directory with a manifest.
+    """Describes a directory with a manifest.
 
     problems: one sentence each. remedy: what makes it whole again, as parts of an error.
     """
@@ -35,16 +35,16 @@ class PreparedArtifact:
 
     @property
     def place(self) -> Path:
-        """What a person knows it as: the manifest of raw files is hidden beside them."""
+        """Return what a person knows it as: the manifest of raw files is hidden beside them."""
         return self.directory.parent if self.directory.name == paths.RAW_RECORD else self.directory
 
     @property
     def bytes(self) -> int:
-        """Size of all its files."""
+        """Return the size of all its files."""
         return sum(entry["bytes"] for entry in self.content["files"]) if self.content else 0
 
 
-def artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtifact]:
+def find_artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtifact]:
     """Return everything finished under a cache directory, in the order of paths.
 
     raw_root: a directory of raw files of datasets, to verify too. What has a manifest that is not
@@ -74,13 +74,13 @@ def artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtifact]:
             artifact.problems += list_strays(directory, content)
         found.append(artifact)
     if not found:
-        left = "\n".join(f"{directory}, not finished" for directory in unfinished(cache_dir))
+        left = "\n".join(f"{directory}, not finished" for directory in find_unfinished(cache_dir))
         raise ArtifactError(f"nothing to verify under {_names(roots)}", found=left,
                             expected="what stages 03 and 04 finished there")
     return found
 
 
-def unfinished(cache_dir: Path) -> list[Path]:
+def find_unfinished(cache_dir: Path) -> list[Path]:
     """Return the directories of models and token stores that have no manifest."""
     return [path for root in (paths.models_root(cache_dir), paths.tokens_root(cache_dir))
             for path in sorted(root.glob("*"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lib.core import threads
+from lib.core import threads, units
 from lib.core.errors import ArtifactError
 from lib.models import directory, keys
 from lib.models.architecture import decoder_layers
@@ -40,7 +40,7 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
     """
     tie_again(model)
     with HubTensors(model_dir) as stored, torch.no_grad():
-        plan = keys.load_plan(model, stored.shapes)
+        plan = keys.plan_loading(model, stored.shapes)
         tensors = model.state_dict(keep_vars=True)
         wrong_dtype = [f"{key}: holds {stored.dtypes[key]} instead of floating point numbers"
                        for name, recipe in plan.recipes.items()
@@ -48,7 +48,7 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
                        for key in recipe.names() if stored.dtypes[key] not in _FLOATING]
         _raise_if_any(model_dir, stored.problems + plan.problems + wrong_dtype)
         restore_buffers(model)
-        names_of = list(keys.same_tensor(model).values())
+        names_of = list(keys.group_tied(model).values())
 
         def fill(names: list[str]) -> bool:
             recipes = [plan.recipes[name] for name in names if name in plan.recipes]
@@ -73,11 +73,9 @@ def _fill(tensor: Tensor, recipes: list[Recipe], stored: HubTensors) -> bool:
 
 def _raise_if_any(model_dir: Path, problems: list[str]) -> None:
     if problems:
-        more = len(problems) - _SHOWN
         raise ArtifactError(
             f"the weights of {model_dir} do not fit its config.json",
-            found="\n".join(problems[:_SHOWN]) + (f"\n… and {more} more" if more > 0 else ""),
-            **directory.remedy(model_dir, "--overwrite"))
+            found=units.join_lines(problems, _SHOWN), **directory.remedy(model_dir, "--overwrite"))
 
 
 def initialise(model: PreTrainedModel, seed: int) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, options, paths, publish
+from lib.core import commands, hashing, log, manifest, options, paths, publish, units
 from lib.core.errors import ArtifactError, Problems
 from lib.core.options import Options
 from lib.models import directory, scratch, tokenizer
@@ -54,10 +54,10 @@ def is_meant(opts: Options, model_dir: Path, has_begun: bool) -> bool:
     if has_begun:
         return not directory.has_weights(model_dir)
     if missing := directory.list_missing_weights(model_dir):
-        shown = "\n".join(missing[:5] + [f"… and {len(missing) - 5} more"] * (len(missing) > 5))
         error = ArtifactError(
             f"the model {model_dir} has no weights" if not directory.has_weights(model_dir) else
-            f"the weights of the model {model_dir} are not whole", found=shown,
+            f"the weights of the model {model_dir} are not whole",
+            found=units.join_lines(missing, 5),
             expected=f"{directory.WEIGHTS}, or {directory.INDEX} and the shards that it names",
             hint="copy the missing files to it; with --from-scratch, training would begin with "
                  "random weights")
@@ -79,7 +79,7 @@ def model(opts: Options) -> Iterator[Path | None]:
         yield None
         return
     design = Design(opts.model_size, None, opts.vocab_size, None, opts.tokenizer)
-    content = design.identity(design.default_name())
+    content = design.identity(design.choose_name())
     target = paths.scratch_root(opts.cache_dir) / \
         f"{opts.model_size}-{hashing.fingerprint(content)[:12]}"
     if opts.dry_run and not target.exists():
@@ -101,10 +101,10 @@ def _make(design: Design, target: Path, content: dict[str, Any], opts: Options) 
         tokenizer.copy(opts.tokenizer, design.context(), building.dir)
         design.write_beside_tokenizer(building.dir, vocabulary)
         check.examine_build(building, weights=False, name=f"--model-size {opts.model_size}")
-        design.require_same(content, design.default_name())
+        design.require_same(content, design.choose_name())
         files = [manifest.file_entry(building.dir, path, "sha256")
                  for path in building.files()]
         building.publish(stage="04_train_fsdp.py", options=options.resolved(opts), files=files,
                          summary={"source": "scratch"})
-    rows = ", ".join(f"{name} {text}" for name, text in design.described(vocabulary).items())
+    rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
     log.info(f"made from scratch: {rows}; tokenizer of {opts.tokenizer}")

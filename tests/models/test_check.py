@@ -20,7 +20,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def write_config(directory: Path, size: str, vocabulary: int) -> None:
-    scratch.config(size, vocabulary, 0, 1).save_pretrained(directory)
+    scratch.make_config(size, vocabulary, 0, 1).save_pretrained(directory)
 
 
 @pytest.fixture

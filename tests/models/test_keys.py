@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lib.models.architecture import build_on_meta
-from lib.models.keys import expected_tensors, export_groups, hub_tensors
+from lib.models.keys import convert_to_hub, group_for_export, list_expected
 from tests.models.families import FAMILIES, make_checkpoint
 
 
 def _streamed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     state = model.state_dict()
-    return {key: tensor for group in export_groups(model)
-            for key, tensor in hub_tensors(model, {name: state[name] for name in group})}
+    return {key: tensor for group in group_for_export(model)
+            for key, tensor in convert_to_hub(model, {name: state[name] for name in group})}
 
 
 def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -31,25 +31,25 @@ def test_names_and_shapes_are_those_of_save_pretrained(tmp_path: Path, name: str
     model = make_checkpoint(tmp_path, FAMILIES[name]())
     written = load_file(tmp_path / "model.safetensors")
     shapes = {key: tuple(tensor.shape) for key, tensor in written.items()}
-    assert expected_tensors(build_on_meta(tmp_path)) == shapes
-    assert expected_tensors(model) == shapes
+    assert list_expected(build_on_meta(tmp_path)) == shapes
+    assert list_expected(model) == shapes
     assert _same(_streamed(model), written)
 
 
 def test_names_of_the_hub_are_the_classic_ones(tmp_path: Path) -> None:
     FAMILIES["mixtral"]().save_pretrained(tmp_path)
-    keys = expected_tensors(build_on_meta(tmp_path))
+    keys = list_expected(build_on_meta(tmp_path))
     assert keys["model.layers.1.block_sparse_moe.experts.2.w3.weight"] == (64, 32)
     FAMILIES["gpt_neox"]().save_pretrained(tmp_path)
-    assert "embed_out.weight" in expected_tensors(build_on_meta(tmp_path))
+    assert "embed_out.weight" in list_expected(build_on_meta(tmp_path))
     FAMILIES["llama_tied"]().save_pretrained(tmp_path)
-    assert "lm_head.weight" not in expected_tensors(build_on_meta(tmp_path))
+    assert "lm_head.weight" not in list_expected(build_on_meta(tmp_path))
 
 
 def test_one_parameter_is_exported_at_a_time(tmp_path: Path) -> None:
     for config in FAMILIES.values():
         config().save_pretrained(tmp_path)
-        assert all(len(group) == 1 for group in export_groups(build_on_meta(tmp_path)))
+        assert all(len(group) == 1 for group in group_for_export(build_on_meta(tmp_path)))
 
 
 @pytest.mark.skipif("hrm_text" not in CONFIG_MAPPING, reason="this transformers has no hrm_text")
@@ -58,5 +58,5 @@ def test_parameters_that_share_a_hub_tensor_are_exported_together(tmp_path: Path
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, head_dim=8)
     model = make_checkpoint(tmp_path, config)
-    assert max(map(len, export_groups(model))) == 4
+    assert max(map(len, group_for_export(model))) == 4
     assert _same(_streamed(model), load_file(tmp_path / "model.safetensors"))

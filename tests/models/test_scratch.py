@@ -14,7 +14,7 @@ NAMED = {"1M": 1e6, "tiny": 3e6, "350M": 350e6, "1B": 1e9, "3B": 3e9, "7B": 7e9,
 @pytest.mark.parametrize("size", scratch.SIZES)
 def test_parameters_are_near_the_name_and_as_the_formula_says(size, tmp_path):
     vocabulary = scratch.SIZES[size].vocabulary
-    scratch.config(size, vocabulary, 0, 1).save_pretrained(tmp_path)
+    scratch.make_config(size, vocabulary, 0, 1).save_pretrained(tmp_path)
     model = architecture.build_on_meta(tmp_path)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == scratch.SIZES[size].parameters(vocabulary)
@@ -23,8 +23,8 @@ def test_parameters_are_near_the_name_and_as_the_formula_says(size, tmp_path):
 
 
 def test_the_vocabulary_is_padded(tmp_path):
-    assert [scratch.padded(n) for n in (1, 64, 65, 32_000)] == [64, 64, 128, 32_000]
-    assert scratch.config("tiny", 4097, None, None).vocab_size == 4160
+    assert [scratch.pad_vocabulary(n) for n in (1, 64, 65, 32_000)] == [64, 64, 128, 32_000]
+    assert scratch.make_config("tiny", 4097, None, None).vocab_size == 4160
 
 
 def test_same_size_same_bytes(tmp_path):

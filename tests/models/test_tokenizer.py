@@ -41,7 +41,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train one, beside the config of a model as it will stand."""
     into = tmp_path_factory.mktemp("tokenizer") / "it"
     assert train(corpus, into)[0] == 600
-    scratch.config("tiny", 600, 0, 1).save_pretrained(into)
+    scratch.make_config("tiny", 600, 0, 1).save_pretrained(into)
     return into
 
 
@@ -100,15 +100,15 @@ def test_one_long_document_is_cut(tmp_path):
 def test_a_dataset_is_known_by_its_content(corpus, tmp_path):
     moved = tmp_path / "moved"
     datasets.load_from_disk(str(corpus)).save_to_disk(moved)
-    assert tokenizer.corpus_identity(corpus) == tokenizer.corpus_identity(corpus)
+    assert tokenizer.fingerprint_corpus(corpus) == tokenizer.fingerprint_corpus(corpus)
     datasets.Dataset.from_dict({"text": ["b"]}).save_to_disk(tmp_path / "other")
-    assert tokenizer.corpus_identity(corpus) != tokenizer.corpus_identity(tmp_path / "other")
+    assert tokenizer.fingerprint_corpus(corpus) != tokenizer.fingerprint_corpus(tmp_path / "other")
     (tmp_path / "far.partial-1").mkdir()
     with pytest.raises(ArtifactError, match="not exist") as caught:
-        tokenizer.corpus_identity(tmp_path / "far")
+        tokenizer.fingerprint_corpus(tmp_path / "far")
     assert "far.partial-1" in caught.value.found
     with pytest.raises(ArtifactError, match="not finished"):
-        tokenizer.corpus_identity(tmp_path / "far.partial-1")
+        tokenizer.fingerprint_corpus(tmp_path / "far.partial-1")
 
 
 def test_copy_takes_tokenizer_files_only_and_sets_the_context(trained, tmp_path):
@@ -140,15 +140,15 @@ def made_of(into: Path, change) -> Path:
 def test_one_that_normalises_is_lossy_and_one_that_garbles_is_broken(trained, tmp_path):
     from tokenizers import decoders, normalizers
 
-    assert tokenizer.lossy(tokenizer.load(trained), trained) == []
+    assert tokenizer.find_losses(tokenizer.load(trained), trained) == []
     for name, change, words in (
             ("lower", lambda made: setattr(made, "normalizer", normalizers.BertNormalizer()), 4),
             ("gaps", lambda made: setattr(made, "normalizer", normalizers.Replace("e", "")), 3)):
         (tmp_path / name).mkdir()
         where = made_of(tmp_path / name, change)
-        assert len(tokenizer.lossy(tokenizer.load(where), where)) >= words
+        assert len(tokenizer.find_losses(tokenizer.load(where), where)) >= words
     (tmp_path / "broken").mkdir()
     where = made_of(tmp_path / "broken", lambda made: setattr(made, "decoder", decoders.Fuse()))
     with pytest.raises(UsageError, match="does not give back") as caught:
-        tokenizer.lossy(tokenizer.load(where), where)
+        tokenizer.find_losses(tokenizer.load(where), where)
     assert "ĠquickĠ" in caught.value.found

@@ -69,11 +69,11 @@ def check_slices(model: nn.Module) -> None:
 def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return what an export writes, and assert that it was foretold. All ranks must call this."""
     state = model.state_dict()
-    tensors = {key: tensor.clone() for group in keys.export_groups(model)
-               for key, tensor in keys.hub_tensors(
+    tensors = {key: tensor.clone() for group in keys.group_for_export(model)
+               for key, tensor in keys.convert_to_hub(
                    model, {name: state[name].full_tensor() for name in group})}
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    assert keys.expected_tensors(model) == shapes
+    assert keys.list_expected(model) == shapes
     return tensors
 
 
