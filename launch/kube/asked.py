@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from launch.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS
 from lib.core import config_file, options
-from lib.core.declared import option
+from lib.core.declared import flag, option
 from lib.core.errors import Problems
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "kubernetes"
@@ -81,7 +81,7 @@ class JobNeeds:
         for name in ("pvc", "image_pull_secret", "token_secret"):
             value = getattr(self, name, "")
             if value and not (_OBJECT.fullmatch(value) and len(value) <= _LONGEST_OBJECT):
-                problems.add(f"{_flag(name)} {value!r} cannot name an object",
+                problems.add(f"{flag(name)} {value!r} cannot name an object",
                              expected="small letters, digits, hyphens and dots, a letter or digit "
                                       f"at both ends, at most {_LONGEST_OBJECT}")
 
@@ -157,7 +157,7 @@ class JobOptions(JobNeeds):
         for name, key, what in (("gpus_per_node", "gpus", "GPU"), ("efa_per_node", "efa", "EFA")):
             asked, has = getattr(self, name), self.node.get(key)
             if has is not None and asked is not None and asked > has:
-                problems.add(f"{_flag(name)} {asked}: a node of type {self.bare_type} has {has} "
+                problems.add(f"{flag(name)} {asked}: a node of type {self.bare_type} has {has} "
                              f"{what}{' adapter' * (what == 'EFA')}{'s' * (has != 1)}")
         if self.min_nodes > self.nodes:
             problems.add(f"--min-nodes {self.min_nodes} is above --nodes {self.nodes}")
@@ -165,7 +165,7 @@ class JobOptions(JobNeeds):
             problems.add("--min-nodes: a TrainJob has a fixed size", expected=f"--kind {ELASTIC}")
         for name in ("spares", "slow_below"):
             if getattr(self, name) and not KINDS[self.kind].on_hyperpod:
-                problems.add(f"{_flag(name)} is for --kind hyperpod alone")
+                problems.add(f"{flag(name)} is for --kind hyperpod alone")
         self._check_places(problems)
 
     def _check_places(self, problems: Problems) -> None:
@@ -179,7 +179,7 @@ class JobOptions(JobNeeds):
         for name in ("mount_path", "code_dir", "project_dir"):
             value = getattr(self, name)
             if not re.fullmatch(r"/[^:\s]*", value) and (value or name != "project_dir"):
-                problems.add(f"{_flag(name)} {value!r} is not a path in a pod",
+                problems.add(f"{flag(name)} {value!r} is not a path in a pod",
                              expected="one that begins with / and holds neither `:` nor spaces")
 
 
@@ -187,7 +187,3 @@ class JobOptions(JobNeeds):
 def instances() -> dict[str, Any]:
     """Return what a node of each instance type has."""
     return config_file.read_yaml(TEMPLATES / "instances.yaml")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -17,6 +17,11 @@ from lib.core.options import Options
 Declared = TypeVar("Declared")
 
 
+def flag(name: str) -> str:
+    """Return a field's name as it is typed: job_name is `--job-name`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def option(default: Any = dataclasses.MISSING, *, help: str, parse: Callable[[str], Any] = str,
            group: str = "", **more: Any) -> Any:
     """Declare a field as the option of its name, `--job-name` for job_name.
@@ -47,7 +52,7 @@ def add(parser: argparse.ArgumentParser, declared: type, **other_help: str) -> N
             more["default"] = field.default
         is_flag = field.default is False and parse is str
         more |= {"action": "store_true"} if is_flag else {"type": parse}
-        where.add_argument(f"--{field.name.replace('_', '-')}", **more)
+        where.add_argument(flag(field.name), **more)
 
 
 def read(declared: type[Declared], opts: Options) -> Declared:
@@ -60,15 +65,15 @@ def made(declared: type[Declared], **values: Any) -> Declared:
     """Return what a program asks for; UsageError tells all that a command line could not say."""
     problems = Problems()
     for field in dataclasses.fields(declared):
-        flag, told = f"--{field.name.replace('_', '-')}", field.metadata
+        told = field.metadata
         if (value := values.get(field.name, field.default)) == field.default:
             continue
         try:
             told["parse"](str(value))
         except (argparse.ArgumentTypeError, ValueError) as error:
-            problems.add(f"{flag}: {error}")
+            problems.add(f"{flag(field.name)}: {error}")
         if value not in told.get("choices", (value,)):
-            problems.add(f"{flag}: there is no {value!r}",
+            problems.add(f"{flag(field.name)}: there is no {value!r}",
                          expected=f"one of {', '.join(told['choices'])}")
     problems.raise_if_any()
     return declared(**values)
