@@ -11,7 +11,7 @@ from typing import Any
 from lib.core import commands, hashing, log, manifest, reading, records, stamps
 from lib.core.errors import ArtifactError, UsageError, is_of_disk
 from lib.core.paths import MANIFEST
-from lib.tokens import shards
+from lib.tokens import raw_shards
 
 SPLITS = ("train", "validation")
 _DATASETS_ROOT = Path("hf_datasets")
@@ -128,7 +128,7 @@ def _raw(path: Path, problem: str, found: str = "") -> UsageError:
     elif not _DATASETS_ROOT.resolve().is_relative_to(folder.resolve()):
         hint, run = "make one:", "\n".join((commands.script(
             "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target), with_target))
-    elif path.is_file() and shards.is_shard(path.name):
+    elif path.is_file() and raw_shards.is_shard(path.name):
         hint, run = "stage 02 reads directories; to try the file as it is:", streamed
     else:
         hint, run = "stage 02 makes one of a directory of raw text", ""

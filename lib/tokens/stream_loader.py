@@ -42,7 +42,7 @@ class Windows:
         offset, block = self._first - origin.first, origin.block
         document = int(np.searchsorted(block.ends, offset, side="right"))
         begin = int(block.ends[document - 1]) if document else 0
-        return Cursor(origin.epoch, origin.piece, int(block.places[document]), offset - begin)
+        return Cursor(origin.epoch, origin.span, int(block.places[document]), offset - begin)
 
 
 class StreamLoader:

@@ -1,8 +1,8 @@
 """Raw shards as an endless stream of windows, tokenised while training: `--streaming`.
 
-1. The pieces of an epoch have an order drawn from seed and epoch; rank r of W takes the places
+1. The spans of an epoch have an order drawn from seed and epoch; rank r of W takes the places
    r, r + W, … of it, so an epoch of all ranks holds every document once.
-2. Worker processes tokenise blocks of a piece, a block each ahead; results come in their order.
+2. Worker processes tokenise blocks of a span, a block each ahead; results come in their order.
 3. The documents of a rank follow each other, and are cut into windows across them.
 Each rank starts its next epoch when it is through with its own part. So the state is a cursor per
 rank, and belongs to that number of ranks.
@@ -22,19 +22,19 @@ import numpy as np
 from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
-from lib.tokens import order, shard_reader, stream_worker
-from lib.tokens.shard_reader import Block
-from lib.tokens.shards import Piece, Shards
-from lib.tokens.stream_worker import Encoded, Left
+from lib.tokens import order, raw_reader
+from lib.tokens.raw_reader import Block, Encoded, LeftOut
+from lib.tokens.raw_shards import RawShards, Span
 
-_SAMPLED_PIECES, _SAMPLED_TEXTS, _SAMPLED_BYTES = 16, 200, 20_000
+_SAMPLED_SPANS, _SAMPLED_TEXTS, _SAMPLED_BYTES = 16, 200, 20_000
 
 
 @dataclass(frozen=True)
 class Cursor:
     """Where a rank stands: the next token is number `token` of the document at `place`.
 
-    piece: which of the rank's own pieces of the epoch. place: as in Block, None for the first.
+    piece: number of the span among the rank's own of the epoch. place: as in Block, None for the
+    first.
     """
 
     epoch: int = 0
@@ -49,55 +49,56 @@ class Origin:
 
     first: int
     epoch: int
-    piece: int
+    span: int
     block: Encoded
 
 
 class Stream:
     """The part of the shards that one rank reads, and the processes that tokenise it.
 
-    Raises UsageError when there are fewer pieces than ranks.
+    Raises UsageError when there are fewer spans than ranks.
     """
 
-    def __init__(self, shards: Shards, text_field: str, seed: int, rank: int, ranks: int) -> None:
-        if len(shards.pieces) < ranks:
-            raise UsageError(f"{shards.name} has {units.counted(len(shards.pieces), 'piece')} for "
+    def __init__(self, shards: RawShards, text_field: str, seed: int, rank: int, ranks: int,
+                 ) -> None:
+        if len(shards.spans) < ranks:
+            raise UsageError(f"{shards.name} has {units.counted(len(shards.spans), 'piece')} for "
                              f"{units.counted(ranks, 'rank')}",
                              expected="a piece per rank at least: more files, or fewer ranks (a "
                                       "compressed file, and one from the Hub, is one piece)")
         self.shards, self.text_field, self.seed = shards, text_field, seed
         self.rank, self.ranks = rank, ranks
-        self.left, self._told = Left(), 0
+        self.left, self._told = LeftOut(), 0
         self._tokens, self._reading, self._encoding = 0, 1e-9, 0.0  # seconds
         self._workers: list[Worker] = []
 
-    def pieces(self, epoch: int) -> list[Piece]:
-        """Return this rank's pieces of an epoch, in their order."""
-        count = len(self.shards.pieces)
+    def spans(self, epoch: int) -> list[Span]:
+        """Return this rank's spans of an epoch, in their order."""
+        count = len(self.shards.spans)
         numbers = order.permute(np.arange(count), count, self.seed, epoch)[self.rank::self.ranks]
-        return [self.shards.pieces[number] for number in numbers]
+        return [self.shards.spans[number] for number in numbers]
 
     def sample(self) -> list[bytes]:
         """Return the beginnings of some documents: from all over the shards where they are here,
-        else from the first piece.
+        else from the first span.
 
         Raises UsageError when none has the text field, ArtifactError when none can be read.
         """
-        pieces = self.pieces(0)[:1] if self.shards.fetcher else \
-            self.shards.pieces[::-(-len(self.shards.pieces) // _SAMPLED_PIECES)]
+        spans = self.spans(0)[:1] if self.shards.fetcher else \
+            self.shards.spans[::-(-len(self.shards.spans) // _SAMPLED_SPANS)]
         texts: list[bytes] = []
-        left, problems = Left(), []
-        for piece in pieces:
+        left, problems = LeftOut(), []
+        for span in spans:
             try:
-                blocks = shard_reader.read(self._fetched(piece), piece, None, self.text_field,
+                blocks = raw_reader.read(self._fetched(span), span, None, self.text_field,
                                            lambda place: left.add("too long"))
                 if block := next(blocks, None):
-                    found, _ = stream_worker.texts_of(block, self.text_field, left)
-                    texts += found[:-(-_SAMPLED_TEXTS // len(pieces))]
-            except shard_reader.NoColumn as error:
-                left.add(str(error), f"({piece.path})")
-            except shard_reader.DAMAGE as error:
-                problems.append(f"{piece.path}: {error}")
+                    found, _ = raw_reader.find_texts(block, self.text_field, left)
+                    texts += found[:-(-_SAMPLED_TEXTS // len(spans))]
+            except raw_reader.NoColumn as error:
+                left.add(str(error), f"({span.path})")
+            except raw_reader.DAMAGE as error:
+                problems.append(f"{span.path}: {error}")
         if not texts:
             problems += [f"{reason} {words}" for reason, words in left.first.items()]
             raise (UsageError if left.counts else ArtifactError)(
@@ -109,7 +110,7 @@ class Stream:
 
     def start(self, workers: int, tokenizer: Path, sample: list[bytes]) -> None:
         """Start the worker processes; they need some seconds to get ready."""
-        self._workers = [Worker(f"tokenise {i}", stream_worker.prepare, tokenizer, sample,
+        self._workers = [Worker(f"tokenise {i}", raw_reader.block_encoder, tokenizer, sample,
                                 self.text_field) for i in range(workers)]
 
     def close(self) -> None:
@@ -122,19 +123,19 @@ class Stream:
 
         Raises ArtifactError when a whole epoch gave no document.
         """
-        busy: deque[tuple[int, int, Piece, Worker]] = deque()
+        busy: deque[tuple[int, int, Span, Worker]] = deque()
         first, with_text, workers = 0, cursor.epoch, itertools.cycle(self._workers)
         blocks = self._blocks(cursor)
         while True:
             while len(busy) < len(self._workers):
                 began = time.perf_counter()
-                epoch, number, piece, block = next(blocks)
+                epoch, number, span, block = next(blocks)
                 self._reading += time.perf_counter() - began
-                busy.append((epoch, number, piece, next(workers)))
+                busy.append((epoch, number, span, next(workers)))
                 busy[-1][-1].send(block)
-            epoch, number, piece, worker = busy.popleft()
+            epoch, number, span, worker = busy.popleft()
             done: Encoded = worker.receive()
-            self._note(done, piece)
+            self._note(done, span)
             if len(done.ids):
                 yield Origin(first, epoch, number, done)
                 first, with_text = first + len(done.ids), epoch
@@ -157,43 +158,43 @@ class Stream:
         return self._tokens / (self._reading + self._encoding / max(len(self._workers), 1))
 
     def epoch_at(self, cursor: Cursor) -> float:
-        """Return how often this rank's part has been gone through, in whole pieces."""
-        return cursor.epoch + cursor.piece / len(self.pieces(cursor.epoch))
+        """Return how often this rank's part has been gone through, in whole spans."""
+        return cursor.epoch + cursor.piece / len(self.spans(cursor.epoch))
 
     def describe(self, numbers: int) -> dict[str, str]:
-        """Return what a plan says of the pieces, whatever the number of samples."""
-        count = len(self.shards.pieces)
+        """Return what a plan says of the spans, whatever the number of samples."""
+        count = len(self.shards.spans)
         return {"pieces": f"{count / self.ranks:,.1f} per rank = {count:,} of about "
                           f"{units.size(self.shards.bytes // count)} / "
                           f"{units.counted(self.ranks, 'rank')}"}
 
-    def _sequence(self, cursor: Cursor) -> Iterator[tuple[int, int, Piece]]:
-        """Yield epoch, number and piece from the cursor's on, without end."""
+    def _sequence(self, cursor: Cursor) -> Iterator[tuple[int, int, Span]]:
+        """Yield epoch, number and span from the cursor's on, without end."""
         for epoch in itertools.count(cursor.epoch):
-            pieces = self.pieces(epoch)
+            spans = self.spans(epoch)
             start = cursor.piece if epoch == cursor.epoch else 0
-            yield from ((epoch, number, pieces[number]) for number in range(start, len(pieces)))
+            yield from ((epoch, number, spans[number]) for number in range(start, len(spans)))
 
-    def _blocks(self, cursor: Cursor) -> Iterator[tuple[int, int, Piece, Block]]:
+    def _blocks(self, cursor: Cursor) -> Iterator[tuple[int, int, Span, Block]]:
         """Yield the blocks from the cursor's document on; what cannot be read is told and left out.
         """
         place, with_block = cursor.place, cursor.epoch
-        for (epoch, number, piece), path in self._at_hand(self._sequence(cursor)):
+        for (epoch, number, span), path in self._at_hand(self._sequence(cursor)):
             if epoch > with_block + 1:
                 raise self._nothing(with_block + 1)
-            def too_long(at: int, piece: Piece = piece) -> None:
-                self.left.add("a line longer than 16 MB", f"{piece.path} at {at:,}")
+            def too_long(at: int, span: Span = span) -> None:
+                self.left.add("a line longer than 16 MB", f"{span.path} at {at:,}")
             try:
-                for block in shard_reader.read(path, piece, place, self.text_field, too_long):
+                for block in raw_reader.read(path, span, place, self.text_field, too_long):
                     with_block = epoch
-                    yield epoch, number, piece, block
-            except shard_reader.DAMAGE as error:
+                    yield epoch, number, span, block
+            except raw_reader.DAMAGE as error:
                 self.left.add("a file, or the rest of it, that cannot be read",
-                              f"{piece.path}: {error}")
+                              f"{span.path}: {error}")
             place = None
 
-    def _at_hand(self, sequence: Iterator[tuple[int, int, Piece]],
-                 ) -> Iterator[tuple[tuple[int, int, Piece], Path]]:
+    def _at_hand(self, sequence: Iterator[tuple[int, int, Span]],
+                 ) -> Iterator[tuple[tuple[int, int, Span], Path]]:
         """Yield what the sequence has with the path of the shard, fetched one ahead."""
         if (fetcher := self.shards.fetcher) is None:
             yield from ((entry, self.shards.root / entry[2].path) for entry in sequence)
@@ -206,17 +207,17 @@ class Stream:
             yield ahead, path
             ahead = following
 
-    def _fetched(self, piece: Piece) -> Path:
+    def _fetched(self, span: Span) -> Path:
         if self.shards.fetcher is None:
-            return self.shards.root / piece.path
-        self.shards.fetcher.send(piece.path)
+            return self.shards.root / span.path
+        self.shards.fetcher.send(span.path)
         return self.shards.fetcher.receive()
 
-    def _note(self, done: Encoded, piece: Piece) -> None:
+    def _note(self, done: Encoded, span: Span) -> None:
         self._tokens += len(done.ids)
         self._encoding += done.seconds
         for reason, count in done.left.counts.items():
-            self.left.add(reason, f"{piece.path} {done.left.first[reason]}", count)
+            self.left.add(reason, f"{span.path} {done.left.first[reason]}", count)
 
     def _nothing(self, epoch: int) -> ArtifactError:
         self.tell()

@@ -17,8 +17,8 @@ from lib.models import directory
 from lib.optim.registry import OPTIMIZERS
 from lib.tokens import build, encode, mixture, packing, store
 from lib.tokens.mixture import Corpus, HeldOut
+from lib.tokens.raw_shards import RawShards
 from lib.tokens.samples import Samples
-from lib.tokens.shards import Shards
 from lib.tokens.store import TokenStore
 from lib.tokens.streaming import Stream
 from lib.tokens.windows import Windows
@@ -50,7 +50,7 @@ class Inputs:
     begun: dict[str, Any]
     named: Checkpoint | None
     scratch: bool
-    shards: Shards | None = None
+    shards: RawShards | None = None
     model_stamps: stamps.Stamps = field(default_factory=dict)
     stop_request: stamps.Stamps = field(default_factory=dict)
 

@@ -11,10 +11,10 @@ from lib.core.errors import Problems
 from lib.core.options import Options
 from lib.core.paths import streaming_root
 from lib.hub.dataset import HubDataset
-from lib.tokens import shards, source
+from lib.tokens import raw_shards, source
 from lib.tokens.build import require_vocabulary
 from lib.tokens.encode import Encoder
-from lib.tokens.shards import Shards
+from lib.tokens.raw_shards import RawShards
 from lib.tokens.streaming import Stream
 from lib.train import plan
 
@@ -46,21 +46,21 @@ def check_options(opts: Options) -> None:
     problems.raise_if_any()
 
 
-def open_shards(opts: Options, begun: dict[str, Any]) -> Shards:
+def open_shards(opts: Options, begun: dict[str, Any]) -> RawShards:
     """Return the shards; UsageError or ArtifactError when there are none.
 
     begun: see Inputs; a run that has begun keeps the commit of a dataset on the Hub.
     """
     name = opts.dataset_name[0]
     if not opts.online:
-        return shards.open_directory(source.resolve(name))
+        return raw_shards.open_directory(source.resolve(name))
     commit = begun.get("identity", {}).get("inputs", {}).get("commit", "main")
     root = streaming_root(opts.cache_dir, name)
     dataset = HubDataset(name, commit, opts.include or ["*"], root)
-    return shards.elsewhere(name, dataset.commit, dataset.sizes, root, dataset)
+    return raw_shards.open_repository(name, dataset.commit, dataset.sizes, root, dataset)
 
 
-def identity(opts: Options, found: Shards) -> dict[str, str]:
+def identity(opts: Options, found: RawShards) -> dict[str, str]:
     """Return what a run that resumes must share of the shards: each rank goes on in its own part.
     """
     shared = {"dataset": found.fingerprint, "text field": text_field(opts),
@@ -73,12 +73,12 @@ def text_field(opts: Options) -> str:
     return opts.text_field or "text"
 
 
-def part(opts: Options, found: Shards) -> Stream:
+def part(opts: Options, found: RawShards) -> Stream:
     """Return this rank's part of the shards, nothing of it read yet."""
     return Stream(found, text_field(opts), opts.seed, log.rank(), plan.launched_size())
 
 
-def prepare(opts: Options, found: Shards, model_dir: Path, vocab_size: int) -> Stream:
+def prepare(opts: Options, found: RawShards, model_dir: Path, vocab_size: int) -> Stream:
     """Return this rank's part, with processes that are about to tokenise it.
 
     Raises UsageError when the tokenizer does not fit the model or no document has the text field,

@@ -20,11 +20,11 @@ import torch
 
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.workers import Worker
-from lib.tokens import shard_reader, shards, streaming
+from lib.tokens import raw_reader, raw_shards, streaming
 from lib.tokens.order import Division
-from lib.tokens.shards import Piece
+from lib.tokens.raw_reader import Encoded, LeftOut, encode_block
+from lib.tokens.raw_shards import Span
 from lib.tokens.stream_loader import StreamLoader, Windows
-from lib.tokens.stream_worker import Encoded, Left, encode
 from lib.tokens.streaming import Cursor, Stream
 
 
@@ -42,8 +42,8 @@ class Inline:
     def __init__(self, field: str = "text") -> None:
         self.field = field
 
-    def send(self, block: shard_reader.Block) -> None:
-        self.answer = encode(Letters(), self.field, block)
+    def send(self, block: raw_reader.Block) -> None:
+        self.answer = encode_block(Letters(), self.field, block)
 
     def receive(self) -> Encoded:
         return self.answer
@@ -64,9 +64,9 @@ def lines(some: list[str]) -> bytes:
 
 @pytest.fixture
 def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
-    """Write shards of every kind; return their directory and all texts. Pieces are small."""
-    monkeypatch.setattr(shards, "_PIECE_BYTES", 1500)
-    monkeypatch.setattr(shard_reader, "_BLOCK_BYTES", 700)
+    """Write shards of every kind; return their directory and all texts. Spans are small."""
+    monkeypatch.setattr(raw_shards, "_SPAN_BYTES", 1500)
+    monkeypatch.setattr(raw_reader, "_BLOCK_BYTES", 700)
     root, there = tmp_path / "raw", []
     (root / "sub").mkdir(parents=True)
     pack = {"a.jsonl": bytes, "b.ndjson": bytes, "sub/c.json": bytes, "d.jsonl.gz": gzip.compress,
@@ -87,7 +87,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[s
 
 
 def stream_of(root: Path, rank: int = 0, ranks: int = 1, workers: int = 2, **how: object) -> Stream:
-    stream = Stream(shards.open_directory(root), how.get("field", "text"), 3, rank, ranks)
+    stream = Stream(raw_shards.open_directory(root), how.get("field", "text"), 3, rank, ranks)
     stream._workers = [Inline(stream.text_field) for _ in range(workers)]
     return stream
 
@@ -135,19 +135,19 @@ def test_a_cursor_goes_on_to_the_token(mixed):
         documents(stream_of(root))[:50]
 
 
-def test_resume_opens_only_the_piece_at_hand(mixed, monkeypatch: pytest.MonkeyPatch):
+def test_resume_opens_only_the_span_at_hand(mixed, monkeypatch: pytest.MonkeyPatch):
     root, _ = mixed
     windows = Windows(stream_of(root), Cursor())
     for _ in range(40):
         _, cursor = windows.take(257)
-    opened, read = [], shard_reader.read
-    def noted(path, piece, place, *more):
-        opened.append((piece, place))
-        return read(path, piece, place, *more)
-    monkeypatch.setattr(shard_reader, "read", noted)
+    opened, read = [], raw_reader.read
+    def noted(path, span, place, *more):
+        opened.append((span, place))
+        return read(path, span, place, *more)
+    monkeypatch.setattr(raw_reader, "read", noted)
     restored = stream_of(root, workers=1)
     Windows(restored, cursor).take(1)
-    assert opened == [(restored.pieces(0)[cursor.piece], cursor.place)]
+    assert opened == [(restored.spans(0)[cursor.piece], cursor.place)]
 
 
 def test_steps_are_windows_labelled_with_the_next_token(mixed):
@@ -164,8 +164,8 @@ def test_steps_are_windows_labelled_with_the_next_token(mixed):
 
 
 def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatch):
-    monkeypatch.setattr(shard_reader, "LONGEST_LINE_BYTES", 3000)
-    monkeypatch.setattr(shard_reader, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(raw_reader, "LONGEST_LINE_BYTES", 3000)
+    monkeypatch.setattr(raw_reader, "_BLOCK_BYTES", 1000)
     root = tmp_path / "raw"
     root.mkdir()
     bad = [b"{no json}\n", b"[1]\n", b'{"content": "x"}\n', b'{"text": 7}\n', b'{"text": ""}\n',
@@ -196,26 +196,26 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
 
 
 @pytest.mark.parametrize("ending", [b"\n", b""])
-def test_a_line_belongs_to_the_piece_it_begins_in(tmp_path: Path, ending: bytes):
+def test_a_line_belongs_to_the_span_it_begins_in(tmp_path: Path, ending: bytes):
     content = lines(texts("a", 30))[:-1] + ending
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     for size in (1, 7, 50, 64, 1000):
-        pieces = [Piece("a.jsonl", at, min(at + size, len(content)))
+        spans = [Span("a.jsonl", at, min(at + size, len(content)))
                   for at in range(0, len(content), size)]
         read = [b"".join(block.content for block in
-                         shard_reader.read(path, piece, None, "text", print)) for piece in pieces]
+                         raw_reader.read(path, span, None, "text", print)) for span in spans]
         assert b"".join(read) == content
 
 
 def test_a_shard_that_shrank_is_told(tmp_path: Path):
-    """What was there of a piece comes first; of the pieces behind the end nothing does."""
+    """What was there of a span comes first; of the spans behind the end nothing does."""
     content = lines(texts("a", 30))
     path, half = tmp_path / "a.jsonl", len(content) // 2
     path.write_bytes(content[:half])
     for start, end, there in ((0, len(content), half), (half + 1, len(content), 0)):
         read: list[bytes] = []
-        blocks = shard_reader.read(path, Piece("a.jsonl", start, end), None, "text", print)
+        blocks = raw_reader.read(path, Span("a.jsonl", start, end), None, "text", print)
         with pytest.raises(EOFError, match=f"and had {len(content):,} when the run began"):
             read.extend(block.content for block in blocks)
         assert sum(map(len, read)) == there
@@ -234,25 +234,26 @@ def test_a_disk_that_fails_to_read_costs_no_document(mixed, failing_reads):
 
 def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
-    monkeypatch.setattr(shards.log, "warn", told.append)
+    monkeypatch.setattr(raw_shards.log, "warn", told.append)
     (tmp_path / "z.jsonl").write_text('{"text": "x"}\n')
-    shards.open_directory(tmp_path)
+    raw_shards.open_directory(tmp_path)
     assert not told
     for number in range(7):
         (tmp_path / f"page_{number}.txt").write_text("x")
-    shards.open_directory(tmp_path)
+    raw_shards.open_directory(tmp_path)
     assert len(told) == 1 and "takes 1 of the 8 files" in told[0]
     assert "passes over 7" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
-    shards.elsewhere("org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")}, tmp_path, None)
+    raw_shards.open_repository("org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")},
+                               tmp_path, None)
     assert "takes 1 of the 2 files of org/name and passes over 1" in told[1]
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path):
     with pytest.raises(ArtifactError, match="does not exist"):
-        shards.open_directory(tmp_path / "nowhere")
+        raw_shards.open_directory(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(UsageError, match="no shard"):
-        shards.open_directory(tmp_path)
+        raw_shards.open_directory(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}\n')
     with pytest.raises(UsageError, match="no readable document") as told:
         stream_of(tmp_path).sample()
@@ -274,17 +275,17 @@ def test_nothing_to_read_is_refused(tmp_path: Path):
         documents(stream_of(tmp_path))
     (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(UsageError, match="prepared"):
-        shards.open_directory(tmp_path)
+        raw_shards.open_directory(tmp_path)
 
 
 def test_the_fingerprint_is_of_the_content(mixed, tmp_path: Path):
     root, _ = mixed
-    before = shards.open_directory(root).fingerprint
+    before = raw_shards.open_directory(root).fingerprint
     root.rename(tmp_path / "moved")
-    assert shards.open_directory(tmp_path / "moved").fingerprint == before
+    assert raw_shards.open_directory(tmp_path / "moved").fingerprint == before
     content = (tmp_path / "moved/a.jsonl").read_bytes()
     (tmp_path / "moved/a.jsonl").write_bytes(content.replace(b"x", b"y", 1))
-    assert shards.open_directory(tmp_path / "moved").fingerprint != before
+    assert raw_shards.open_directory(tmp_path / "moved").fingerprint != before
 
 
 def answer(task: object) -> object:
@@ -319,7 +320,7 @@ def test_a_worker_answers_tells_errors_and_its_death():
 
 
 def test_left_adds_up():
-    left = Left()
+    left = LeftOut()
     left.add("a", "one")
     left.add("a", "two", 3)
     assert (left.counts, left.first) == ({"a": 4}, {"a": "one"})

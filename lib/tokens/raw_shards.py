@@ -1,6 +1,6 @@
-"""Raw shards of text as they lie, JSON Lines and Parquet: which there are, and in what pieces.
+"""Raw shards of text as they lie, JSON Lines and Parquet: which there are, and in what spans.
 
-A piece is what one rank reads of a shard: about 16 MB of plain JSON Lines, as many row groups of
+A span is what one rank reads of a shard: about 16 MB of plain JSON Lines, as many row groups of
 Parquet, or a whole file where it is compressed or not here yet.
 """
 
@@ -20,14 +20,14 @@ _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _EXPECTED = "JSON Lines (.jsonl .ndjson .json, also with .gz .bz2 .xz .zst) or Parquet (.parquet)"
 _PREPARED = ("dataset_info.json", "dataset_dict.json")
 _NAMED = 5
-_PIECE_BYTES = 16 << 20
+_SPAN_BYTES = 16 << 20
 _ENDS_BYTES = 64 << 10
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """A part of a shard.
 
-    path: relative to the root. start, end: bytes of JSON Lines, where a line belongs to the piece
+    path: relative to the root. start, end: bytes of JSON Lines, where a line belongs to the span
     it begins in; row groups of Parquet. end None: up to the end.
     """
 
@@ -45,23 +45,25 @@ class Fetcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Shards:
-    """root: where the shards lie. fetcher: what brings them, None where they are there.
-    fingerprint: identifies the content wherever it lies. commit: of a repository, else "".
+class RawShards:
+    """Raw shards are the files of text that --streaming reads, cut into spans.
+
+    root: where they lie. fetcher: what brings them, None where they are there. fingerprint: of the
+    content, wherever it lies. bytes: of all files. commit: of a repository, else "".
     """
 
     name: str
     root: Path
-    pieces: list[Piece]
+    spans: list[Span]
     fingerprint: str
     bytes: int
     commit: str = ""
     fetcher: Fetcher | None = None
 
     def __str__(self) -> str:
-        files = len({piece.path for piece in self.pieces})
+        files = len({span.path for span in self.spans})
         return f"{self.name}, {units.counted(files, 'file')} in " \
-               f"{units.counted(len(self.pieces), 'piece')}, " \
+               f"{units.counted(len(self.spans), 'piece')}, " \
                f"{units.size(self.bytes)}, streamed"
 
 
@@ -76,7 +78,7 @@ def is_shard(path: str) -> bool:
     return is_json_lines(path) or path.lower().endswith(".parquet")
 
 
-def open_directory(root: Path) -> Shards:
+def open_directory(root: Path) -> RawShards:
     """Find the shards of a directory tree, or take one file.
 
     Raises ArtifactError when there is nothing, UsageError when there is no shard, or a dataset
@@ -93,15 +95,15 @@ def open_directory(root: Path) -> Shards:
         raise UsageError(f"no shard in {root}", expected=_EXPECTED,
                          found=", ".join(found[:8]) or "no files",
                          hint="stages 01 and 02 read any kind of text")
-    _tell_left(str(root), found, len(paths))
-    pieces = [piece for path in paths for piece in _cut(base, path)]
+    _warn_of_others(str(root), found, len(paths))
+    spans = [span for path in paths for span in _cut(base, path)]
     seen = [[path, *_size_and_ends(base / path)] for path in paths]
-    return Shards(str(root), base, pieces, hashing.fingerprint(seen), sum(s[1] for s in seen))
+    return RawShards(str(root), base, spans, hashing.fingerprint(seen), sum(s[1] for s in seen))
 
 
-def elsewhere(name: str, commit: str, sizes: dict[str, tuple[int, str]], root: Path,
-              fetcher: Fetcher) -> Shards:
-    """Return the shards of a repository, a piece each.
+def open_repository(name: str, commit: str, sizes: dict[str, tuple[int, str]], root: Path,
+                    fetcher: Fetcher) -> RawShards:
+    """Return the shards of a repository, a span each.
 
     sizes: bytes and digest by path. Raises UsageError when no file can be read.
     """
@@ -109,13 +111,13 @@ def elsewhere(name: str, commit: str, sizes: dict[str, tuple[int, str]], root: P
     if not paths:
         raise UsageError(f"no shard in {name}", expected=_EXPECTED, found=", ".join(sizes)[:200],
                          hint="--include GLOB chooses other files")
-    _tell_left(name, sorted(sizes), len(paths))
+    _warn_of_others(name, sorted(sizes), len(paths))
     fingerprint = hashing.fingerprint([[path, *sizes[path]] for path in paths])
-    return Shards(name, root, [Piece(path) for path in paths], fingerprint,
-                  sum(sizes[path][0] for path in paths), commit, fetcher)
+    return RawShards(name, root, [Span(path) for path in paths], fingerprint,
+                     sum(sizes[path][0] for path in paths), commit, fetcher)
 
 
-def _tell_left(name: str, found: list[str], taken: int) -> None:
+def _warn_of_others(name: str, found: list[str], taken: int) -> None:
     """Name the files that are passed over; only the first rank does."""
     left = [path for path in found if not is_shard(path)]
     if left and log.rank() == 0:
@@ -133,30 +135,30 @@ def _files(root: Path) -> Iterator[str]:
                     if not name.startswith("."))
 
 
-def _cut(root: Path, path: str) -> list[Piece]:
+def _cut(root: Path, path: str) -> list[Span]:
     if path.lower().endswith(".parquet"):
         return _cut_parquet(root, path)
     if not path.lower().endswith(_JSON_LINES):
-        return [Piece(path)]
+        return [Span(path)]
     size = (root / path).stat().st_size
-    return [Piece(path, start, min(start + _PIECE_BYTES, size))
-            for start in range(0, size, _PIECE_BYTES)]
+    return [Span(path, start, min(start + _SPAN_BYTES, size))
+            for start in range(0, size, _SPAN_BYTES)]
 
 
-def _cut_parquet(root: Path, path: str) -> list[Piece]:
+def _cut_parquet(root: Path, path: str) -> list[Span]:
     import pyarrow.parquet
 
     try:
         metadata = pyarrow.parquet.read_metadata(root / path)
     except (OSError, ValueError):
-        return [Piece(path)]  # who reads it will say what is wrong
-    pieces, start, size = [], 0, 0
+        return [Span(path)]  # who reads it will say what is wrong
+    spans, start, size = [], 0, 0
     for group in range(metadata.num_row_groups):
         size += metadata.row_group(group).total_byte_size
-        if size >= _PIECE_BYTES or group == metadata.num_row_groups - 1:
-            pieces.append(Piece(path, start, group + 1))
+        if size >= _SPAN_BYTES or group == metadata.num_row_groups - 1:
+            spans.append(Span(path, start, group + 1))
             start, size = group + 1, 0
-    return pieces
+    return spans
 
 
 def _size_and_ends(path: Path) -> tuple[int, str]:

@@ -1,0 +1,286 @@
+"""Reading a span of a raw shard from any document on, in blocks that worker processes tokenise.
+
+The process that trains reads blocks: whole lines as they lie, or the texts of rows. A worker
+process finds the text of each document in a block and encodes it.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from lib.core import log, units
+from lib.core.reading import PatientFile
+from lib.tokens.encode import Encoder
+from lib.tokens.raw_shards import COMPRESSIONS, Span
+
+try:
+    import orjson
+    _fast: Callable[[bytes], Any] = orjson.loads
+except ImportError:
+    _fast = json.loads
+
+_BLOCK_BYTES = 1 << 20
+_CHUNK_BYTES = 64 << 10
+LONGEST_LINE_BYTES = 16 << 20
+_NAMES_SHOWN = 8
+
+# What a damaged file raises on the way: OSError, or one of these.
+DAMAGE = (OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError)
+
+
+class NoColumn(ValueError):
+    """A Parquet file without the column of the text."""
+
+
+class Block(NamedTuple):
+    """Some documents: whole lines as they lie, or the texts of rows.
+
+    start: the place of the first, in bytes of the (decompressed) file or rows of the span.
+    """
+
+    content: bytes | list[bytes | None]
+    start: int
+
+
+def read(path: Path, span: Span, place: int | None, text_field: str,
+         too_long: Callable[[int], None]) -> Iterator[Block]:
+    """Yield the blocks of a span from the document at `place` on, or from its beginning.
+
+    too_long: is called with the place of each line that is left out since it is too long. Raises
+    one of DAMAGE where a file is damaged, after all that could be read.
+    """
+    if path.suffix.lower() == ".parquet":
+        yield from _rows(path, span, place or 0, text_field)
+        return
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    with io.BufferedReader(PatientFile(str(path))) as plain:
+        inflated = _Inflated(plain, compression) if compression else None
+        file = io.BufferedReader(inflated, _BLOCK_BYTES) if inflated else plain
+        if inflated and place:
+            log.info(f"{path.name}: decompressing {units.size(place)} again, up to where the run "
+                     "stood")
+        yield from _lines(file, span, place, too_long)
+        if inflated and inflated.damage:
+            raise EOFError(inflated.damage)
+
+
+def _lines(file: BinaryIO, span: Span, place: int | None, too_long: Callable[[int], None],
+           ) -> Iterator[Block]:
+    here = place or 0
+    if place:
+        _forward(file, place)
+    elif place is None and span.start:
+        # The line that is cut here belongs to the span before; one that begins here does not.
+        _forward(file, span.start - 1)
+        here = span.start - 1 + _skip_line(file)
+    while span.end is None or here < span.end:
+        left = _BLOCK_BYTES if span.end is None else span.end - here
+        block = file.read(min(_BLOCK_BYTES, left))
+        if not block and span.end is not None:
+            raise EOFError(f"it ends at byte {here:,}, and had {span.end:,} when the run began")
+        if not block:
+            return
+        rest = b"" if block.endswith(b"\n") else file.readline(LONGEST_LINE_BYTES)
+        following = here + len(block) + len(rest)
+        if len(rest) == LONGEST_LINE_BYTES and not rest.endswith(b"\n"):
+            block, rest = block[:block.rfind(b"\n") + 1], b""
+            too_long(here + len(block))
+            following += _skip_line(file)
+        yield Block(block + rest, here)
+        here = following
+
+
+def _forward(file: BinaryIO, amount: int) -> None:
+    """Go to a place, by decompressing what lies before it where there is no other way."""
+    if file.seekable():
+        file.seek(amount)
+        return
+    while amount and (skipped := len(file.read(min(_BLOCK_BYTES, amount)))):
+        amount -= skipped
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Read to the end of the line; return the bytes that were left of it."""
+    skipped = 0
+    while part := file.readline(_BLOCK_BYTES):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+class _Inflated(io.RawIOBase):
+    """The content of a compressed file up to a damage, whatever amounts are asked for.
+
+    damage: why it ends too early, "" if it does not.
+    """
+
+    def __init__(self, file: BinaryIO, compression: str) -> None:
+        super().__init__()
+        self.damage, self._left = "", b""
+        self._file = _decompressed(file, compression)
+
+    def readable(self) -> bool:
+        """Tell io.BufferedReader that this can be read."""
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Fill as much of a buffer as there is; 0 at the end."""
+        if not self._left and not self.damage:
+            try:
+                self._left = self._file.read1(_CHUNK_BYTES)
+            except DAMAGE as error:
+                self.damage = str(error) or type(error).__name__
+        taken = min(len(target), len(self._left))
+        target[:taken], self._left = self._left[:taken], self._left[taken:]
+        return taken
+
+
+def _decompressed(file: BinaryIO, compression: str) -> Any:
+    if compression == "zstd":
+        import pyarrow
+
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
+    opener = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}[compression]
+    return opener(file)
+
+
+def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:
+    from pyarrow.parquet import ParquetFile
+
+    with io.BufferedReader(PatientFile(str(path))) as file, ParquetFile(file) as parquet:
+        if text_field not in (names := parquet.schema_arrow.names):
+            raise NoColumn(f"no column `{text_field}`, it has {', '.join(names)}")
+        first, end = 0, parquet.num_row_groups if span.end is None else span.end
+        for group in range(span.start, end):
+            rows = parquet.metadata.row_group(group).num_rows
+            if first + rows > place:
+                yield from _group(parquet, group, text_field, first, place)
+            first += rows
+
+
+def _group(parquet: Any, group: int, text_field: str, first: int, place: int,
+           ) -> Iterator[Block]:
+    """Yield the rows of a row group from `place` on; its first row has the number `first`."""
+    metadata = parquet.metadata.row_group(group)
+    average = max(1, metadata.total_byte_size // max(metadata.num_rows, 1))
+    for batch in parquet.iter_batches(max(1, _BLOCK_BYTES // average), [group], [text_field]):
+        done = max(0, place - first)
+        if done < len(batch):
+            yield Block(_row_texts(batch.slice(done)), first + done)
+        first += len(batch)
+
+
+def _row_texts(batch: Any) -> list[bytes | None]:
+    import pyarrow
+
+    return batch.column(0).cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
+
+
+@dataclass
+class LeftOut:
+    """Counts what is left out.
+
+    counts: how often, by reason. first: the words for the first, by reason.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, words: str = "", count: int = 1) -> None:
+        """Note documents that are left out."""
+        self.first.setdefault(reason, words)  # first: another thread may read, by the counts
+        self.counts[reason] = self.counts.get(reason, 0) + count
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a block, documents one after the other with BOS and EOS.
+
+    ids: uint32 [tokens]. ends: int64 [documents], exclusive. places: int64 [documents], see Block.
+    seconds: of work.
+    """
+
+    ids: np.ndarray
+    ends: np.ndarray
+    places: np.ndarray
+    left: LeftOut
+    seconds: float
+
+
+def block_encoder(tokenizer: Path, sample: Sequence[bytes], text_field: str,
+                  ) -> Callable[[Block], Encoded]:
+    """Return what encodes blocks, the engine chosen on a sample; called in the worker process."""
+    encoder = Encoder(tokenizer, 1)
+    encoder.tune(sample)
+    return partial(encode_block, encoder, text_field)
+
+
+def encode_block(encoder: Encoder, text_field: str, block: Block) -> Encoded:
+    """Return the tokens of a block's documents."""
+    began, left = time.perf_counter(), LeftOut()
+    texts, places = find_texts(block, text_field, left)
+    ids, lengths = encoder.encode(texts) if texts else (np.empty(0, np.uint32), np.empty(0, int))
+    return Encoded(ids, np.cumsum(lengths), np.array(places, np.int64), left,
+                   time.perf_counter() - began)
+
+
+def find_texts(block: Block, text_field: str, left: LeftOut) -> tuple[list[bytes], list[int]]:
+    """Return the texts of a block (UTF-8) and their places; `left` notes what has none."""
+    texts, places = [], []
+    is_lines = isinstance(block.content, bytes)
+    here = block.start
+    for item in block.content.split(b"\n") if is_lines else block.content:
+        place, here = here, here + (len(item) + 1 if is_lines else 1)
+        if is_lines and not item.strip():
+            continue
+        text = _find_text(item, text_field, place, left) if is_lines else item
+        if text:
+            texts.append(text)
+            places.append(place)
+        elif text == b"" or not is_lines:
+            left.add("an empty text", f"at {place:,}")
+    return texts, places
+
+
+def _find_text(line: bytes, text_field: str, place: int, left: LeftOut) -> bytes | None:
+    try:
+        value = _parse(line)
+    except (ValueError, RecursionError) as error:
+        left.add("a line that is not JSON", f"at {place:,}: {str(error).splitlines()[0]}")
+        return None
+    if not isinstance(value, dict):
+        left.add("a line that is not a JSON object", f"at {place:,}")
+        return None
+    if text_field not in value:
+        names = ", ".join(list(value)[:_NAMES_SHOWN]) or "no fields"
+        left.add(f"no field `{text_field}`", f"at {place:,}: it has {names}")
+        return None
+    text = value[text_field]
+    if not isinstance(text, str):
+        left.add(f"`{text_field}` that is not a string", f"at {place:,}")
+        return None
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return _fast(line)
+    except (ValueError, RecursionError):  # bytes that are not UTF-8, lone surrogates, NaN
+        return json.loads(line.decode("utf-8-sig", "replace"))
