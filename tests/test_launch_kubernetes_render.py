@@ -363,7 +363,7 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
     kinds, templates = tmp_path / "launch/kube/kinds.py", tmp_path / "launch/kubernetes"
     kinds.write_text(kinds.read_text().replace("\nKINDS = {", """
 KINDS = {
-    "other": JobKind("other.yaml", "otherjobs.example.com", "v1", "other-operator",
+    "other": JobKind("Other operator", "otherjobs.example.com", "v1", "other-operator",
                      "install the other operator", "main", ("torch", 29500)),""", 1))
     (templates / "other.yaml").write_text(
         (templates / "pytorchjob.yaml").read_text().replace("PyTorchJob", "OtherJob"))

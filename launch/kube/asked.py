@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS
+from launch.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS, ON_HYPERPOD
 from lib.core import config_file, options
 from lib.core.declared import flag, option
 from lib.core.errors import Problems
@@ -30,7 +30,7 @@ class JobNeeds:
     """What a job needs of its cluster."""
 
     kind: str = option("pytorchjob", group="the job", choices=tuple(KINDS),
-                       help="Kubeflow training operator, Kubeflow trainer, SageMaker HyperPod")
+                       help=", ".join(kind.title for kind in KINDS.values()))
     namespace: str = option("default", metavar="NS", help="namespace of the job")
     context: str = option("", metavar="NAME",
                           help="context of the kubeconfig (default: the current one)")
@@ -108,7 +108,7 @@ class JobOptions(JobNeeds):
                             help="go on with so many when others are lost (default: all are "
                                  "needed)")
     spares: int = option(0, parse=options.count, metavar="N",
-                         help="nodes kept ready for those that fail (hyperpod)")
+                         help=f"nodes kept ready for those that fail ({ON_HYPERPOD})")
     code_dir: str = option("/opt/pipeline", group="the pods", metavar="DIR",
                            help="where 04_train_fsdp.py lies in the image")
     mount_path: str = option("/data", metavar="DIR", help="where the volume is mounted")
@@ -120,7 +120,8 @@ class JobOptions(JobNeeds):
     max_restarts: int = option(5, group="the run", parse=options.count, metavar="M",
                                help="restarts without progress before the job fails")
     slow_below: int = option(0, parse=options.count, metavar="TOK_S",
-                             help="call the job slow below so many tokens per second (hyperpod)")
+                             help="call the job slow below so many tokens per second "
+                                  f"({ON_HYPERPOD})")
 
     @property
     def runtime(self) -> str:
@@ -162,10 +163,11 @@ class JobOptions(JobNeeds):
         if self.min_nodes > self.nodes:
             problems.add(f"--min-nodes {self.min_nodes} is above --nodes {self.nodes}")
         if self.min_nodes and not KINDS[self.kind].is_elastic:
-            problems.add("--min-nodes: a TrainJob has a fixed size", expected=f"--kind {ELASTIC}")
+            problems.add(f"--min-nodes: a {self.kind} has a fixed size",
+                         expected=f"--kind {ELASTIC}")
         for name in ("spares", "slow_below"):
             if getattr(self, name) and not KINDS[self.kind].on_hyperpod:
-                problems.add(f"{flag(name)} is for --kind hyperpod alone")
+                problems.add(f"{flag(name)} is for --kind {ON_HYPERPOD} alone")
         self._check_places(problems)
 
     def _check_places(self, problems: Problems) -> None:

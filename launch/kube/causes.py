@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from launch.kube.kinds import ELASTIC
 from lib.core.errors import EXIT_ARTIFACT, EXIT_BUG, EXIT_DISK_FULL, EXIT_PREEMPTED, EXIT_USAGE
 
 Pod = dict[str, Any]
@@ -77,7 +78,7 @@ _PASSING = {
     "registry out of reach": "it is tried again; in an air gap, --image must name a registry "
                              "inside it",
     "no capacity": "wait, add nodes, ask for fewer --nodes, or start smaller with --min-nodes "
-                   "(pytorchjob, hyperpod)",
+                   f"({ELASTIC})",
     "node lost": "it is tried again on another node, from the newest checkpoint",
     "evicted": "the node ran short of what the message says",
     "stopped": "something told the pods to end; the same job goes on from its checkpoint",

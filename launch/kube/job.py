@@ -51,7 +51,7 @@ class Job(JobOptions):
         """Return the job as Kubernetes takes it; ${POD} in its template is the pod of pod.yaml."""
         settings = self._settings()
         [pod] = _filled("pod.yaml", settings)
-        return _filled(KINDS[self.kind].template, {**settings, "POD": pod})
+        return _filled(f"{self.kind}.yaml", {**settings, "POD": pod})
 
     def _settings(self) -> dict[str, Any]:
         kind, asked = KINDS[self.kind], stage_04.parse(self.train)
