@@ -155,8 +155,8 @@ def fetch_model(opts: options.Options) -> None:
 
     with tempfile.TemporaryDirectory() as preview:
         model = RemoteModel.look_up(name, revision, Path(preview), token=opts.token or "",
-                              allow_pickle=opts.allow_pickle,
-                              trust_code=opts.trust_remote_code)
+                                    allow_pickle=opts.allow_pickle,
+                                    trust_code=opts.trust_remote_code)
         with publish.Build(target, KIND, identity, opts.overwrite, resumable=True) as build:
             # Work.
             entries = model.fetch(build.dir, earlier=[target], workers=opts.num_workers,

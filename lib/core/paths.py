@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lib.core.options import Options
 
 MANIFEST = "manifest.json"
+PARTIAL = ".partial-"  # in the name of a directory that is not finished
 OUTPUTS = Path("outputs")
 RAW_RECORD = ".hub"  # in a directory of raw text: what was fetched; hidden, so not taken as text
 

@@ -1,1 +1,1 @@
-"""From a tree of raw files to Arrow shards of text."""
+"""Turns a tree of raw files into Arrow shards of text."""

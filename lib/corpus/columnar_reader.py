@@ -27,7 +27,7 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
         except (pa.ArrowException, OSError) as error:
             _note(documents, error, "Parquet", SKIPPED_FILE)
             return
-        names = [name for name, field in _columns(file.schema_arrow) if _has_text(field.type)]
+        names = [field.name for field in file.schema_arrow if _has_text(field.type)]
         before = sum(file.metadata.row_group(group).num_rows for group in range(raw.start))
         stop = file.num_row_groups if raw.stop is None else raw.stop
         for number in range(raw.start, stop):
@@ -109,7 +109,7 @@ class _Rows:
 
 def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents) -> None:
     """Hand on every row of some batches. before: rows of the file that come before them."""
-    names = [name for name, _ in _columns(schema)]
+    names = schema.names
     for batch in batches:
         for start in range(0, batch.num_rows, rows := _rows_at_once(batch.nbytes, batch.num_rows)):
             count = min(rows, batch.num_rows - start)
@@ -117,7 +117,7 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
                 place = before + start + number + 1
                 if values is None:
                     documents.note("syntax", f"row {place}: a value is not of the column's type",
-                                      DROPPED)
+                                   DROPPED)
                 else:
                     documents.add_value(dict(zip(names, values, strict=True)), number=place)
         before += batch.num_rows
@@ -130,13 +130,12 @@ def _values(batch: Any, schema: pa.Schema, start: int, count: int, documents: Do
     What holds no text in a column's type is None without being looked at.
     """
     columns: list[Callable[[int], Any]] = []
-    for name, field in _columns(schema):
+    for field in schema:
         if not _has_text(field.type):
             columns.append(lambda row: None)
             continue
-        column = batch.column(batch.schema.get_field_index(name)) if \
-            len(batch.schema.get_all_field_indices(name)) == 1 else \
-            batch.column(schema.names.index(name))
+        is_only = len(batch.schema.get_all_field_indices(field.name)) == 1
+        column = batch.column(field.name if is_only else schema.names.index(field.name))
         column = column.slice(start, count)
         try:
             columns.append(column.to_pylist(maps_as_pydicts="lossy").__getitem__)
@@ -156,10 +155,6 @@ def _repaired(column: Any, documents: Documents) -> Callable[[int], Any]:
         cells = column.cast(pa.large_binary())
         return lambda row: documents.decode(cells[row].as_py()) if cells[row].is_valid else None
     return lambda row: column[row].as_py(maps_as_pydicts="lossy")
-
-
-def _columns(schema: pa.Schema) -> list[tuple[str, Any]]:
-    return [(field.name, field) for field in schema]
 
 
 def _has_text(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Puts what the units gave together, in order: a dataset directory with its errors.jsonl.
+"""Makes a dataset directory, with its errors.jsonl, of what the units gave, in order.
 
 Every now and then what is there is made durable and noted in `unfinished/progress.json`; a run
 that was killed is cut back to the last such note and goes on from there.
@@ -89,8 +89,9 @@ class Dataset:
     def note_skipped(self, entries: Iterable[TreeEntry]) -> None:
         """List what the scan of a plain directory left out; once, before the first unit."""
         for entry in entries:
-            self._errors.write(format_problem(entry.path, None, None, entry.skipped,
-                                            "left out by the scan of the directory", SKIPPED_FILE))
+            self._errors.write(format_problem(
+                entry.path, None, None, entry.skipped, "left out by the scan of the directory",
+                SKIPPED_FILE))
             self.tally.problems[entry.skipped] += 1
 
     def add(self, done: UnitResult) -> None:

@@ -12,7 +12,7 @@ _FULL, _GROWTH, _FIRST_SLOTS = 0.8, 1.25, 1 << 16
 
 
 class Seen:
-    """A set of digests in one numpy table with open addressing: 20 to 25 bytes for each.
+    """Keeps a set of digests in one numpy table with open addressing: 20 to 25 bytes for each.
 
     The digests are cryptographic, so their first half is as good as a hash of the whole.
     """

@@ -59,7 +59,7 @@ class Documents:
             self.note("encoding", f"what is not text was {instead} ({replaced} times)", KEPT)
         if short := self.tally.short - self._short_before:
             self.note("short", f"{short} rows of fewer characters than --min-chars",
-                         DROPPED_ROWS)
+                      DROPPED_ROWS)
         if self._fields:
             self.tally.fields_seen |= self._fields.seen
 
@@ -86,7 +86,7 @@ class Documents:
         self.note("empty", "it holds only white space", SKIPPED_FILE, 0, 1)
 
     def add_value(self, value: Any, offset: int | None = None, line: int | None = None,
-              number: int = 0) -> None:
+                  number: int = 0) -> None:
         """Take a structured document.
 
         offset (bytes), line (from 1): where it starts. number: its place in the file, from 1,
@@ -105,7 +105,7 @@ class Documents:
             where = f"document {number}: " if number else ""
             wanted = " under --fields" if self._fields else ""
             self.note("no string", f"{where}no string with text in it{wanted}", SKIPPED, offset,
-                         line)
+                      line)
             return
         self.tally.documents += 1
         for row in rows:
@@ -144,7 +144,7 @@ class Documents:
                 self.tally.other_fields.update(self._fields.find_others(value))
 
     def note(self, kind: str, message: str, action: str, offset: int | None = None,
-                line: int | None = None) -> None:
+             line: int | None = None) -> None:
         """Note a line of errors.jsonl for the file at hand."""
         self._errors.write(format_problem(self._path, offset, line, kind, message, action))
         self.tally.problems[kind] += 1

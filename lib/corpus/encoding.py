@@ -91,6 +91,6 @@ class Locator:
         return len(self._text)
 
     def move(self, position: int, text: str) -> None:
-        """Forget the text before a position, which is that of the new text's start."""
+        """Forget the text before a position, at which the new text starts."""
         self.at(position)
         self._text, self._position = text, self._position - position

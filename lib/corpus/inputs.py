@@ -23,7 +23,7 @@ from lib.corpus.scan import (
 )
 
 SPLITS_KIND, FILE_LIST = "splits/1", "files.jsonl"
-_LEFT_BY_A_STAGE = re.compile(r"\.partial-|\.errors\.jsonl$")
+_LEFT_BY_A_STAGE = re.compile(rf"{re.escape(paths.PARTIAL)}|\.errors\.jsonl$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _is_splits(folder: Path) -> bool:
     """Tell splits from a plain directory; ArtifactError when they are missing or unfinished."""
     # Raw data may also hold a manifest.json: only a stage of ours writes who made it.
     is_artifact = "stage" in (manifest.read_if_any(folder) or {})
-    looks_unfinished = ".partial-" in folder.name or (
+    looks_unfinished = paths.PARTIAL in folder.name or (
         (folder / FILE_LIST).exists() and any(folder.glob("split_[0-9]*")))
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False

@@ -154,7 +154,7 @@ class _Values:
                 position = self._skip(position + 1)
             elif self._text[position:position + 1] != "]":
                 self._documents.note("syntax", "not valid JSON: expected a comma or ]",
-                                        DROPPED_REST, *self._locator.at(position))
+                                     DROPPED_REST, *self._locator.at(position))
                 return
         self._values(self._skip(position + 1))
 

@@ -1,4 +1,4 @@
-"""Worker processes that survive a file which kills one of them, and end with their parent."""
+"""Runs worker processes that survive a file which kills one, and end with their parent."""
 
 from __future__ import annotations
 

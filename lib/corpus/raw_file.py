@@ -1,4 +1,4 @@
-"""One input file as the readers see it: decompressed, sniffed, as a whole or line by line."""
+"""Gives the readers one input file: decompressed, sniffed, as a whole or line by line."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Scan:
         return "" if info.st_size else EMPTY
 
     def _why_not_directory(self, item: os.DirEntry, path: str, info: os.stat_result,
-                          above: tuple) -> str:
+                           above: tuple) -> str:
         if item.name.startswith("."):
             return HIDDEN
         if item.path == self._output or unfinished.is_ours(Path(item.path)):

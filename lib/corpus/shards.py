@@ -28,7 +28,7 @@ _UNFINISHED = "data-{:05d}.unfinished"
 
 
 class Flusher:
-    """One thread that syncs files and does other work, in the order in which it was asked to.
+    """Syncs files and does other work in one thread, in the order in which it was asked to.
 
     What fails there (no room, say) is raised by the next call.
     """

@@ -78,8 +78,8 @@ def read_table(raw: RawFile, documents: Documents) -> None:
             offset, number, _ = lines.row[0]
             if len(lines.row) >= _LONG_ROW and _are_rows(lines.row[1:], header, rows.dialect):
                 documents.note("quote", f"this row takes lines {number:,} to {lines.last[1]:,}, "
-                                  "which look like rows: a quote may not be closed in it", KEPT,
-                                  offset, number)
+                               "which look like rows: a quote may not be closed in it", KEPT,
+                               offset, number)
             documents.add_value(_document(header, row), offset, number)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST, *lines.last[:2])

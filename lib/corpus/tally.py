@@ -74,7 +74,7 @@ class Tally:
 
 
 def format_problem(path: str, offset: int | None, line: int | None, kind: str, message: str,
-                 action: str) -> bytes:
+                   action: str) -> bytes:
     """Return a line of errors.jsonl."""
     return json.dumps({"path": path, "offset": offset, "line": line, "kind": kind,
                        "message": message, "action": action}).encode() + b"\n"

@@ -20,7 +20,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _Refused(Exception):
-    """A document that is not expanded: (kind of problem, message)."""
+    """Says why a document is not expanded: (kind of problem, message)."""
 
 
 class _Merge:
@@ -72,7 +72,7 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         documents.note("syntax", f"not valid YAML: {_words(error)}", DROPPED_REST,
-                          *(locator.at(mark.index) if mark else ()))
+                       *(locator.at(mark.index) if mark else ()))
         return False
     finally:
         loader.dispose()

@@ -1,1 +1,1 @@
-"""The network: what stage 03 and --online fetch."""
+"""Fetches what stage 03 and --online need of the network."""

@@ -16,9 +16,8 @@ from lib.hub.client import Hub
 from lib.hub.repository import RemoteFile, Repository, check_name, choose, select
 from lib.hub.transfer import Transfer, bring_headers, clear_others
 from lib.models import remote_code, tokenizer
-from lib.models.directory import CODE_DIGESTS, rename_in_errors
+from lib.models.directory import CODE_DIGESTS, CONFIG, rename_in_errors
 
-_CONFIG = "config.json"
 _LARGE = 64 << 20  # bytes of weights that are worth looking at their headers first
 _SHOWN = 10
 
@@ -169,8 +168,8 @@ class RemoteModel(_Fetched):
         from lib.models import architecture
 
         if remote_code.is_needed(architecture.read_content(self.preview)):
-            self.code = remote_code.collect(self.preview / _CONFIG, self._bring_code)
-            remote_code.make_local(self.preview / _CONFIG)
+            self.code = remote_code.collect(self.preview / CONFIG, self._bring_code)
+            remote_code.make_local(self.preview / CONFIG)
             remote_code.record(self.preview, self._list_code())
 
     def _list_code(self) -> list[str]:
@@ -187,9 +186,9 @@ class RemoteModel(_Fetched):
 
     def _add_code(self, directory: Path) -> list[dict[str, Any]]:
         """Put the code beside the model, with a config that looks for it there."""
-        remote_code.make_local(directory / _CONFIG)
+        remote_code.make_local(directory / CONFIG)
         remote_code.carry(self.preview, directory)
-        names = [_CONFIG, CODE_DIGESTS, *self._list_code()]
+        names = [CONFIG, CODE_DIGESTS, *self._list_code()]
         return [manifest.file_entry(directory, directory / name, "sha256") for name in names]
 
     def _convert(self, directory: Path, show_progress: bool) -> list[dict[str, Any]]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from lib.core import commands, log, records
 from lib.core.errors import UsageError
 from lib.models import tokenizer
-from lib.models.directory import INDEX, WEIGHTS
+from lib.models.directory import CONFIG, INDEX, WEIGHTS
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_SMALL = {"config.json", "generation_config.json", "README.md", *tokenizer.FILES}
+_SMALL = {CONFIG, "generation_config.json", "README.md", *tokenizer.FILES}
 _LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?",
                       re.IGNORECASE)
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
@@ -145,10 +145,10 @@ def choose(repository: Repository, bring: Callable[[list[RemoteFile]], Path], *,
     files = repository.files
     kinds = [WEIGHTS, INDEX] + ([PICKLE, PICKLE_INDEX] if allow_pickle else [])
     weights = next((name for name in kinds if name in files), "")
-    if "config.json" not in files or not weights or not tokenizer.ONE_OF & files.keys():
+    if CONFIG not in files or not weights or not tokenizer.ONE_OF & files.keys():
         raise _no_model(repository, allow_pickle)
     is_index = weights in (INDEX, PICKLE_INDEX)
-    preview = bring([files[name] for name in ["config.json", *([weights] if is_index else [])]])
+    preview = bring([files[name] for name in [CONFIG, *([weights] if is_index else [])]])
     chosen = {name for name in files if name in _SMALL or _LICENCE.fullmatch(name)}
     shards = _shards(repository, preview / weights) if is_index else {weights}
     chosen |= shards | ({INDEX} if weights == INDEX else set())
@@ -207,7 +207,7 @@ def _shards(repository: Repository, index: Path) -> set[str]:
 def _no_model(repository: Repository, allow_pickle: bool) -> UsageError:
     """Return the error for a repository without config, tokenizer or weights to take."""
     listing = ", ".join(sorted(repository.files)[:_SHOWN]) or "no files"
-    if "config.json" not in repository.files:
+    if CONFIG not in repository.files:
         return UsageError(f"{repository} has no config.json, so it is not a transformers model",
                           found=listing)
     if not tokenizer.ONE_OF & repository.files.keys():

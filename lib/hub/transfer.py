@@ -109,7 +109,7 @@ class Transfer:
 
     def _receive(self, part: partial.Part, piece: int) -> list[Job]:
         self._hub.receive(self._repository, part, piece,
-                             lambda amount: self._note_bytes("the Hub", amount))
+                          lambda amount: self._note_bytes("the Hub", amount))
         return self._finish(part) if part.is_complete() else []
 
     def _finish(self, part: partial.PartialFile) -> list[Job]:
@@ -152,7 +152,7 @@ def bring_headers(hub: Hub, repository: Repository, files: Sequence[RemoteFile],
 
     def bring(file: RemoteFile) -> None:
         first, cached = partial.FileHead(file), cache.find_blob(file, repository.name,
-                                                              repository.kind)
+                                                                repository.kind)
         for end in (_HEADER_AT_MOST, 0):  # most headers need but one request
             length = int.from_bytes(first.content[:8], "little")
             first.extend(end or 8 + min(length, LARGEST_HEADER))
@@ -168,7 +168,7 @@ def bring_headers(hub: Hub, repository: Repository, files: Sequence[RemoteFile],
 
 
 def clear_others(files: Sequence[RemoteFile], directory: Path,
-                  earlier: Sequence[Path] = ()) -> int:
+                 earlier: Sequence[Path] = ()) -> int:
     """Delete what belongs to none of the files, and return how many bytes of them are to come.
 
     earlier: as for Transfer; what can be linked from there takes no room.

@@ -1,1 +1,1 @@
-"""From a name to weights in memory."""
+"""Finds models by name, checks and builds them, and fills them with weights."""

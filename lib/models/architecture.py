@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import (
 from lib.core import commands, log, records
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import remote_code
+from lib.models.directory import CONFIG
 
-CONFIG = "config.json"
 _MOST = 100_000  # of anything that a model has a number of
 
 

@@ -107,7 +107,7 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
                  + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ModelFacts(sum(p.numel() for p in model.parameters()), dtype, rows, tokens, context,
-                 training_memory.estimate(model))
+                      training_memory.estimate(model))
 
 
 def examine_build(build: publish.Build, *, weights: bool, name: str, trust_code: bool = False,

@@ -14,7 +14,7 @@ from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import UsageError
 from lib.core.identity import differences, in_lines
 from lib.models import scratch, tokenizer
-from lib.models.directory import rename_in_errors
+from lib.models.directory import CONFIG, rename_in_errors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -119,7 +119,7 @@ class Design:
                    for kind in ("bos", "eos", "pad")}
         if self.size:
             made = scratch.make_config(self.size, vocabulary, special["bos_token_id"],
-                                  special["eos_token_id"])
+                                       special["eos_token_id"])
         else:
             made = self._config()
             for part in {id(p): p for p in (made, made.get_text_config())}.values():
@@ -165,7 +165,7 @@ class Design:
         from lib.models import architecture
 
         with tempfile.TemporaryDirectory() as own, self._rename_errors(Path(own)):
-            manifest.write_json(Path(own) / architecture.CONFIG, self._content)
+            manifest.write_json(Path(own) / CONFIG, self._content)
             made = architecture.read_config(Path(own))
         counts = {key: getattr(made.get_text_config(), key, None) for key in _COUNTS}
         if odd := [f"{key}: {n}" for key, n in counts.items() if isinstance(n, int) and n < 1]:
@@ -177,5 +177,5 @@ class Design:
     def _rename_errors(self, own: Path) -> Iterator[None]:
         """Let errors about a directory for the while name the file that a person gave."""
         with rename_in_errors(str(self.config_json), own), \
-                rename_in_errors(str(self.config_json), own / "config.json"):
+                rename_in_errors(str(self.config_json), own / CONFIG):
             yield

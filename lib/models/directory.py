@@ -23,16 +23,16 @@ from typing import Any
 
 from lib.core import commands, hashing, log, manifest, records
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.core.paths import MANIFEST, model_dir_name, models_root
+from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
 
 KIND = "model/1"
+CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
 TRIAL_NAMES = ("demo", "test-quick")  # models that the Makefile makes, and no run is meant to take
 _TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 _READ = (".safetensors", INDEX, ".py", CODE_DIGESTS)
-_CONFIG, _PARTIAL = "config.json", ".partial-"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _STAGE = "03_download_model.py"
 _HOW = "stage 03 fetches a model from the Hub (--model-name), or makes one (--from-scratch)"
@@ -51,7 +51,7 @@ def find(name: str | None, cache_dir: Path) -> Path:
     if name is None:
         return _find_only(cache_dir)
     path = Path(name).expanduser()
-    if (path / _CONFIG).is_file():
+    if (path / CONFIG).is_file():
         return _check_directory(path)
     target = models_root(cache_dir) / model_dir_name(name)
     if (target / MANIFEST).is_file():
@@ -68,7 +68,7 @@ def list_prepared(cache_dir: Path) -> list[Path]:
     found = []
     for path in models_root(cache_dir).glob(f"*/{MANIFEST}"):
         content = manifest.read_if_any(path.parent)
-        if content and content["kind"] == KIND and _PARTIAL not in path.parent.name:
+        if content and content["kind"] == KIND and PARTIAL not in path.parent.name:
             found.append((content.get("created", ""), path.stat().st_mtime_ns, path.parent))
     return [directory for *_, directory in sorted(found, reverse=True)]
 
@@ -107,7 +107,7 @@ def _find_only(cache_dir: Path) -> Path:
 
 def _check_directory(path: Path) -> Path:
     """Return a directory given by its path: ours, an export, or one made elsewhere."""
-    if any(_PARTIAL in part for part in path.resolve().parts[-2:]):
+    if any(PARTIAL in part for part in path.resolve().parts[-2:]):
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
         _require_no_pickles(path)
@@ -152,7 +152,7 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
         found.append(f"{target} without {MANIFEST}: an incomplete copy? Give its path to use it "
                      "as it is")
     elif path.is_dir():
-        found.append(f"{path} without {_CONFIG}")
+        found.append(f"{path} without {CONFIG}")
     there = [directory.name for directory in list_prepared(cache_dir)]
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
     cached = [path.name.removeprefix("models--").replace("--", "/")
@@ -162,7 +162,7 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
     if find_snapshot(name):
         found.append(f"the Hugging Face cache {find_hf_cache()} holds only a part of {name}")
     return ArtifactError(f"no finished model called {name}",
-                         expected=f"a directory with {_CONFIG}, a name that stage 03 prepared, or "
+                         expected=f"a directory with {CONFIG}, a name that stage 03 prepared, or "
                                   "one of a model in the Hugging Face cache",
                          found="\n".join(filter(None, found)), **_prepared_by(name, path))
 
@@ -260,9 +260,9 @@ def fingerprint(model_dir: Path) -> str:
     Raises ArtifactError when config.json is damaged.
     """
     try:
-        config = records.read_json(model_dir / _CONFIG)
+        config = records.read_json(model_dir / CONFIG)
     except ValueError as error:
-        raise ArtifactError(f"{model_dir / _CONFIG} is damaged", found=str(error)) from None
+        raise ArtifactError(f"{model_dir / CONFIG} is damaged", found=str(error)) from None
     content = manifest.read_if_any(model_dir)
     if content is not None:
         weights = [[e["path"], e["digest"]] for e in content["files"]
@@ -310,5 +310,5 @@ def find_snapshot(name: str, revision: str = "main", kind: str = "model") -> Pat
 def _find_whole_snapshot(name: str) -> Path | None:
     """Return the snapshot of a model at `main` when config and all safetensors are there."""
     found = find_snapshot(name)
-    is_whole = found and (found / _CONFIG).is_file() and not list_missing_weights(found)
+    is_whole = found and (found / CONFIG).is_file() and not list_missing_weights(found)
     return found if is_whole else None

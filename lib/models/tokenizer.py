@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.paths import PARTIAL
 from lib.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def fingerprint_corpus(corpus: Path) -> str:
     Raises ArtifactError when it is missing, unfinished or damaged, UsageError when it is no
     dataset or has no train split.
     """
-    final, partial, _ = str(corpus).partition(".partial-")
+    final, partial, _ = str(corpus).partition(PARTIAL)
     if partial or not corpus.is_dir():
         raise ArtifactError(f"the dataset {corpus} " + ("is not finished" if partial else
                                                         "does not exist"),

@@ -12,11 +12,10 @@ from typing import Any
 
 from lib.core import commands, log, manifest, paths, reading, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.paths import MANIFEST
+from lib.core.paths import MANIFEST, PARTIAL
 from lib.core.progress import Progress
 from lib.models.directory import KIND, list_strays, remedy
 
-_UNFINISHED = ".partial-"
 _KINDS = ("model", "tokens", "packs", "dataset-parts", "raw", "splits", "dataset", "export",
           "wheelhouse")
 
@@ -59,7 +58,7 @@ def find_artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtif
     raw = sorted(raw_root.glob(f"*/{paths.RAW_RECORD}/{MANIFEST}")) if raw_root else []
     for path in sorted(cache_dir.rglob(MANIFEST)) + raw:
         directory = path.parent
-        if any(_UNFINISHED in part for part in directory.parts):
+        if any(PARTIAL in part for part in directory.parts):
             continue
         content = manifest.read_if_any(directory)
         is_in_place = directory.name == paths.RAW_RECORD or directory.parent in (
