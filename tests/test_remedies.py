@@ -547,7 +547,7 @@ def test_a_remedy_is_a_command_and_no_sentence() -> None:
 
 
 # Other tests make these: of memory (test_memory_fit), images, clusters and bundles (test_launch_*).
-ELSEWHERE = re.compile(r"launch/|lib/train/memory_fit\.py|lib/parallel/isolation\.py")
+ELSEWHERE = re.compile(r"launch/|lib/train/memory_fit\.py|lib/parallel/loss\.py")
 
 
 def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest) -> None:

@@ -35,7 +35,7 @@ from lib.core import commands, hashing, log, paths, records
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.identity import differences
 from lib.models.tensors import make_header
-from lib.parallel.agreement import gather, on_rank_0, together
+from lib.parallel.layout import gather, on_rank_0, together
 
 if TYPE_CHECKING:  # optional: only --ckpt-hyperpod needs it
     from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client import (

@@ -18,7 +18,7 @@ from lib.checkpoints.storage import StrictReader, plain_errors
 from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, StageError
 from lib.optim import registry
-from lib.parallel.agreement import on_rank_0, together
+from lib.parallel.layout import on_rank_0, together
 
 _PAUSES_S = (1.0, 3.0)  # until all ranks see the same
 

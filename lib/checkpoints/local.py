@@ -30,7 +30,7 @@ from lib.checkpoints.tier import Note, Tier, tensors_of, unnoted
 from lib.core import log, manifest, paths, publish, unfinished
 from lib.core.errors import StageError, UsageError
 from lib.core.identity import differences
-from lib.parallel.agreement import gather, on_rank_0, together
+from lib.parallel.layout import gather, on_rank_0, together
 
 _KEEP = 2
 

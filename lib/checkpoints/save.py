@@ -20,7 +20,7 @@ from lib.checkpoints.staging import HostCopies
 from lib.checkpoints.storage import HashingWriter, plain_errors
 from lib.core import manifest, publish
 from lib.optim import registry
-from lib.parallel.agreement import gather, on_rank_0
+from lib.parallel.layout import gather, on_rank_0
 
 # What a COMMIT repeats of the train state, so that a table of checkpoints needs no other file.
 _FACTS = ("tokens", "loss", "eval_loss", "bad_steps", "samples_per_epoch", "resumed_from",

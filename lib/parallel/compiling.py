@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lib.core import commands, log
 from lib.core.errors import StageError, UsageError
 
-# Where blocks recompute selectively, torch asks that they change nothing in place, which blocks.py
-# sees to.
+# Where blocks recompute selectively, torch asks that they change nothing in place, which
+# parallelize.py sees to.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage())
 

@@ -1,4 +1,8 @@
-"""The loss: a sum over label tokens, so that any division of the batch gives the same mean."""
+"""The loss: a sum over label tokens, so that any division of the batch gives the same mean.
+
+How it is computed, and whether packed documents see each other, is tried on the model itself and
+not looked up by family.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lib.core import commands
+from lib.core.errors import UsageError
 from lib.parallel import attention, layout, parallelize
 from lib.parallel.compiling import Compiler
 from lib.parallel.layout import World
-from lib.tokens.loader import MicroBatch
+from lib.tokens.loader import MicroBatch, boundaries
 from lib.tokens.samples import IGNORED
 
 # Logits that exist at a time, by device. With their copies they take 2 GiB on a GPU, where small
@@ -22,6 +28,8 @@ from lib.tokens.samples import IGNORED
 AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 26}
 _FEWEST_ROWS = 256  # smaller matrix products waste the device
 _NOISE = 0.02  # nats per token between two ways of rounding in half precision
+_LENGTHS = (9, 14)  # of two documents in one row
+_LEAK = 0.05  # of the logits' spread: more than rounding in half precision, less than any leak
 
 
 def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> Tensor:
@@ -218,6 +226,31 @@ def chunk(model: nn.Module, world: World, compiler: Compiler | None = None) -> s
         return "in the output layer, chunk by chunk: the logits of all tokens never exist"
     del head.forward
     return f"from the logits, which {model.config.model_type} models change after the output layer"
+
+
+def require_isolation(model: nn.Module, world: World) -> None:
+    """Raise UsageError when the second of two packed documents depends on the first.
+
+    All ranks must call this: two forward passes over a row of 23 tokens.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
+    tokens = torch.randint(0, vocabulary, (2, sum(_LENGTHS)), generator=generator)
+    tokens[1, _LENGTHS[0]:] = tokens[0, _LENGTHS[0]:]
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    ends = torch.from_numpy(boundaries(positions.numpy(), len(_LENGTHS)))
+    with trial(model):
+        batches = [MicroBatch(row[None], row[None], positions, ends).to(world.device)
+                   for row in tokens]
+        second = [model(**attention.inputs(model, batch)).logits[0, _LENGTHS[0]:].float()
+                  for batch in batches]
+    moved = (second[0] - second[1]).abs().max()
+    if moved > _LEAK * second[0].std():
+        raise UsageError(f"with {model.config.model_type} models, packed documents see each other",
+                         found=f"logits of a document move by {moved:.3g} when the one before it "
+                               "in the same sample is changed",
+                         hint="take another --attention or another family of models, or windows:",
+                         run=commands.again("--packing", "concat"))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from lib.models.architecture import decoder_layers
 from lib.optim import adamw8bit, registry
 from lib.optim.guard import StepGuard
-from lib.parallel import attention, blocks, loss, parallelize
+from lib.parallel import attention, loss, parallelize
 from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
 from lib.tokens.loader import MicroBatch
 
@@ -121,8 +121,8 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
 def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
     """Return the memory of a step of a model on the meta device, which stays as it is."""
     model = copy.deepcopy(model)
-    blocks.prepare(model, case.recompute, None)
-    parallelize.shard(model, mesh, case.precision, keep_gathered=case.keep_gathered)
+    parallelize.parallelize(model, mesh, case.precision, case.recompute,
+                            keep_gathered=case.keep_gathered)
     if case.chunked:
         head = model.get_output_embeddings()
         head.forward = loss.LossHead(head, loss.AT_ONCE["cuda" if case.on_gpu else "cpu"])

@@ -16,8 +16,7 @@ from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.models import float8
-from lib.parallel.agreement import gather
-from lib.parallel.layout import World
+from lib.parallel.layout import World, gather
 from lib.train import memory, memory_plan, plan
 from lib.train.memory_plan import USABLE, Estimates
 from lib.train.startup import Setting

@@ -28,18 +28,15 @@ from lib.optim.guard import StepGuard
 from lib.parallel import (
     attention,
     attention_kernel,
-    blocks,
     compiling,
     determinism,
     flight_recorder,
-    isolation,
     layout,
     loss,
     parallelize,
 )
-from lib.parallel.agreement import gather, on_rank_0
 from lib.parallel.compiling import Compiler
-from lib.parallel.layout import World
+from lib.parallel.layout import World, gather, on_rank_0
 from lib.parallel.meeting import Meeting
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.train import (
@@ -145,7 +142,7 @@ def _settle_attention(opts: Options, setting: Setting, world: World) -> None:
     log.info("attention: " + attention_kernel.settle(setting.model, opts.packing,
                                                      setting.precision, world.device))
     if opts.packing == "documents":
-        isolation.require(setting.model, world)
+        loss.require_isolation(setting.model, world)
 
 
 def _watchdog(opts: Options, rank_log: Path) -> Watchdog:
@@ -169,9 +166,10 @@ def _shard(opts: Options, setting: Setting, world: World, compiler: Compiler | N
     if setting.precision == "fp8":
         log.info("fp8: " + float8.convert(model, opts.fp8_recipe, world.mesh.size(-1), not offload,
                                           emulate=world.device.type != "cuda"))
-    blocks.prepare(model, opts.activation_checkpointing, compiler)
     small = not offload and parallelize.may_stay_gathered(model, memory.total(world.device))
-    log.info("sharded: " + parallelize.shard(model, world.mesh, setting.precision, offload, small))
+    log.info("sharded: " + parallelize.parallelize(
+        model, world.mesh, setting.precision, opts.activation_checkpointing, compiler, offload,
+        small))
     parallelize.materialise(model, world.device, offload)
     return offload
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lib.parallel.agreement import gather
+from lib.parallel.layout import gather
 from lib.tokens.loader import Loader, Step
 from lib.tokens.order import Division
 from lib.tokens.samples import Samples

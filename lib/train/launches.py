@@ -33,7 +33,7 @@ def join(opts: Options, experiment: Experiment, world: World) -> Launch:
 
     All ranks must call this: one on a machine that was replaced cannot tell by itself.
     """
-    from lib.parallel.agreement import gather
+    from lib.parallel.layout import gather
 
     own, known = launcher.marks() + launcher.job_marks(), _known(experiment)
     found = gather((_is_of(known), own, known), world.control)

@@ -12,7 +12,7 @@ from lib.core.errors import ArtifactError
 from lib.models import float8
 from lib.models.sharded import tie_again
 from lib.models.weights import restore_buffers
-from lib.parallel.agreement import on_rank_0
+from lib.parallel.layout import on_rank_0
 from lib.train import earlier, symptoms
 from lib.train.run import Run
 

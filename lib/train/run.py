@@ -21,8 +21,7 @@ from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.optim.guard import Skipped, StepGuard
 from lib.parallel import layout
-from lib.parallel.agreement import gather
-from lib.parallel.layout import World
+from lib.parallel.layout import World, gather
 from lib.parallel.loss import evaluate
 from lib.tokens.loader import Step, evaluation_batches
 from lib.train import memory, metrics, symptoms

@@ -18,7 +18,7 @@ from lib.core import log, threads, units
 from lib.core.errors import DiskFullError, StageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.parallel.agreement import gather, on_rank_0
+from lib.parallel.layout import gather, on_rank_0
 from lib.train import memory
 from lib.train.journal import Journal
 

@@ -221,7 +221,7 @@ def eight_ranks(place: Place) -> None:
     from lib.models import architecture
     from lib.optim import registry
     from lib.optim.guard import StepGuard
-    from lib.parallel import blocks, loss, parallelize
+    from lib.parallel import loss, parallelize
     from lib.planning import trace
     from lib.tokens.loader import MicroBatch
     from lib.train.memory_plan import Estimates
@@ -233,8 +233,7 @@ def eight_ranks(place: Place) -> None:
     device = torch.device(place.device)
     mesh = init_device_mesh(place.device, (8,), mesh_dim_names=("shard",))
     model = architecture.build_on_meta(directory, "sdpa")
-    blocks.prepare(model, case.recompute, None)
-    parallelize.shard(model, mesh, case.precision)
+    parallelize.parallelize(model, mesh, case.precision, case.recompute)
     parallelize.materialise(model, device, offload=False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter.to_local(), std=0.02)

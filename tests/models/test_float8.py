@@ -21,7 +21,7 @@ from lib.models.sharded import local_tensor, plain
 from lib.models.weights import initialise
 from lib.optim import registry
 from lib.optim.guard import StepGuard
-from lib.parallel import blocks, compiling, parallelize
+from lib.parallel import compiling, parallelize
 from tests.models.families import FAMILIES
 
 SMALL = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -39,8 +39,8 @@ def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False) 
     model = on_meta(config)
     if recipe:
         float8.convert(model, recipe, 1, emulate=True)
-    blocks.prepare(model, "none", compiling.compiler(compiled, CPU))
-    parallelize.shard(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16")
+    parallelize.parallelize(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16",
+                            compiler=compiling.compiler(compiled, CPU))
     parallelize.materialise(model, CPU, offload=False)
     initialise(model, 0)
     return model

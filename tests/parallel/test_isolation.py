@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, mas
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lib.core.errors import UsageError
-from lib.parallel import attention, isolation
+from lib.parallel import attention, loss
 from lib.tokens.loader import MicroBatch, boundaries
 from tests.models.families import FAMILIES
 from tests.train.test_no_waiting import Watched
@@ -33,9 +33,9 @@ def test_a_family_keeps_documents_apart_or_is_refused(family: str, how: str) -> 
     before = torch.get_rng_state()
     if family in LEAKS:
         with pytest.raises(UsageError, match="see each other"):
-            isolation.require(model, CPU)
+            loss.require_isolation(model, CPU)
     else:
-        isolation.require(model, CPU)
+        loss.require_isolation(model, CPU)
     assert torch.equal(before, torch.get_rng_state()) and model.training
 
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lib.models.sharded import local_tensor
-from lib.parallel import blocks, loss, parallelize
+from lib.parallel import loss, parallelize
 from lib.planning import trace
 from lib.planning.trace import Case
 from lib.planning.tracker import Tracker
@@ -167,9 +167,9 @@ def test_fake_tensors_tell_what_real_ones_take(changes: dict[str, Any]) -> None:
     wanted = case(ranks=1, seq_length=128, **changes)
     estimated = Estimates(on_meta()).step(wanted)
     model = on_meta()
-    blocks.prepare(model, wanted.recompute, None)
     with alone() as mesh:
-        parallelize.shard(model, mesh, wanted.precision, keep_gathered=wanted.keep_gathered)
+        parallelize.parallelize(model, mesh, wanted.precision, wanted.recompute,
+                                keep_gathered=wanted.keep_gathered)
         with Tracker() as tracker:
             parallelize.materialise(model, torch.device("cpu"), offload=False)
             for parameter in model.parameters():

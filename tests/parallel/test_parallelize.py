@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from lib.core.errors import UsageError
-from lib.parallel import blocks, compiling, isolation, loss
+from lib.parallel import compiling, loss, parallelize
 from lib.parallel.compiling import Compiler
 from lib.tokens.loader import MicroBatch
 
@@ -42,7 +42,7 @@ def test_gradients_stay(config: PretrainedConfig, recompute: str) -> None:
         if name.endswith("bias"):  # zero at first, and adding zero twice is no mistake
             torch.nn.init.normal_(parameter)
     again = copy.deepcopy(kept)
-    blocks.prepare(again, recompute, None)
+    parallelize.wrap_blocks(again, recompute, None)
     tokens = torch.randint(0, 96, (2, 24))
     for model in (kept, again):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -64,10 +64,10 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
     model = AutoModelForCausalLM.from_config(LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2), attn_implementation="sdpa")
-    blocks.prepare(model, "none", Compiler(required=True))
+    parallelize.wrap_blocks(model, "none", Compiler(required=True))
     here = SimpleNamespace(device=torch.device("cpu"))
     loss.chunk(model, here)
-    isolation.require(model, here)
+    loss.require_isolation(model, here)
     assert not graphs
     tokens = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
@@ -107,7 +107,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     compiler = Compiler(required)
-    blocks.prepare(model, "full", compiler)
+    parallelize.wrap_blocks(model, "full", compiler)
     here = SimpleNamespace(device=torch.device("cpu"))
     assert "in the output layer" in loss.chunk(model, here, compiler)
     tokens = torch.randint(0, 96, (2, 25))
@@ -146,7 +146,7 @@ def test_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, attention_dropout=0.5)).train()
     model = copy.deepcopy(plain)
-    blocks.prepare(model, "none", Compiler(required=True))
+    parallelize.wrap_blocks(model, "none", Compiler(required=True))
     tokens = torch.randint(0, 96, (2, 25))
     for one in (plain, model):
         torch.manual_seed(0)
@@ -165,7 +165,7 @@ def test_torch_warns_of_no_change_in_place_that_is_none(monkeypatch: pytest.Monk
     torch._dynamo.reset()
     torch._logging.warning_once.cache_clear()
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
-    blocks.prepare(model, "selective", Compiler(required=True))
+    parallelize.wrap_blocks(model, "selective", Compiler(required=True))
     tokens = torch.randint(0, 96, (2, 25))
     loss.token_loss_sum(model, MicroBatch(tokens[:, :-1], tokens[:, 1:])).backward()
     logger.warning("another")
