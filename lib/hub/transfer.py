@@ -107,7 +107,7 @@ class Transfer:
                 if len(range(*part.range_left(piece)))]
         return left or self._finish(part)
 
-    def _receive(self, part: partial.Part, piece: int) -> list[Job]:
+    def _receive(self, part: partial.PartialFile, piece: int) -> list[Job]:
         self._hub.receive(self._repository, part, piece,
                           lambda amount: self._note_bytes("the Hub", amount))
         return self._finish(part) if part.is_complete() else []
