@@ -1,17 +1,18 @@
-"""Reading what a disk or a network may fail to give for a moment, which is no damage."""
+"""Reads what a disk or a network may fail to give for a moment, which is no damage; streams."""
 
 from __future__ import annotations
 
 import io
 import platform
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, BinaryIO, TypeVar
 
 from lib.core.errors import StageError, UsageError, from_os_error, is_missing, is_of_disk
 
 Result = TypeVar("Result")
 
+_LINE_PART = 1 << 17  # bytes of a long line read at once
 _PAUSES_S = (0.5, 1.0, 2.5)  # between the attempts; a mount that was lost is mostly back by then
 
 
@@ -63,6 +64,35 @@ class PatientFile(io.FileIO):
             return read()
 
         return _tried(again, str(self.name))
+
+
+class ChunkStream(io.RawIOBase):
+    """Reads chunks of bytes, none of them empty, one after the other."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        super().__init__()
+        self._chunks, self._rest = iter(chunks), memoryview(b"")
+
+    def readable(self) -> bool:
+        """Tell io.BufferedReader that this can be read."""
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Fill as much of a buffer as there is; 0 at the end."""
+        rest = self._rest or memoryview(next(self._chunks, b""))
+        size = min(len(rest), len(target))
+        target[:size], self._rest = rest[:size], rest[size:]
+        return size
+
+
+def skip_line(stream: BinaryIO, limit: int | None = None) -> int:
+    """Skip to the start of the next line, or past a limit; return how many bytes that were."""
+    size = 0
+    while (limit is None or size < limit) and (part := stream.readline(_LINE_PART)):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return size
 
 
 def _tried(read: Callable[[], Result], path: str) -> Result:

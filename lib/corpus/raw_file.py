@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from lib.core.reading import PatientFile
+from lib.core.reading import ChunkStream, PatientFile, skip_line
 from lib.corpus import encoding, kinds
 from lib.corpus.encoding import DecodedText
 
@@ -132,7 +132,7 @@ class RawFile:
             position += size
             if is_long:
                 yield position if has_offsets else None, None
-                position += LARGE_BYTES + _skip_line(stream)
+                position += LARGE_BYTES + skip_line(stream)
 
     def _at_first_line(self) -> tuple[BinaryIO, int]:
         """Return a stream of UTF-8 where the first line of this part starts, and its offset."""
@@ -143,7 +143,7 @@ class RawFile:
         elif self.start:
             stream.seek(self.start - 1)
             room = None if self.stop is None else self.stop - self.start + 1
-            position = self.start - 1 + _skip_line(stream, room)
+            position = self.start - 1 + skip_line(stream, room)
         elif self.head.startswith(kinds.UTF8_BOM):
             position = len(stream.read(len(kinds.UTF8_BOM)))
         return stream, position
@@ -161,16 +161,6 @@ def _open(path: str) -> BinaryIO:
         raise
     raw.close()
     return io.BytesIO(data)
-
-
-def _skip_line(stream: BinaryIO, limit: int | None = None) -> int:
-    """Skip to the start of the next line, or past a limit; return how many bytes that were."""
-    size = 0
-    while (limit is None or size < limit) and (part := stream.readline(_BUFFER)):
-        size += len(part)
-        if part.endswith(b"\n"):
-            break
-    return size
 
 
 def _unpack_members(file: BinaryIO, kind: str) -> Iterator[bytes]:
@@ -211,23 +201,4 @@ def _chunks(*streams: Any) -> Iterator[bytes]:
 
 def _as_stream(chunks: Iterable[bytes]) -> io.BufferedReader:
     """Return chunks of bytes, none of them empty, as a stream."""
-    return io.BufferedReader(_Chunks(chunks), _BUFFER)
-
-
-class _Chunks(io.RawIOBase):
-    """Reads chunks of bytes one after the other."""
-
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        super().__init__()
-        self._chunks, self._rest = iter(chunks), memoryview(b"")
-
-    def readable(self) -> bool:
-        """Tell io.BufferedReader that this can be read."""
-        return True
-
-    def readinto(self, target: Any) -> int:
-        """Fill as much of a buffer as there is; 0 at the end."""
-        rest = self._rest or memoryview(next(self._chunks, b""))
-        size = min(len(rest), len(target))
-        target[:size], self._rest = rest[:size], rest[size:]
-        return size
+    return io.BufferedReader(ChunkStream(chunks), _BUFFER)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from lib.core import log, units
-from lib.core.reading import PatientFile
+from lib.core.reading import ChunkStream, PatientFile, skip_line
 from lib.tokens.encode import Encoder
 from lib.tokens.raw_shards import COMPRESSIONS, Span
 
@@ -67,14 +67,15 @@ def read(path: Path, span: Span, place: int | None, text_field: str,
         return
     compression = COMPRESSIONS.get(path.suffix.lower())
     with io.BufferedReader(PatientFile(str(path))) as plain:
-        inflated = _Inflated(plain, compression) if compression else None
-        file = io.BufferedReader(inflated, _BLOCK_BYTES) if inflated else plain
-        if inflated and place:
+        damage: list[str] = []
+        file = io.BufferedReader(ChunkStream(_inflate(plain, compression, damage)), _BLOCK_BYTES) \
+            if compression else plain
+        if compression and place:
             log.info(f"{path.name}: decompressing {units.size(place)} again, up to where the run "
                      "stood")
         yield from _lines(file, span, place, too_long)
-        if inflated and inflated.damage:
-            raise EOFError(inflated.damage)
+        if damage:
+            raise EOFError(*damage)
 
 
 def _lines(file: BinaryIO, span: Span, place: int | None, too_long: Callable[[int], None],
@@ -85,7 +86,7 @@ def _lines(file: BinaryIO, span: Span, place: int | None, too_long: Callable[[in
     elif place is None and span.start:
         # The line that is cut here belongs to the span before; one that begins here does not.
         _forward(file, span.start - 1)
-        here = span.start - 1 + _skip_line(file)
+        here = span.start - 1 + skip_line(file)
     while span.end is None or here < span.end:
         left = _BLOCK_BYTES if span.end is None else span.end - here
         block = file.read(min(_BLOCK_BYTES, left))
@@ -98,7 +99,7 @@ def _lines(file: BinaryIO, span: Span, place: int | None, too_long: Callable[[in
         if len(rest) == LONGEST_LINE_BYTES and not rest.endswith(b"\n"):
             block, rest = block[:block.rfind(b"\n") + 1], b""
             too_long(here + len(block))
-            following += _skip_line(file)
+            following += skip_line(file)
         yield Block(block + rest, here)
         here = following
 
@@ -112,41 +113,14 @@ def _forward(file: BinaryIO, amount: int) -> None:
         amount -= skipped
 
 
-def _skip_line(file: BinaryIO) -> int:
-    """Read to the end of the line; return the bytes that were left of it."""
-    skipped = 0
-    while part := file.readline(_BLOCK_BYTES):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
-
-
-class _Inflated(io.RawIOBase):
-    """The content of a compressed file up to a damage, whatever amounts are asked for.
-
-    damage: why it ends too early, "" if it does not.
-    """
-
-    def __init__(self, file: BinaryIO, compression: str) -> None:
-        super().__init__()
-        self.damage, self._left = "", b""
-        self._file = _decompressed(file, compression)
-
-    def readable(self) -> bool:
-        """Tell io.BufferedReader that this can be read."""
-        return True
-
-    def readinto(self, target: Any) -> int:
-        """Fill as much of a buffer as there is; 0 at the end."""
-        if not self._left and not self.damage:
-            try:
-                self._left = self._file.read1(_CHUNK_BYTES)
-            except DAMAGE as error:
-                self.damage = str(error) or type(error).__name__
-        taken = min(len(target), len(self._left))
-        target[:taken], self._left = self._left[:taken], self._left[taken:]
-        return taken
+def _inflate(file: BinaryIO, compression: str, damage: list[str]) -> Iterator[bytes]:
+    """Yield the content of a compressed file, up to a damage, which is added in words."""
+    try:
+        content = _decompressed(file, compression)
+        while chunk := content.read1(_CHUNK_BYTES):
+            yield chunk
+    except DAMAGE as error:
+        damage.append(str(error) or type(error).__name__)
 
 
 def _decompressed(file: BinaryIO, compression: str) -> Any:
