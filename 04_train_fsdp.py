@@ -19,67 +19,66 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import commands, log, options, paths, stage
+from lib.core import commands, declared, log, options, stage
 from lib.core.errors import Preempted, UsageError
-from lib.core.options import Options
 from lib.core.paths import Experiment
-from lib.train import arguments
+from lib.train.config import Config, add_options, read_options
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.train.run import Run
 
 
-def parse(argv: list[str]) -> Options:
+def parse(argv: list[str]) -> Config:
     """Return the options of the command line and of --config."""
-    parser = options.Parser(__doc__, "-e NAME -d DIR [options]", arguments.FIRST)
-    arguments.add(parser)
-    parser.add_common(workers="tokenise")
-    opts = parser.parse(argv)
-    paths.settle(opts)
-    return opts
+    parser = options.Parser(__doc__, "-e NAME -d DIR [options]", declared.first_page(Config))
+    add_options(parser)
+    return read_options(parser, argv)
 
 
 def main(argv: list[str]) -> None:
     """Plan, prepare the tokens, and train unless that is already done."""
-    opts = parse(argv)
-    if not opts.experiment_name or not opts.dataset_name:
+    config = parse(argv)
+    if not config.experiment_name or not config.dataset_name:
         raise UsageError("-e and -d are needed: a name for the run, and a dataset",
                          expected="-e exp -d hf_datasets/corpus, say", run=commands.help_of())
 
-    from lib.train import from_scratch
+    from lib.train import checks, earlier, from_scratch, launches
 
-    with from_scratch.model(opts) as made:
-        plan_and_train(opts, Experiment(opts.save_dir, opts.experiment_name), made)
-
-
-def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> None:
-    """Do what the options say. made: the directory of the model of --model-size."""
-    from lib.train import launches, startup
-
+    experiment = Experiment(config.save_dir, config.experiment_name)
     if launches.has_begun(experiment):
-        launches.act_once(opts)
-    inputs = startup.find_inputs(opts, experiment, made)
-    if startup.is_complete(opts, experiment, inputs):
+        config = launches.act_once(config)
+    checks.require_sound(config, not config.overwrite and bool(earlier.read(experiment)))
+    with from_scratch.model(config) as made:
+        plan_and_train(config, experiment, made)
+
+
+def plan_and_train(config: Config, experiment: Experiment, made: Path | None) -> None:
+    """Do what the options say. made: the directory of the model of --model-size."""
+    from lib.train import startup
+
+    inputs = startup.find_inputs(config, experiment, made)
+    config = startup.settle(config, inputs)
+    if startup.is_complete(config, experiment, inputs):
         return
 
     from lib.parallel import layout
     from lib.train import batch_size, dry_run, memory_fit, model_files
 
     layout.settle_allocator()
-    setting = startup.check(opts, experiment, inputs)
-    batch_size.settle(opts, setting)
+    config, model = startup.build_model(config, experiment, inputs)
+    config = batch_size.settle(config, model)
 
-    if opts.dry_run:
-        dry_run.print_plan(opts, inputs, setting)
-        memory_fit.warn(opts, inputs, setting)
+    if config.dry_run:
+        dry_run.print_plan(config, inputs, model)
+        memory_fit.warn(config, inputs, model)
         return
-    if not opts.prepare_only:
-        memory_fit.require(opts, inputs, setting)
-        batch_size.advise(opts, setting, has_begun=bool(inputs.begun))
+    if not config.prepare_only:
+        memory_fit.require(config, inputs, model)
+        batch_size.advise(config, model, has_begun=bool(inputs.begun))
         meeting = layout.meet()
-    model_files.require_whole(opts, inputs)
-    data = startup.prepare_data(opts, inputs, setting)
-    if opts.prepare_only:
+    model_files.require_whole(config, inputs)
+    data = startup.prepare_data(config, inputs, model)
+    if config.prepare_only:
         log.info("next: " + commands.again(drop=["--prepare-only"]))
         return
 
@@ -89,16 +88,16 @@ def plan_and_train(opts: Options, experiment: Experiment, made: Path | None) -> 
 
     run = None
     try:
-        run = begin(opts, experiment, inputs, setting, data, meeting)
+        run = begin(config, experiment, inputs, model, data, meeting)
         while not train(run):
             resume.roll_back(run)
     except BaseException as error:
         if run is not None:
             run.failed(error)
             run.close(in_order=isinstance(error, Preempted))
-        raise (explained(error, opts, experiment) or error) from error
+        raise (explained(error, config, experiment) or error) from error
     run.finish()
-    log.info(startup.next_command(opts, experiment))
+    log.info(startup.next_command(config, experiment))
     run.close(in_order=True)
 
 
@@ -138,7 +137,7 @@ def train(run: Run) -> bool:
                 loss.backward()
             step_loss += loss.detach()
         with timers("update"):
-            grad_norm = run.step_guard.clip(run.optimizer, run.options.grad_clip)
+            grad_norm = run.step_guard.clip(run.optimizer, run.config.grad_clip)
             with timers("optimizer"):
                 run.optimizer.step()  # changes nothing where the norm is NaN or infinite
             run.optimizer.zero_grad(set_to_none=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import help_text, options
+from lib.core import declared, help_text, options
 from lib.core.errors import UsageError
-from lib.train import arguments
+from lib.train.config import Config
 from tests.test_repository import ROOT, STAGES, load, name_of
 
 TOOLS = [ROOT / "lib/checkpoints/__main__.py", ROOT / "launch/bundling/bundle.py",
@@ -23,8 +23,9 @@ TOOLS = [ROOT / "lib/checkpoints/__main__.py", ROOT / "launch/bundling/bundle.py
 COMMANDS = [*STAGES, *TOOLS]
 # What a parser of its own reads before the others.
 READ_FIRST = {"config", "values"}
-# What a namespace of options is called.
-NAMES = {"opts", "_opts", "options", "wanted", "arguments", "given", "asked"}
+# What a namespace of options is called, out of launch/.
+NAMES = {"opts", "_opts", "options", "wanted", "arguments", "given", "asked", "config", "_config",
+         "build", "_patience", "patience"}
 
 
 class Made(Exception):
@@ -79,7 +80,7 @@ def test_the_help_of_training_is_a_page_and_all_of_it_can_be_had() -> None:
     assert len(page.splitlines()) <= 24 and max(map(len, page.splitlines())) <= 80
     flags = [action.option_strings[0] for action in parser._actions]
     lines = [line for line in page.splitlines() if line.split(" ")[2:3] and line.startswith("  -")]
-    assert len(lines) == len(arguments.FIRST) == 10
+    assert len(lines) == len(declared.first_page(Config)) == 10
     assert all(re.search(r"\((default: .+|needed)\)$", line) for line in lines)
     assert "--help-all" in page and not [flag for flag in flags if flag not in everything]
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
@@ -88,7 +89,7 @@ def test_the_help_of_training_is_a_page_and_all_of_it_can_be_had() -> None:
     with pytest.raises(UsageError) as refused:
         parser.parse(["-e", "x", "-d", "y", "--log-every", "3"])
     assert refused.value.run.endswith(" --help-all")  # the page has ten options only
-    assert {*arguments.FIRST} <= {action.dest for action in parser._actions}
+    assert {*declared.first_page(Config)} <= {action.dest for action in parser._actions}
 
 
 @functools.cache
@@ -112,25 +113,44 @@ def imported(path: Path) -> set[Path]:
 
 
 @functools.cache
-def is_given_options(tree: ast.Module) -> bool:
-    """Tell whether a module is handed the options of a command, and has none of its own."""
-    typed = [node.annotation for node in ast.walk(tree)
-             if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation]
-    return any(ast.unparse(t).split(".")[-1] == "Options" for t in typed) \
-        and "Parser(__doc__" not in ast.unparse(tree)
+def reads(path: Path) -> set[str]:
+    """Return the names of options that a module reads, those it names in a string too.
 
-
-@functools.cache
-def reads(tree: ast.Module) -> set[str]:
-    """Return the names of options that a module reads, those it names in a string too."""
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-                  and ast.unparse(node.value).split(".")[-1] in NAMES}
-    return attributes | {node.value for node in ast.walk(tree)
+    What the options are called differs in launch/: there an attribute of anything counts.
+    """
+    nodes = list(ast.walk(tree_of(path)))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and (
+        "launch" in path.parts or ast.unparse(node.value).split(".")[-1] in NAMES)}
+    return attributes | {node.value for node in nodes
                          if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=name_of)
 def test_every_option_is_read_somewhere(path: Path) -> None:
     read = {name for file in imported(path) - {ROOT / "lib/core/options.py"}
-            if file == path or is_given_options(tree_of(file)) for name in reads(tree_of(file))}
+            for name in reads(file)}
     assert not {action.dest for action in actions_of(parser_of(path))} - read - READ_FIRST
+
+
+# What a Config is called, in the modules that import it.
+CONFIG = {"config", "self.config", "self._config", "plan.config", "run.config",
+          "self._plan.config"}
+
+
+def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> None:
+    fields = {field.name: field.metadata for field in declared.fields(Config)}
+    assert not [name for name, about in fields.items() if about["role"] is None]
+    assert not [name for name, about in fields.items()
+                if about["quiet"] and about["role"] is not declared.Role.RESULT]
+    read, named = set(), set()
+    for path in (STAGES[3], ROOT / "launch/common/stage_04.py", *(ROOT / "lib/train").glob("*.py")):
+        nodes = list(ast.walk(tree_of(path)))
+        if path.name == "config.py" or not any(isinstance(node, ast.alias) and node.name == "Config"
+                                               for node in nodes):
+            continue
+        read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)
+                 and ast.unparse(node.value) in CONFIG}
+        named |= {node.value for node in nodes
+                  if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not fields.keys() - read - named - READ_FIRST
+    assert not read - set(dir(Config)) - fields.keys()

@@ -10,7 +10,8 @@ import pytest
 
 from lib.core import log, options, paths
 from lib.core.errors import ArtifactError
-from lib.train import arguments, startup
+from lib.train import startup
+from lib.train.config import add_options, read_options
 from tests.conftest import run_stage
 from tests.training import losses
 
@@ -70,11 +71,10 @@ def test_what_makes_no_sense_is_refused(project: Path, given: tuple, says: tuple
 def found(*given: object) -> tuple[float, bool]:
     """Return the learning rate of a launch, and whether it draws its weights."""
     parser = options.Parser("")
-    arguments.add(parser)
-    parser.add_common(workers="tokenise")
-    opts = parser.parse([*map(str, given)])
-    inputs = startup.find_inputs(opts, paths.experiment(opts.experiment_name), None)
-    return opts.lr, inputs.scratch
+    add_options(parser)
+    config = read_options(parser, [*map(str, given)])
+    inputs = startup.find_inputs(config, paths.experiment(config.experiment_name), None)
+    return startup.settle(config, inputs).lr, inputs.scratch
 
 
 def test_weights_that_are_missing_are_not_drawn_unasked(

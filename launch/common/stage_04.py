@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lib.core import commands, options, paths
+from lib.core import commands, options
 from lib.core.errors import Problems, UsageError
-from lib.core.options import Options
-from lib.train import arguments
+from lib.train.config import Config, add_options, read_options
 
 SCRIPT = "04_train_fsdp.py"
 
@@ -29,34 +28,29 @@ def expanded(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def parse(words: Sequence[str]) -> Options:
+def parse(words: Sequence[str]) -> Config:
     """Return what stage 04 makes of its options; UsageError tells what it would not take."""
     try:
-        opts = _parser().parse(words)
-        paths.settle(opts)
+        return read_options(_parser(), words)
     except UsageError as error:
         run = error.run
         if run in (commands.help_of(), commands.help_of("--help-all")):
             run = commands.script(SCRIPT, "--help-all")
         raise UsageError(error.problem, expected=error.expected, found=error.found,
                          hint=error.hint, run=run) from None
-    return opts
 
 
-def check_ranks(opts: Options, ranks: int) -> None:
+def check_ranks(config: Config, ranks: int) -> None:
     """Raise UsageError when so many ranks cannot share the work that the options ask for."""
     from lib.train import plan
 
     problems = Problems()
-    problems.collect(lambda: plan.divide(opts, 0, ranks))
-    if opts.shard_size and ranks % opts.shard_size:
-        problems.add(f"--shard-size {opts.shard_size} does not divide the {ranks} ranks",
-                     expected="replicas of equal size")
+    problems.collect(lambda: plan.divide(config, 0, ranks))
+    problems.collect(lambda: plan.require_replicas(config, ranks))
     problems.raise_if_any()
 
 
 def _parser() -> options.Parser:
     parser = options.Parser(None)
-    arguments.add(parser)
-    parser.add_common(workers="tokenise")
+    add_options(parser)
     return parser

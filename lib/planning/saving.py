@@ -20,7 +20,6 @@ import random
 from dataclasses import dataclass
 
 from lib.core import units
-from lib.core.options import Options
 
 _COPY = 10e9  # bytes/s from a GPU to pinned host memory, half of what PCIe 4 can do
 # Llama 3 405B: 466 interruptions of the job in 54 days on 16,384 GPUs (arXiv:2407.21783, 3.3.4).
@@ -61,24 +60,25 @@ def best_interval(stall: float, lag: float, mtbf: float) -> float:
     return max(high, lag)
 
 
-def describe(size: int, gpus: int, options: Options, estimated: float | None = None) -> str:
+def describe(size: int, gpus: int, mtbf_hours: float, write_gbps: float, in_background: bool,
+             known_s: float | None = None, estimated_s: float | None = None) -> str:
     """Return in words how often to save checkpoints of so many bytes on so many GPUs.
 
-    estimated: seconds of a step, where --plan-step-seconds does not say it.
+    mtbf_hours: mean time to a failure of one GPU. write_gbps: GB/s that all write together.
+    in_background: from copies in host memory. known_s, estimated_s: seconds of a step.
     """
-    mtbf = options.plan_mtbf_hours * 3600 / gpus
-    written, copied = size / options.plan_write_gbps / 1e9, size / gpus / _COPY
-    stall, lag = (copied, written) if options.ckpt_async else (written, 0.0)
+    mtbf = mtbf_hours * 3600 / gpus
+    written, copied = size / write_gbps / 1e9, size / gpus / _COPY
+    stall, lag = (copied, written) if in_background else (written, 0.0)
     every = best_interval(stall, lag, mtbf)
     lost = 1 - useful_share(Saving(every, stall, lag), mtbf, restart=0.0)
-    step, how = (options.plan_step_seconds, "") if options.plan_step_seconds else \
-        (estimated, "an estimated ")
+    step, how = (known_s, "") if known_s else (estimated_s, "an estimated ")
     steps = f" = --ckpt-freq {max(1, round(every / step))} at {how}{step:.3g} s per step" \
         if step else ""
     return f"a save every {units.duration(every)}{steps} is best with a failure every " \
            f"{units.duration(mtbf)}: of {units.size(size)} in {units.duration(written)} at " \
-           f"{options.plan_write_gbps:g} GB/s, steps held up for {units.duration(stall)}" \
-           f"{' at most' if options.ckpt_async else ''}; saves and repeated steps take " \
+           f"{write_gbps:g} GB/s, steps held up for {units.duration(stall)}" \
+           f"{' at most' if in_background else ''}; saves and repeated steps take " \
            f"{100 * lost:.2g} % of the time"
 
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from lib.checkpoints import commit
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.local import LocalTier
 from lib.checkpoints.tier import Tier
 from lib.core import failure, hashing, log, manifest, stamps, units
+from lib.core.declared import Role
 from lib.core.errors import EXIT_BUG, UsageError
 from lib.core.identity import differences
 from lib.core.lease import ExperimentHeld, Held, Lease
-from lib.core.options import Options, resolved
 from lib.core.paths import Experiment
 from lib.models import float8, remote_code
 from lib.models.weights import initialise, load_pretrained
@@ -52,6 +53,7 @@ from lib.train import (
     startup,
     watchdog,
 )
+from lib.train.config import Config
 from lib.train.journal import Journal, read_config
 from lib.train.launches import Launch
 from lib.train.memory_estimate import MemoryEstimate
@@ -62,91 +64,86 @@ from lib.train.report import Report
 from lib.train.run import Run
 from lib.train.saving import Saves
 from lib.train.signals import StopRequest
-from lib.train.startup import Data, Inputs, Setting
+from lib.train.startup import Data, Inputs
 from lib.train.timers import Timers
 from lib.train.watchdog import Watchdog
 
 _SHARED_WITHIN_S = 60.0
-_ALIKE = ("log_freq", "ckpt_freq", "ckpt_keep", "ckpt_async", "eval_freq", "eval_batches",
-          "resume", "overwrite", "shard_size", "cpu_offload", "activation_checkpointing", "compile",
-          "attention", "deterministic", "rollback_after", "resume_with_changes", "ckpt_local_freq",
-          "ckpt_hyperpod")
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
-def begin(opts: Options, experiment: Experiment, inputs: Inputs, setting: Setting,
+def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel,
           data: Data, meeting: Meeting | None = None) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
     meeting: see layout.meet. All ranks must call this. Raises UsageError for another run in
     the directory, or ranks not started alike; ArtifactError when none of its checkpoints is valid.
     """
-    estimate = MemoryEstimate(setting) if log.rank() == 0 else None
-    if opts.deterministic:
+    estimate = MemoryEstimate(model, config.precision) if log.rank() == 0 else None
+    if config.deterministic:
         determinism.require()
-    world = layout.start(opts.shard_size, meeting, watchdog.longest(opts.watchdog_minutes))
-    batch_size.agree(opts, setting, data.samples, world)
+    world = layout.start(config.shard_size, meeting, watchdog.longest(config.watchdog_minutes))
+    config = batch_size.agree(config, data.samples, world)
     if estimate is not None:
-        estimate.begin(opts, setting, data.most_documents)
-    launch = launches.join(opts, experiment, world)
-    run_plan = startup.make_plan(opts, inputs, setting.seq_length, setting.precision,
-                                 data.samples, world.rank)
-    checks.require_room(opts, run_plan.total_steps, has_begun=bool(inputs.begun))
+        estimate.begin(config, model, data.most_documents)
+    config, launch = launches.join(config, experiment, world)
+    run_plan = startup.make_plan(config, inputs, data.samples, world.rank)
+    checks.require_room(config, run_plan.total_steps, has_begun=bool(inputs.begun))
     journal = Journal(experiment, world.rank)
-    _require_agreement(opts, run_plan, world)
-    lease = _claim(opts, experiment, run_plan, inputs, journal, launch, world)
-    tier = _tier(opts, read_config(experiment)["run"], world, journal)
+    _require_agreement(config, run_plan, world)
+    lease = _claim(config, experiment, run_plan, inputs, journal, launch, world)
+    tier = _tier(config, read_config(experiment)["run"], world, journal)
     log.add_file(experiment.rank_log(world.rank))
-    model, work = setting.model, startup.work_of(opts, inputs, setting)
-    peak, where = flops.device_peak(world.device, setting.precision)
-    _print_head(opts, inputs, run_plan, data, work, Hardware(
+    work = startup.work_of(config, inputs, model)
+    peak, where = flops.device_peak(world.device, config.precision)
+    _print_head(config, inputs, run_plan, data, work, Hardware(
         world.size, peak, where, "GPU" if world.device.type == "cuda" else "rank"))
-    if opts.deterministic:
-        log.info(f"deterministic: {determinism.cost(world.device, setting.precision)}")
-    compiler = compiling.compiler(opts.compile, world.device)
+    if config.deterministic:
+        log.info(f"deterministic: {determinism.cost(world.device, config.precision)}")
+    compiler = compiling.compiler(config.compile, world.device)
     before = memory.usage(world.device)["memory/current_gib"]
-    offload = _shard(opts, setting, world, compiler)
-    adamw = registry.build(opts.optimizer, model, opts.lr, (opts.beta1, opts.beta2),
-                            opts.weight_decay, compiler and compiler.wrap)
+    offload = _shard(config, model, world, compiler)
+    adamw = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
+                           config.weight_decay, compiler and compiler.wrap)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
-             + flops.described(model, setting.seq_length))
-    run = Run(opts, experiment, run_plan, world, model, adamw,
-              StepGuard(setting.precision, opts.spike_factor,
+             + flops.described(model, config.seq_length))
+    run = Run(config, experiment, run_plan, world, model, adamw,
+              StepGuard(config.precision, config.spike_factor,
                         torch.device("cpu") if offload else world.device),
-              data, feed.of(data.train, opts.seed, setting.seq_length, run_plan.division,
+              data, feed.of(data.train, config.seed, config.seq_length, run_plan.division,
                             world.device), Timers(world.device),
-              StopRequest(world, experiment.stop_file, opts.max_minutes),
-              Profiler(opts.profile, experiment.profile, world.rank, world.device), journal,
+              StopRequest(world, experiment.stop_file, config.max_minutes),
+              Profiler(config.profile, experiment.profile, world.rank, world.device), journal,
               work.flops, peak, estimate, before, lease)
-    run.saves = Saves(opts, experiment, journal, world.saving, tier)
+    run.saves = Saves(config, experiment, journal, world.saving, tier)
     run.model_files = _digests(experiment.model) if world.rank == 0 else {}
     if not resume.resume(run, inputs.named):
-        _first_weights(opts, inputs, model, world)
+        _first_weights(config, inputs, model, world)
         journal.event("start", 0, ranks=world.size)
     float8.rescale_with(adamw, model)
-    _settle_attention(opts, setting, world)
+    _settle_attention(config, model, world)
     log.info(f"loss: {loss.chunk(model, world, compiler)}")
-    run.report = Report(opts, experiment, run_plan, world.rank, run.step,
+    run.report = Report(config, experiment, run_plan, world.rank, run.step,
                         f"{experiment.root.name}: {model.config.model_type}, {world.size} × "
                         f"{world.device.type}")
-    run.watchdog = _watchdog(opts, experiment.rank_log(world.rank))
+    run.watchdog = _watchdog(config, experiment.rank_log(world.rank))
     run.write_state("running")
     run.tell_estimate()
     _collect_together()
     return run
 
 
-def _settle_attention(opts: Options, setting: Setting, world: World) -> None:
+def _settle_attention(config: Config, model: PreTrainedModel, world: World) -> None:
     """Decide how the model attends, and say so; UsageError where packed documents cannot train."""
-    attention.ask_no_device(setting.model, opts.packing, setting.seq_length)
-    log.info("attention: " + attention_kernel.settle(setting.model, opts.packing,
-                                                     setting.precision, world.device))
-    if opts.packing == "documents":
-        loss.require_isolation(setting.model, world)
+    attention.ask_no_device(model, config.packing, config.seq_length)
+    log.info("attention: " + attention_kernel.settle(model, config.packing,
+                                                     config.precision, world.device))
+    if config.packing == "documents":
+        loss.require_isolation(model, world)
 
 
-def _watchdog(opts: Options, rank_log: Path) -> Watchdog:
-    return Watchdog(opts.watchdog_minutes, rank_log.with_suffix(".stacks.txt"),
+def _watchdog(config: Config, rank_log: Path) -> Watchdog:
+    return Watchdog(config.watchdog_minutes, rank_log.with_suffix(".stacks.txt"),
                     lambda: flight_recorder.dump(rank_log.with_suffix(".collectives.json")))
 
 
@@ -160,39 +157,39 @@ def _collect_together() -> None:
     gc.disable()
 
 
-def _shard(opts: Options, setting: Setting, world: World, compiler: Compiler | None) -> bool:
+def _shard(config: Config, model: PreTrainedModel, world: World, compiler: Compiler | None) -> bool:
     """Shard the model and give it memory, without content; tell whether that is the host's."""
-    model, offload = setting.model, opts.cpu_offload and world.device.type == "cuda"
-    if setting.precision == "fp8":
-        log.info("fp8: " + float8.convert(model, opts.fp8_recipe, world.mesh.size(-1), not offload,
-                                          emulate=world.device.type != "cuda"))
+    offload = config.cpu_offload and world.device.type == "cuda"
+    if config.precision == "fp8":
+        log.info("fp8: " + float8.convert(model, config.fp8_recipe, world.mesh.size(-1),
+                                          not offload, emulate=world.device.type != "cuda"))
     small = not offload and parallelize.may_stay_gathered(model, memory.total(world.device))
     log.info("sharded: " + parallelize.parallelize(
-        model, world.mesh, setting.precision, opts.activation_checkpointing, compiler, offload,
+        model, world.mesh, config.precision, config.activation_checkpointing, compiler, offload,
         small))
     parallelize.materialise(model, world.device, offload)
     return offload
 
 
-def _tier(opts: Options, run: str, world: World, journal: Journal) -> Tier | None:
+def _tier(config: Config, run: str, world: World, journal: Journal) -> Tier | None:
     """Return where frequent checkpoints go, if anywhere; run: the mark of this run."""
-    if opts.ckpt_hyperpod:
-        return HyperPodTier(opts.ckpt_hyperpod, opts.experiment_name, run, world.control,
+    if config.ckpt_hyperpod:
+        return HyperPodTier(config.ckpt_hyperpod, config.experiment_name, run, world.control,
                             world.saving, journal.event)
-    if opts.ckpt_local_dir:
-        return LocalTier(opts.ckpt_local_dir / f"{opts.experiment_name}-{run}", world.control,
+    if config.ckpt_local_dir:
+        return LocalTier(config.ckpt_local_dir / f"{config.experiment_name}-{run}", world.control,
                          world.saving, journal.event)
     return None
 
 
-def _require_agreement(opts: Options, run_plan: Plan, world: World) -> None:
+def _require_agreement(config: Config, run_plan: Plan, world: World) -> None:
     """Raise UsageError when a rank was started with other data or options; all ranks call this.
 
     A difference would train on a mixture, or hang the first time one rank saves alone.
     """
     mine = run_plan.identity()
-    mine["options"] |= {key: getattr(opts, key) for key in _ALIKE} | {
-        "ckpt_local_dir": bool(opts.ckpt_local_dir),
+    mine["options"] |= config.having(Role.ALIKE) | {
+        "ckpt_local_dir": bool(config.ckpt_local_dir),
         "steps": run_plan.total_steps, "batch_size": run_plan.division.micro_batch}
     mine["inputs"] = mine["inputs"] | {"samples": run_plan.samples}
     for rank, other in enumerate(gather(mine, world.control)):
@@ -203,7 +200,7 @@ def _require_agreement(opts: Options, run_plan: Plan, world: World) -> None:
                              expected="the same command, dataset and model on every node")
 
 
-def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
+def _claim(config: Config, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
            launch: Launch, world: World) -> Lease | None:
     """Make the directory ours, and see that every rank means the same one by it.
 
@@ -214,7 +211,7 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
 
     def write() -> str:
         leases.append(_lease(experiment))
-        if opts.overwrite and not experiment.is_empty():
+        if config.overwrite and not experiment.is_empty():
             leases.pop().release()
             _set_aside(experiment)
             leases.append(_lease(experiment))
@@ -223,11 +220,11 @@ def _claim(opts: Options, experiment: Experiment, run_plan: Plan, inputs: Inputs
             log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
             experiment.stop_file.unlink(missing_ok=True)
         start = f"{time.time_ns():x}"
-        journal.config(resolved(opts), run_plan.identity(), inputs.model_dir, start,
+        journal.config(config.recorded(), run_plan.identity(), inputs.model_dir, start,
                        read_config(experiment).get("run", start), launch.marks)
         manifest.remove_temporary(experiment.root, [path.name for path in (
             experiment.config, experiment.state, experiment.metrics)])
-        _copy_model_files(inputs.model_dir, experiment.model, opts.trust_remote_code)
+        _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
         model_files.require_same(inputs)
         if left := commit.clean(experiment.checkpoints):
             journal.event("clean", 0, paths=left)
@@ -282,13 +279,13 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
         remote_code.carry(model_dir, target)
 
 
-def _print_head(opts: Options, inputs: Inputs, run_plan: Plan, data: Data, work: Work,
+def _print_head(config: Config, inputs: Inputs, run_plan: Plan, data: Data, work: Work,
                 hardware: Hardware) -> None:
-    log.info(f"experiment {opts.save_dir / opts.experiment_name}")
+    log.info(f"experiment {config.save_dir / config.experiment_name}")
     held_out = " + ".join(f"{len(part.samples):,}" for part in data.held_out)
     no_split = "none with --streaming" if data.samples is None else \
         "none that fills a sample (stage 02 makes a split with --validation-percent)"
-    log.table({"model": startup.model_of(opts, inputs), "dataset": startup.dataset_of(inputs),
+    log.table({"model": startup.model_of(config, inputs), "dataset": startup.dataset_of(inputs),
                "validation": f"{held_out} samples" if held_out else no_split,
                **startup.describe(run_plan, data), **outlook.rows(run_plan, work, hardware)})
     if log.rank() == 0 and (unusual := outlook.advice(run_plan, work, hardware)):
@@ -302,14 +299,14 @@ def _digests(directory: Path) -> dict[str, str]:
             for path in sorted(directory.iterdir()) if path.is_file()}
 
 
-def _first_weights(opts: Options, inputs: Inputs, model: nn.Module, world: World) -> None:
+def _first_weights(config: Config, inputs: Inputs, model: nn.Module, world: World) -> None:
     began = time.monotonic()
     if inputs.scratch:
-        initialise(model, opts.seed)
+        initialise(model, config.seed)
     else:
         load_pretrained(model, inputs.model_dir)
         model_files.require_same(inputs)
     count = sum(p.numel() for p in model.parameters())
-    log.info(f"weights: {units.count(count)} parameters {startup.weights_of(opts, inputs)} in "
+    log.info(f"weights: {units.count(count)} parameters {startup.weights_of(config, inputs)} in "
              f"{units.duration(time.monotonic() - began)}")
-    torch.manual_seed(opts.seed + 1_000_003 * world.rank)  # dropout differs between ranks
+    torch.manual_seed(config.seed + 1_000_003 * world.rank)  # dropout differs between ranks

@@ -1,13 +1,18 @@
-"""Options against the length of a run: what cannot come about is refused, what is odd is told."""
+"""Options against each other and against the length of a run.
+
+What contradicts itself or cannot come about is refused, all of it at once; what is odd is told.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 
-from lib.core import units
-from lib.core.errors import Problems
-from lib.core.options import Options
-from lib.train.arguments import CKPT_FREQ, EVAL_BATCHES, EVAL_FREQ, LOG_FREQ
+from lib.core import commands, units
+from lib.core.errors import Problems, UsageError
+from lib.models import scratch
+from lib.train import plan
+from lib.train.config import DEFAULTS, Config
 
 _SHORTEST = 8  # tokens
 # AdamW moves every weight by up to the learning rate in each step, and weights are far below 1.
@@ -16,39 +21,119 @@ _LARGEST_LR = 0.1
 # from scratch, and of one that has weights. docs/planning.md names the sources.
 _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 _LONG_WARMUP = 0.5  # of the steps
+DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model that has weights
 
 
-def require_sane(opts: Options, has_begun: bool) -> None:
-    """Raise one UsageError that tells all values that train nothing of use; before any long work.
+def require_sound(config: Config, has_begun: bool) -> None:
+    """Raise one UsageError that tells all contradictions and all values that train nothing of use.
+
+    has_begun: an earlier launch of this run has left checkpoints.
     """
     problems = Problems()
-    if opts.seq_length and opts.seq_length < _SHORTEST:
-        problems.add(f"--seq-length {opts.seq_length} is too short to learn from: a token is "
+    for check in (_model, _streaming, _batch, _checkpoints):
+        check(config, problems)
+    if config.seq_length and config.seq_length < _SHORTEST:
+        problems.add(f"--seq-length {config.seq_length} is too short to learn from: a token is "
                      "predicted from those before it in its sample",
                      expected=f"{_SHORTEST} tokens or more; 1024 is usual")
-    if opts.lr is not None and opts.lr > _LARGEST_LR and not has_begun:
-        problems.add(f"--lr {opts.lr:g} is too large: AdamW moves every weight by up to that much "
-                     "in each step", expected="1e-5 to 3e-3 as a rule, at most "
-                                              f"{_LARGEST_LR:g} for a very small model")
-    if opts.max_steps:
-        problems.collect(lambda: require_room(opts, opts.max_steps, has_begun))
+    if config.lr is not None and config.lr > _LARGEST_LR and not has_begun:
+        problems.add(f"--lr {config.lr:g} is too large: AdamW moves every weight by up to that "
+                     "much in each step", expected="1e-5 to 3e-3 as a rule, at most "
+                                                   f"{_LARGEST_LR:g} for a very small model")
+    default = max(DEFAULT_LRS.values())  # at most
+    problems.collect(lambda: require_falling(config, default if config.lr is None else config.lr))
+    for name in ("beta1", "beta2"):
+        if getattr(config, name) >= 1:
+            problems.add(f"--{name} must be below 1, got {getattr(config, name):g}")
+    if config.max_steps:
+        problems.collect(lambda: require_room(config, config.max_steps, has_begun))
     problems.raise_if_any()
 
 
-def require_room(opts: Options, steps: int, has_begun: bool) -> None:
+def require_falling(config: Config, lr: float) -> None:
+    """Raise UsageError when the learning rate would rise to its minimum."""
+    if config.min_lr is not None and config.min_lr > lr:
+        raise UsageError(f"--min-lr {config.min_lr:g} is above --lr {lr:g}")
+
+
+def _model(config: Config, problems: Problems) -> None:
+    if config.model_size and not config.from_scratch:
+        problems.add("--model-size makes a model without weights",
+                     run=commands.again("--from-scratch"))
+    if config.model_size and config.model_name:
+        problems.add(f"give -m {config.model_name} or --model-size {config.model_size}, not both")
+    if config.model_size and not config.tokenizer:
+        problems.add("--model-size needs --tokenizer DIR", expected="a directory with a tokenizer, "
+                     "such as that of a model of stage 03 (which can also train one)")
+    for name in ("vocab_size", "tokenizer"):
+        if getattr(config, name) and not config.model_size:
+            problems.add(f"--{name.replace('_', '-')} belongs to --model-size",
+                         expected=f"--from-scratch --model-size {'|'.join(scratch.SIZES)}")
+
+
+def _streaming(config: Config, problems: Problems) -> None:
+    if not config.streaming:
+        for name in ("online", "include", "text_field"):
+            if getattr(config, name):
+                problems.add(f"--{name.replace('_', '-')} belongs to --streaming")
+        return
+    if not config.max_steps:
+        problems.add("--streaming needs --max-steps: how many samples there are is not known")
+    if config.num_epochs:
+        problems.add("--streaming ends at --max-steps, not after --num-epochs")
+    if config.packing != "concat":
+        problems.add("--streaming has no --packing documents: packs need all documents at hand")
+    if len(config.dataset_name) > 1:
+        problems.add("--streaming takes one dataset, no mixture",
+                     found=", ".join(config.dataset_name))
+    if config.prepare_only:
+        problems.add("--prepare-only makes the token store, which --streaming does without")
+    if config.resume_with_changes:
+        problems.add("--streaming has no --resume-with-changes: a cursor means nothing elsewhere")
+    if config.include and not config.online:
+        problems.add("--include chooses files of a dataset on the Hub, with --online")
+
+
+def _batch(config: Config, problems: Problems) -> None:
+    if config.global_batch_size and config.grad_accum_steps:
+        problems.add("give --global-batch-size or --grad-accum-steps, not both")
+    for ranks in config.plan_gpus or [plan.launched_size()]:
+        problems.collect(lambda ranks=ranks: plan.require_replicas(config, ranks))
+    if config.plan_gpus and not config.dry_run:
+        problems.add("--plan-gpus plans and does not train", run=commands.again("--dry-run"))
+
+
+def _checkpoints(config: Config, problems: Problems) -> None:
+    if config.ckpt_local_freq and not (config.ckpt_local_dir or config.ckpt_hyperpod):
+        problems.add("--ckpt-local-freq belongs to --ckpt-local-dir or --ckpt-hyperpod")
+    if (config.ckpt_local_freq or 0) >= config.ckpt_freq:
+        problems.add(f"--ckpt-local-freq {config.ckpt_local_freq} is not below --ckpt-freq "
+                     f"{config.ckpt_freq}", expected="local checkpoints are the frequent ones")
+    if config.ckpt_local_dir and config.ckpt_hyperpod:
+        problems.add("give --ckpt-local-dir or --ckpt-hyperpod, not both")
+    if not re.fullmatch(r"auto|https?://[^/@\s]+/?", config.ckpt_hyperpod or "auto"):
+        problems.add(f"--ckpt-hyperpod {config.ckpt_hyperpod} is not an address",
+                     expected="auto, or one like http://host:9200")
+    if config.resume_with_changes and not config.max_steps:
+        problems.add("--resume-with-changes needs --max-steps: epochs of changed data or batches "
+                     "would count from the beginning of the run")
+
+
+def require_room(config: Config, steps: int, has_begun: bool) -> None:
     """Raise one UsageError that tells all that does not fit into a run of so many steps.
 
     has_begun: an earlier launch has trained with this warm-up, so that it can only be told.
     """
     problems, length = Problems(), units.counted(steps, "step")
-    warmup = opts.warmup_steps or 0
-    if not has_begun and (warmup > steps or (warmup == steps and opts.lr_scheduler != "constant")):
+    warmup = config.warmup_steps or 0
+    falls = config.lr_scheduler != "constant"
+    if not has_begun and (warmup > steps or (warmup == steps and falls)):
         problems.add(f"--warmup-steps {warmup:,} leaves nothing of a run of {length}: the learning "
                      "rate would rise to the end and never fall",
                      expected=f"at most {max(0, steps // 2):,} for that length, or a larger "
                               "--max-steps or --num-epochs")
-    if opts.profile and opts.profile[1] > steps:
-        first, last = opts.profile
+    if config.profile and config.profile[1] > steps:
+        first, last = config.profile
         problems.add(f"--profile {first}:{last} goes past the end of a run of {length}: nothing "
                      "would be recorded",
                      expected=f"steps from 1 to {steps:,}, such as --profile "
@@ -66,33 +151,33 @@ def rate_doubt(lr: float, parameters: int, scratch: bool) -> str:
         if lr > usual else ""
 
 
-def doubts(opts: Options, steps: int, has_validation: bool) -> list[str]:
+def doubts(config: Config, steps: int, has_validation: bool) -> list[str]:
     """Return what is odd about the options for a run of so many steps, a sentence each."""
     found, length = [], units.counted(steps, "step")
-    warmup = opts.warmup_steps or 0
+    warmup = config.warmup_steps or 0
     if warmup > _LONG_WARMUP * steps:
         found.append(f"--warmup-steps {warmup:,} takes {min(100, 100 * warmup // steps)} % of the "
                      f"run of {length}; 1 to 10 % is usual")
-    if opts.lr_scheduler == "constant" and not math.isclose(opts.min_lr, opts.lr / 10):
-        found.append(f"--min-lr {opts.min_lr:g} does nothing with --lr-scheduler constant")
-    if steps < opts.ckpt_freq != CKPT_FREQ:
-        found.append(f"--ckpt-freq {opts.ckpt_freq:,} is more than the run of {length}: only its "
+    if config.lr_scheduler == "constant" and not math.isclose(config.min_lr, config.lr / 10):
+        found.append(f"--min-lr {config.min_lr:g} does nothing with --lr-scheduler constant")
+    if steps < config.ckpt_freq != DEFAULTS.ckpt_freq:
+        found.append(f"--ckpt-freq {config.ckpt_freq:,} is more than the run of {length}: only its "
                      "last step is saved, and a failure before loses all")
-    if (keep := opts.ckpt_keep_every) and keep % opts.ckpt_freq:
-        found.append(f"--ckpt-keep-every {keep:,} is no multiple of --ckpt-freq {opts.ckpt_freq:,}:"
-                     f" kept are the multiples of {math.lcm(keep, opts.ckpt_freq):,}")
-    if steps < opts.log_freq != LOG_FREQ:
-        found.append(f"--log-freq {opts.log_freq:,} is more than the run of {length}: only its "
+    if (keep := config.ckpt_keep_every) and keep % config.ckpt_freq:
+        found.append(f"--ckpt-keep-every {keep:,} is no multiple of --ckpt-freq "
+                     f"{config.ckpt_freq:,}: kept are the multiples of "
+                     f"{math.lcm(keep, config.ckpt_freq):,}")
+    if steps < config.log_freq != DEFAULTS.log_freq:
+        found.append(f"--log-freq {config.log_freq:,} is more than the run of {length}: only its "
                      "first and its last step are logged")
-    typed = [f"--{name}" for name, value, default in (
-        ("eval-freq", opts.eval_freq, EVAL_FREQ), ("eval-batches", opts.eval_batches, EVAL_BATCHES))
-        if value not in (default, 0)]
+    typed = [f"--{name.replace('_', '-')}" for name in ("eval_freq", "eval_batches")
+             if getattr(config, name) not in (getattr(DEFAULTS, name), 0)]
     if typed and not has_validation:
         found.append(f"{' and '.join(typed)} {'have' if typed[1:] else 'has'} nothing to measure: "
                      "no dataset has a validation split that fills a sample (stage 02 makes one "
-                     "with --validation-percent)" if not opts.streaming else
+                     "with --validation-percent)" if not config.streaming else
                      f"{' and '.join(typed)} do nothing with --streaming, which has no validation")
-    elif steps < opts.eval_freq != EVAL_FREQ:
-        found.append(f"--eval-freq {opts.eval_freq:,} is more than the run of {length}: the "
+    elif steps < config.eval_freq != DEFAULTS.eval_freq:
+        found.append(f"--eval-freq {config.eval_freq:,} is more than the run of {length}: the "
                      "validation loss is measured once, at its end")
     return found

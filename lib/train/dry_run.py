@@ -5,77 +5,79 @@ from __future__ import annotations
 import os
 
 import torch
+from transformers import PreTrainedModel
 
 from lib.core import log, units
 from lib.core.errors import Problems, UsageError
-from lib.core.options import Options
 from lib.planning import saving
 from lib.tokens import encode, packing, store
 from lib.train import batch_size, checks, flops, memory_plan, outlook, startup, streaming
 from lib.train import plan as plans
+from lib.train.config import Config
 from lib.train.outlook import Hardware
 from lib.train.plan import Plan
-from lib.train.startup import Data, Inputs, Setting
+from lib.train.startup import Data, Inputs
 
 
-def print_plan(opts: Options, inputs: Inputs, setting: Setting) -> None:
+def print_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     """Print what a run would do; touches nothing.
 
     Raises UsageError when a batch cannot be divided, after everything else has been printed.
     """
-    work, problems = startup.work_of(opts, inputs, setting), Problems()
+    work, problems = startup.work_of(config, inputs, model), Problems()
     log.info("plan:")
-    log.table({"model": f"{startup.model_of(opts, inputs)} ({setting.model.config.model_type}, "
+    log.table({"model": f"{startup.model_of(config, inputs)} ({model.config.model_type}, "
                         f"{units.count(work.parameters)} parameters)",
-               "weights": startup.weights_of(opts, inputs), "dataset": startup.dataset_of(inputs),
-               "precision": f"float32 masters, {setting.precision} compute", **_ranks(opts)})
-    data, samples = _data(opts, inputs, setting)
-    asked = batch_size.planned(opts, setting) or {plans.launched_size(): opts}
+               "weights": startup.weights_of(config, inputs), "dataset": startup.dataset_of(inputs),
+               "precision": f"float32 masters, {config.precision} compute", **_ranks(config)})
+    data, samples = _data(config, inputs)
+    asked = batch_size.planned(config, model) or {plans.launched_size(): config}
     for ranks, given in asked.items():
-        if opts.plan_gpus:
+        if config.plan_gpus:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
-        batch_size.limit(given, setting, samples, ranks)
+        asked[ranks] = given = batch_size.limit(given, samples, ranks)
         plan = problems.collect(lambda ranks=ranks, given=given: startup.make_plan(
-            given, inputs, setting.seq_length, setting.precision, samples, ranks=ranks))
+            given, inputs, samples, ranks=ranks))
         if plan is None:
             log.info("  not possible: the error at the end says why")
             continue
         if data:
             problems.collect(lambda plan=plan: checks.require_room(
-                opts, plan.total_steps, has_begun=bool(inputs.begun)))
-        _tell(opts, plan, data, work, _hardware(opts, setting, ranks))
-    if opts.plan_gpus:
-        _plan_memory(opts, setting, asked, data.most_documents if data else packing.FEWEST)
+                config, plan.total_steps, has_begun=bool(inputs.begun)))
+        _tell(config, plan, data, work, _hardware(config, ranks))
+    if config.plan_gpus:
+        _plan_memory(config, model, asked, data.most_documents if data else packing.FEWEST)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
 
 
-def _ranks(opts: Options) -> dict[str, str]:
+def _ranks(config: Config) -> dict[str, str]:
     """Say why the plan is for one rank, when it is."""
+    if config.plan_gpus or "WORLD_SIZE" in os.environ:
+        return {}
     return {"ranks": "1, as this command was started; torchrun starts more, and --plan-gpus N "
-                     "plans for N GPUs"} if not opts.plan_gpus and "WORLD_SIZE" not in os.environ \
-        else {}
+                     "plans for N GPUs"}
 
 
-def _tell(opts: Options, plan: Plan, data: Data | None, work: outlook.Work, hardware: Hardware,
+def _tell(config: Config, plan: Plan, data: Data | None, work: outlook.Work, hardware: Hardware,
           ) -> None:
     """Print the numbers of a plan. data: None when its samples are an estimate."""
     numbers = startup.describe(plan, data) if data else plan.describe()
-    if opts.plan_gpus or opts.plan_step_seconds:
+    if config.plan_gpus or config.plan_step_seconds:
         numbers["best interval"] = saving.describe(
-            round(work.checkpoint), hardware.ranks, opts,
-            outlook.step_seconds(plan, work, hardware))
+            round(work.checkpoint), hardware.ranks, config.plan_mtbf_hours, config.plan_write_gbps,
+            config.ckpt_async, config.plan_step_seconds, outlook.step_seconds(plan, work, hardware))
     log.table(numbers | outlook.rows(plan, work, hardware))
     if unusual := outlook.advice(plan, work, hardware):
         log.warn(unusual)
     startup.tell_doubts(plan, work, bool(data.held_out) if data else work.validates)
 
 
-def _data(opts: Options, inputs: Inputs, setting: Setting) -> tuple[Data | None, int | None]:
+def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
     """Return the data with its samples, or only an estimate of these where it is not prepared."""
     if inputs.shards:
-        return Data(streaming.part(opts, inputs.shards), []), None
-    targets = [store.directory(opts.cache_dir, corpus.source,
+        return Data(streaming.part(config, inputs.shards), []), None
+    targets = [store.directory(config.cache_dir, corpus.source,
                                store.identity(corpus.source, inputs.model_dir))
                for corpus in inputs.corpora]
     if missing := [str(target) for target in targets if not target.exists()]:
@@ -84,36 +86,36 @@ def _data(opts: Options, inputs: Inputs, setting: Setting) -> tuple[Data | None,
         log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
                  f"or --prepare-only; {units.count(tokens)} are estimated from a sample of the "
                  "text, and so is all that follows from their number")
-        return None, tokens // setting.seq_length
-    stores = [store.open_store(target, opts.token_reads) for target in targets]
-    if opts.packing == "documents" and not all(
-            packing.directory(tokens, setting.seq_length).exists() for tokens in stores):
+        return None, tokens // config.seq_length
+    stores = [store.open_store(target, config.token_reads) for target in targets]
+    if config.packing == "documents" and not all(
+            packing.directory(tokens, config.seq_length).exists() for tokens in stores):
         log.info("  the documents are not packed yet: the run does it first, or --prepare-only; "
                  "the samples are estimated as if nothing had to be padded")
         return None, sum(len(tokens.splits["train"].tokens) for tokens in stores) \
-            // setting.seq_length
-    data = startup.data_of(opts, inputs, stores, setting.seq_length)
+            // config.seq_length
+    data = startup.data_of(config, inputs, stores)
     return data, len(data.train)
 
 
-def _hardware(opts: Options, setting: Setting, ranks: int) -> Hardware:
+def _hardware(config: Config, ranks: int) -> Hardware:
     """Return what --plan-gpus means, or what is here."""
-    if opts.plan_gpus:
-        if opts.plan_gpu_tflops:
-            return Hardware(ranks, opts.plan_gpu_tflops * 1e12, "--plan-gpu-tflops", "GPU")
-        peak, name = flops.usual_gpu(setting.precision)
+    if config.plan_gpus:
+        if config.plan_gpu_tflops:
+            return Hardware(ranks, config.plan_gpu_tflops * 1e12, "--plan-gpu-tflops", "GPU")
+        peak, name = flops.usual_gpu(config.precision)
         return Hardware(ranks, peak, f"data sheet of the {name}; --plan-gpu-tflops for others",
                         "GPU")
     on_gpu = torch.cuda.is_available()
-    peak, where = flops.device_peak(torch.device("cuda" if on_gpu else "cpu"), setting.precision)
+    peak, where = flops.device_peak(torch.device("cuda" if on_gpu else "cpu"), config.precision)
     return Hardware(ranks, peak, where, "GPU" if on_gpu else "rank")
 
 
-def _plan_memory(opts: Options, setting: Setting, asked: dict[int, Options], most_documents: int,
-                 ) -> None:
+def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config],
+                 most_documents: int) -> None:
     """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
     try:
-        memory_plan.tell(opts, setting, asked, most_documents)
+        memory_plan.tell(config, model, asked, most_documents)
     except UsageError:
         raise
     except Exception as error:  # the rest of the plan is worth having

@@ -14,9 +14,9 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import commands, log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, differences, in_lines
-from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.train import journal
+from lib.train.config import Config
 
 _SAMPLES = "samples in an epoch"
 # What decides which sample bears which number.
@@ -41,9 +41,9 @@ def read(experiment: Experiment) -> dict[str, Any]:
     """
     if not has_begun(experiment):
         return {}
-    config = journal.read_config(experiment)
-    if "identity" in config:
-        return config
+    recorded = journal.read_config(experiment)
+    if "identity" in recorded:
+        return recorded
     checkpoint = newest(experiment)
     return {"identity": checkpoint.commit()["identity"]} if checkpoint else {}
 
@@ -82,7 +82,7 @@ def is_other_data(changes: list[Difference]) -> bool:
     return any(change.name in _OF_SAMPLES for change in changes)
 
 
-def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, Any],
+def require_free_name(config: Config, experiment: Experiment, earlier: dict[str, Any],
                       identity: dict[str, Any]) -> None:
     """Raise UsageError when a directory holds something that this run cannot go on from.
 
@@ -93,11 +93,11 @@ def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, 
             and "identity" not in journal.read_config(experiment):
         raise UsageError(f"{experiment.root} exists and is not an experiment (no config.yaml of "
                          "one)", hint="use another --experiment-name, or move it away")
-    if opts.overwrite:
+    if config.overwrite:
         return
     if earlier:
-        require_same(earlier["identity"], identity, experiment.root, opts.resume_with_changes)
-        if opts.resume == "never":
+        require_same(earlier["identity"], identity, experiment.root, config.resume_with_changes)
+        if config.resume == "never":
             raise UsageError(f"{experiment.root} has been trained already, and --resume is never",
                              hint="use another --experiment-name, or --overwrite, or go on:",
                              run=commands.again(drop=["--resume"]))
@@ -107,23 +107,23 @@ def require_free_name(opts: Options, experiment: Experiment, earlier: dict[str, 
                             hint="use another --experiment-name, or --overwrite to move it aside")
 
 
-def named_checkpoint(opts: Options, experiment: Experiment) -> Checkpoint | None:
+def named_checkpoint(config: Config, experiment: Experiment) -> Checkpoint | None:
     """Return the checkpoint that --resume names, None for auto and never.
 
     Raises ArtifactError when it is none or is damaged, as far as that shows without hashing.
     """
-    if opts.resume in ("auto", "never"):
+    if config.resume in ("auto", "never"):
         return None
-    path = Path(opts.resume)
+    path = Path(config.resume)
     step = paths.step_of(path.resolve().name)
-    if not opts.overwrite and _has_gone_on_from(experiment, path) and \
+    if not config.overwrite and _has_gone_on_from(experiment, path) and \
             (step is None or Checkpoint(path.resolve(), step).problems()):
         log.info(f"{path} is no longer there as it was; this run has gone on from it since")
         return None
     if step is None or not path.is_dir():
         raise ArtifactError(f"--resume: {path} is not a checkpoint",
                             expected="auto, never, or a directory …/checkpoints/step_…")
-    if opts.overwrite and path.resolve().is_relative_to(experiment.root.resolve()):
+    if config.overwrite and path.resolve().is_relative_to(experiment.root.resolve()):
         raise UsageError(f"--overwrite would move away {path}, which --resume names",
                          hint="train under another --experiment-name, or go on from it:",
                          run=commands.again(drop=["--overwrite"]))

@@ -13,43 +13,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, options, paths, publish, units
-from lib.core.errors import ArtifactError, Problems
-from lib.core.options import Options
-from lib.models import directory, scratch, tokenizer
+from lib.core import commands, hashing, log, manifest, paths, publish, units
+from lib.core.errors import ArtifactError
+from lib.models import directory, tokenizer
 from lib.models.design import Design
 from lib.tokens import build
+from lib.train.config import Config
 
 KIND = "scratch/1"
-_BELONG = ("vocab_size", "tokenizer")  # to --model-size
 
 
-def check_options(opts: Options) -> None:
-    """Raise one UsageError that tells all contradictions among the options of a model."""
-    problems = Problems()
-    if opts.model_size and not opts.from_scratch:
-        problems.add("--model-size makes a model without weights",
-                     run=commands.again("--from-scratch"))
-    if opts.model_size and opts.model_name:
-        problems.add(f"give -m {opts.model_name} or --model-size {opts.model_size}, not both")
-    if opts.model_size and not opts.tokenizer:
-        problems.add("--model-size needs --tokenizer DIR", expected="a directory with a tokenizer, "
-                     "such as that of a model of stage 03 (which can also train one)")
-    for key in _BELONG:
-        if getattr(opts, key) and not opts.model_size:
-            problems.add(f"--{key.replace('_', '-')} belongs to --model-size",
-                         expected=f"--from-scratch --model-size {'|'.join(scratch.SIZES)}")
-    problems.raise_if_any()
-
-
-def is_meant(opts: Options, model_dir: Path, has_begun: bool) -> bool:
+def is_meant(config: Config, model_dir: Path, has_begun: bool) -> bool:
     """Tell whether the first weights are drawn from the seed.
 
     That is so when --from-scratch was typed, when stage 03 made the model from scratch, or when the
     run has begun so: then its weights are in its checkpoints. Raises ArtifactError when weights are
     missing and nobody asked for random ones; where nothing is trained, that is only a warning.
     """
-    if opts.from_scratch or directory.is_made_from_scratch(model_dir):
+    if config.from_scratch or directory.is_made_from_scratch(model_dir):
         return True
     if has_begun:
         return not directory.has_weights(model_dir)
@@ -61,50 +42,49 @@ def is_meant(opts: Options, model_dir: Path, has_begun: bool) -> bool:
             expected=f"{directory.WEIGHTS}, or {directory.INDEX} and the shards that it names",
             hint="copy the missing files to it; with --from-scratch, training would begin with "
                  "random weights")
-        if not (opts.dry_run or opts.prepare_only):
+        if not (config.dry_run or config.prepare_only):
             raise error
         log.warn("training would end here: " + error.render().removeprefix("error: "))
     return False
 
 
 @contextmanager
-def model(opts: Options) -> Iterator[Path | None]:
+def model(config: Config) -> Iterator[Path | None]:
     """Make the directory of the model for the while; None without --model-size.
 
-    It stays in the cache, but for a dry run. Raises UsageError when options contradict each other,
-    or when the tokenizer does not load or fit.
+    It stays in the cache, but for a dry run. Raises UsageError when the tokenizer does not load or
+    fit.
     """
-    check_options(opts)
-    if not opts.model_size:
+    if not config.model_size:
         yield None
         return
-    design = Design(opts.model_size, None, opts.vocab_size, None, opts.tokenizer)
+    design = Design(config.model_size, None, config.vocab_size, None, config.tokenizer)
     content = design.identity(design.choose_name())
-    target = paths.scratch_root(opts.cache_dir) / \
-        f"{opts.model_size}-{hashing.fingerprint(content)[:12]}"
-    if opts.dry_run and not target.exists():
+    target = paths.scratch_root(config.cache_dir) / \
+        f"{config.model_size}-{hashing.fingerprint(content)[:12]}"
+    if config.dry_run and not target.exists():
         with tempfile.TemporaryDirectory() as folder:
-            _make(design, Path(folder) / target.name, content, opts)
+            _make(design, Path(folder) / target.name, content, config)
             yield Path(folder) / target.name
         return
-    build.once(target, KIND, content, lambda: _make(design, target, content, opts),
+    build.once(target, KIND, content, lambda: _make(design, target, content, config),
                lambda made: manifest.check(target, made, "the model from scratch", deep=True,
                                            run=commands.remade(target)))
     yield target
 
 
-def _make(design: Design, target: Path, content: dict[str, Any], opts: Options) -> None:
+def _make(design: Design, target: Path, content: dict[str, Any], config: Config) -> None:
     from lib.models import check
 
     vocabulary = design.vocabulary()
     with publish.Build(target, KIND, content, overwrite=False) as building:
-        tokenizer.copy(opts.tokenizer, design.context(), building.dir)
+        tokenizer.copy(config.tokenizer, design.context(), building.dir)
         design.write_beside_tokenizer(building.dir, vocabulary)
-        check.examine_build(building, weights=False, name=f"--model-size {opts.model_size}")
+        check.examine_build(building, weights=False, name=f"--model-size {config.model_size}")
         design.require_same(content, design.choose_name())
         files = [manifest.file_entry(building.dir, path, "sha256")
                  for path in building.files()]
-        building.publish(stage="04_train_fsdp.py", options=options.resolved(opts), files=files,
+        building.publish(stage="04_train_fsdp.py", options=config.recorded(), files=files,
                          summary={"source": "scratch"})
     rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
-    log.info(f"made from scratch: {rows}; tokenizer of {opts.tokenizer}")
+    log.info(f"made from scratch: {rows}; tokenizer of {config.tokenizer}")

@@ -8,13 +8,13 @@ first of its launch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lib.core import launcher, log
-from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.train import journal
+from lib.train.config import Config
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
     from lib.parallel.layout import World
@@ -28,7 +28,7 @@ class Launch:
     has_begun: bool
 
 
-def join(opts: Options, experiment: Experiment, world: World) -> Launch:
+def join(config: Config, experiment: Experiment, world: World) -> tuple[Config, Launch]:
     """Agree with all ranks on the launch that they belong to, and on what its options still mean.
 
     All ranks must call this: one on a machine that was replaced cannot tell by itself.
@@ -39,9 +39,9 @@ def join(opts: Options, experiment: Experiment, world: World) -> Launch:
     found = gather((_is_of(known), own, known), world.control)
     again = any(begun for begun, _, _ in found)
     if again:
-        act_once(opts)
+        config = act_once(config)
     marks = {mark for _, own, known in found for mark in own + (known if again else [])}
-    return Launch(sorted(marks), again)
+    return config, Launch(sorted(marks), again)
 
 
 def has_begun(experiment: Experiment) -> bool:
@@ -49,12 +49,13 @@ def has_begun(experiment: Experiment) -> bool:
     return _is_of(_known(experiment))
 
 
-def act_once(opts: Options) -> None:
-    """Take back what a launch that has begun its run must not do again."""
-    words = ["--overwrite"] * opts.overwrite + ["--resume never"] * (opts.resume == "never")
+def act_once(config: Config) -> Config:
+    """Return the options without what a launch that has begun its run must not do again."""
+    words = ["--overwrite"] * config.overwrite + ["--resume never"] * (config.resume == "never")
     if words:
         log.info(f"{' and '.join(words)} acted when this launch began: it goes on now")
-        opts.overwrite, opts.resume = False, "auto" if opts.resume == "never" else opts.resume
+    return replace(config, overwrite=False,
+                   resume="auto" if config.resume == "never" else config.resume)
 
 
 def _is_of(known: list[str]) -> bool:

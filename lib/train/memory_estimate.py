@@ -14,9 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.core import log, units
-from lib.core.options import Options
 from lib.train import memory, memory_plan, plan
-from lib.train.startup import Setting
+from lib.train.config import Config
 
 _GIB = 1 << 30
 _TOLD = 0.005  # the share of the whole from which on a kind of memory is named
@@ -34,20 +33,20 @@ class MemoryEstimate:
     does, nothing is estimated.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, model: PreTrainedModel, precision: str) -> None:
         self.gib: float | None = None
-        self._traced = "estimated as for bf16" if setting.precision == "fp8" else "estimated"
+        self._traced = "estimated as for bf16" if precision == "fp8" else "estimated"
         self._on_gpu = torch.cuda.is_available()
         self._has = memory.total(torch.device("cuda" if self._on_gpu else "cpu"))
         context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
         self._answer, question = context.Pipe()
-        self._is_wanted = sum(p.numel() for p in setting.model.parameters()) >= _ESTIMATED_FROM
+        self._is_wanted = sum(p.numel() for p in model.parameters()) >= _ESTIMATED_FROM
         if not self._is_wanted:
             self._answer.close()
             question.close()
             return
         self._child = context.Process(target=_trace, daemon=True, args=(
-            self._answer, question, setting.model))
+            self._answer, question, model))
         with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), \
                 warnings.catch_warnings():  # of threads, which the child does not use
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -57,11 +56,11 @@ class MemoryEstimate:
                 question.send(str(error))
         question.close()
 
-    def begin(self, opts: Options, setting: Setting, most_documents: int) -> None:
+    def begin(self, config: Config, model: PreTrainedModel, most_documents: int) -> None:
         """Start the trace of a run with these options. most_documents: see memory_plan.case_of."""
         if self._is_wanted:
             with suppress(OSError):  # of a process that is not there: `tell` has its last word
-                self._answer.send(memory_plan.case_of(opts, setting, plan.launched_size(),
+                self._answer.send(memory_plan.case_of(config, model, plan.launched_size(),
                                                       self._on_gpu, self._has, most_documents))
 
     def tell(self, wait_s: float = 0.0) -> None:

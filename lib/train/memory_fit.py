@@ -17,37 +17,37 @@ from transformers import PreTrainedModel
 
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
-from lib.core.options import Options
 from lib.models import training_memory
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import compiling
 from lib.planning.trace import Case, Step
 from lib.planning.tracker import Bytes
 from lib.train import memory, memory_plan, plan
+from lib.train.config import Config
 from lib.train.memory_plan import USABLE, Estimates, Turn
-from lib.train.startup import Inputs, Setting
+from lib.train.startup import Inputs
 
 _FLOAT32 = 4  # bytes
 _DOUBT = 4  # times what the shape of a model says of its activations: a trace is worth its seconds
 
 
-def require(opts: Options, inputs: Inputs, setting: Setting) -> None:
+def require(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     """Raise UsageError, with the nearest setting that fits, when a run cannot fit on this rank.
 
     Every rank finds out for itself, before there is a process group that could wait.
     """
-    fit = Fit.of(opts, setting)
+    fit = Fit.of(config, model)
     if needed := fit.excess():
-        raise fit.refusal(opts, needed, has_begun=bool(inputs.begun))
+        raise fit.refusal(config, needed, has_begun=bool(inputs.begun))
 
 
-def warn(opts: Options, inputs: Inputs, setting: Setting) -> None:
+def warn(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     """Say in a dry run that the run itself would be refused on this machine."""
-    if opts.plan_gpus:
+    if config.plan_gpus:
         return
-    fit = Fit.of(opts, setting)
+    fit = Fit.of(config, model)
     if needed := fit.excess():
-        error = fit.refusal(opts, needed, has_begun=bool(inputs.begun))
+        error = fit.refusal(config, needed, has_begun=bool(inputs.begun))
         log.warn("on this machine, " + error.render().removeprefix("error: "))
 
 
@@ -58,7 +58,7 @@ class Fit:
     compiled: the trace is of code that is not, and says somewhat too much.
     """
 
-    setting: Setting
+    model: PreTrainedModel
     case: Case
     room: int
     host: int
@@ -67,15 +67,15 @@ class Fit:
     estimates: Estimates | None = None
 
     @classmethod
-    def of(cls, opts: Options, setting: Setting) -> Fit:
+    def of(cls, config: Config, model: PreTrainedModel) -> Fit:
         """Return what decides whether a run fits on this rank's device."""
         on_gpu, cpu = torch.cuda.is_available(), torch.device("cpu")
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cuda", local_rank % torch.cuda.device_count()) if on_gpu else cpu
-        case = memory_plan.case_of(opts, setting, plan.launched_size(), on_gpu,
+        case = memory_plan.case_of(config, model, plan.launched_size(), on_gpu,
                                    memory.total(device))
-        return cls(setting, case, memory.room(device), memory.room(cpu), on_gpu,
-                   compiling.is_wanted(opts.compile, device))
+        return cls(model, case, memory.room(device), memory.room(cpu), on_gpu,
+                   compiling.is_wanted(config.compile, device))
 
     def excess(self) -> Bytes:
         """Return by kind what the run needs where that is more than there is; else nothing."""
@@ -83,12 +83,12 @@ class Fit:
         if sum(states.values()) > self._place(self.case):
             return states
         kept, gathered = training_memory.beside_states(
-            self.setting.model, self.case.batch * self.case.seq_length, self.case.precision)
+            self.model, self.case.batch * self.case.seq_length, self.case.precision)
         on_device = sum(states.values()) * (not self.case.offload)
         if on_device + gathered + _DOUBT * kept <= USABLE * self.room:
             return {}
         try:
-            traced = memory_plan.apart(_trace, self.setting.model, self.case)
+            traced = memory_plan.apart(_trace, self.model, self.case)
         except Exception as error:  # a family that cannot be traced may fit all the same
             log.info(f"memory could not be estimated: {type(error).__name__}")
             return {}
@@ -99,7 +99,7 @@ class Fit:
                      f"can have {units.memory(self.room)}")
         return {}
 
-    def refusal(self, opts: Options, needed: Bytes, has_begun: bool) -> UsageError:
+    def refusal(self, config: Config, needed: Bytes, has_begun: bool) -> UsageError:
         """Return the error with the nearest settings that fit: on these ranks, and on more."""
         near, wide = self._nearest(has_begun, False), self._nearest(has_begun, True)
         hints = []
@@ -119,7 +119,7 @@ class Fit:
             f"have {units.memory(place)} of {where}",
             found=f"{parts}, for {units.count(self._parameters())} parameters over {ranks} "
                   f"rank{'s' * (ranks > 1)}{without * ('activations' not in needed)}",
-            hint="\n".join(hints), run=self._command(near, opts) if near else "")
+            hint="\n".join(hints), run=self._command(near, config) if near else "")
 
     def _nearest(self, has_begun: bool, more_ranks: bool) -> Turn | None:
         """Return the least costly setting that fits well, on the ranks there are or on more."""
@@ -138,11 +138,11 @@ class Fit:
             if turn.more_ranks == more_ranks and not is_fixed:
                 yield turn
 
-    def _command(self, near: Turn, opts: Options) -> str:
+    def _command(self, near: Turn, config: Config) -> str:
         """Return the command that was typed with a setting that fits, and the same result."""
-        if "-b" not in near.options or int(near.options["-b"]) == opts.batch_size:
+        if "-b" not in near.options or int(near.options["-b"]) == config.batch_size:
             return commands.again(*near.words())
-        whole = plan.divide(opts, 0, plan.launched_size()).global_batch
+        whole = plan.divide(config, 0, plan.launched_size()).global_batch
         return commands.again(*near.words(), "--global-batch-size", whole,
                               drop=("--grad-accum-steps",))
 
@@ -158,10 +158,10 @@ class Fit:
         return self.host if case.offload or not self.on_gpu else self.room
 
     def _parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.setting.model.parameters())
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _traced(self, case: Case) -> Step:
-        self.estimates = self.estimates or Estimates(self.setting.model)
+        self.estimates = self.estimates or Estimates(self.model)
         return self.estimates.step(case)
 
 

@@ -17,14 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.core import log, units
-from lib.core.options import Options
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
 from lib.parallel import parallelize
 from lib.planning import trace
 from lib.planning.trace import Case, Step
 from lib.tokens import packing
-from lib.train.startup import Setting
+from lib.train.config import Config
 
 _RECOMPUTE = ("none", "selective", "full")
 _BATCHES = (1, 2, 4)  # times --batch-size
@@ -35,24 +34,25 @@ _GIB = 1 << 30
 Result = TypeVar("Result")
 
 
-def case_of(opts: Options, setting: Setting, ranks: int, on_gpu: bool, has: float,
+def case_of(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, has: float,
             most_documents: int = packing.FEWEST) -> Case:
     """Return what decides the memory of a run on `ranks` devices that have so many bytes each.
 
     most_documents: in a sample, where they are packed. Few packs hold more than the default, which
     stands for their number until they are made.
     """
-    offload = opts.cpu_offload and on_gpu
-    shard_size = min(opts.shard_size or ranks, ranks)
-    per_step = opts.global_batch_size or opts.batch_size * (opts.grad_accum_steps or 1) * ranks
-    is_packed = opts.packing == "documents"
-    by_kernel = is_packed and on_gpu and setting.precision != "fp32" and \
-        opts.attention in ("auto", "varlen", "flash_attention_2")
-    by_mask = is_packed and not by_kernel and opts.attention in ("auto", "sdpa")
-    return Case(ranks, shard_size, opts.batch_size, setting.seq_length, setting.precision,
-                opts.activation_checkpointing, per_step > opts.batch_size * ranks, offload,
-                not offload and parallelize.may_stay_gathered(setting.model, has),
-                by_mask, most_documents * by_kernel, optimizer=opts.optimizer, on_gpu=on_gpu)
+    offload = config.cpu_offload and on_gpu
+    shard_size = min(config.shard_size or ranks, ranks)
+    a_pass = config.batch_size * ranks
+    per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
+    is_packed = config.packing == "documents"
+    by_kernel = is_packed and on_gpu and config.precision != "fp32" and \
+        config.attention in ("auto", "varlen", "flash_attention_2")
+    by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
+    return Case(ranks, shard_size, config.batch_size, config.seq_length, config.precision,
+                config.activation_checkpointing, per_step > a_pass, offload,
+                not offload and parallelize.may_stay_gathered(model, has),
+                by_mask, most_documents * by_kernel, optimizer=config.optimizer, on_gpu=on_gpu)
 
 
 def apart(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -117,25 +117,26 @@ class Estimates:
         return sum(-(-shape[0] // case.shard_size) * math.prod(shape[1:]) for shape in self._sizes)
 
 
-def tell(opts: Options, setting: Setting, asked: Mapping[int, Options],
+def tell(config: Config, model: PreTrainedModel, asked: Mapping[int, Config],
          most_documents: int = packing.FEWEST) -> None:
     """Print what each of --plan-gpus would need, what fits, and the nearest that does.
 
     asked: the options for so many GPUs. most_documents: as in `case_of`.
     """
-    usable = opts.plan_gpu_memory * USABLE
-    log.info(f"memory per GPU, traced row by row: {setting.seq_length:,} tokens per sample, "
-             f"{setting.precision}{', traced as bf16' * (setting.precision == 'fp8')}; usable are "
-             f"{usable:.4g} of {opts.plan_gpu_memory:g} GiB, the rest is for CUDA, NCCL, fragments")
+    usable = config.plan_gpu_memory * USABLE
+    log.info(f"memory per GPU, traced row by row: {config.seq_length:,} tokens per sample, "
+             f"{config.precision}{', traced as bf16' * (config.precision == 'fp8')}; usable are "
+             f"{usable:.4g} of {config.plan_gpu_memory:g} GiB, the rest is for CUDA, NCCL, "
+             "fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
-    if opts.compile is not False:
+    if config.compile is not False:
         log.info("  traced as if not compiled, which needs somewhat more")
     # In a file the rows themselves show that it goes on.
-    shown = not opts.no_progress and sys.stderr.isatty()
+    shown = not config.no_progress and sys.stderr.isatty()
     with Progress("tracing steps", None, " traces", shown) as progress:
-        estimates = Estimates(setting.model, progress)
-        for ranks in opts.plan_gpus:
-            case = case_of(asked[ranks], setting, ranks, True, opts.plan_gpu_memory * _GIB,
+        estimates = Estimates(model, progress)
+        for ranks in config.plan_gpus:
+            case = case_of(asked[ranks], model, ranks, True, config.plan_gpu_memory * _GIB,
                            most_documents)
             _table(case, estimates, usable)
 

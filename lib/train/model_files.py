@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import log, manifest, stamps, verified
-from lib.core.options import Options
 from lib.models import directory
+from lib.train.config import Config
 from lib.train.startup import Inputs
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def require_whole(opts: Options, inputs: Inputs) -> None:
+def require_whole(config: Config, inputs: Inputs) -> None:
     """Hash the files of the model once until they change; ArtifactError when one is damaged.
 
     One process of each machine does it, before any process group exists. The weights are left out
@@ -31,9 +31,9 @@ def require_whole(opts: Options, inputs: Inputs) -> None:
         log.info(f"{inputs.model_dir} has no digests to check its weights against")
     remedy = directory.remedy(inputs.model_dir, "--overwrite") \
         if content.get("kind") == directory.KIND else {}
-    verified.require(inputs.model_dir, content | {"files": files}, "the model", opts.cache_dir,
-                     workers=opts.num_workers, progress=not opts.no_progress,
-                     always=opts.prepare_only, **remedy)
+    verified.require(inputs.model_dir, content | {"files": files}, "the model", config.cache_dir,
+                     workers=config.num_workers, progress=not config.no_progress,
+                     always=config.prepare_only, **remedy)
 
 
 def require_same(inputs: Inputs) -> None:

@@ -51,7 +51,7 @@ def rows(plan: Plan, work: Work, hardware: Hardware) -> dict[str, str]:
     found = {"checkpoints": _checkpoints(plan, work)}
     if work.parameters < _TIMED_FROM:
         return found
-    a_pass = plan.division.micro_batch * plan.seq_length
+    a_pass = plan.division.micro_batch * plan.config.seq_length
     small = f", longer with only {a_pass:,} tokens in a pass" \
         if a_pass < _FULL_PASS[hardware.kind] else ""
     later = f"; measured after {MEASURED} steps" if plan.total_steps > MEASURED else ""
@@ -78,7 +78,7 @@ def advice(plan: Plan, work: Work, hardware: Hardware) -> str | None:
         return None
     batch = _batch_of(usual if few else _MANY, plan)
     then = max(1, steps * plan.division.global_batch // batch)
-    also = f" --max-steps {then}" if plan.options.max_steps else ""
+    also = f" --max-steps {then}" if plan.config.max_steps else ""
     time = f"; the time stays at about {_time(plan, work, hardware)} by the estimate" \
         if work.parameters >= _TIMED_FROM else ""
     what = "pre-training" if work.scratch else "fine-tuning and continued pre-training"
@@ -87,15 +87,16 @@ def advice(plan: Plan, work: Work, hardware: Hardware) -> str | None:
            f"  published: {units.count(fewest)} to {units.count(most)} in {what} " \
            f"(docs/planning.md)\n" \
            f"  now:       {_length(plan, steps)}\n" \
-           f"  instead:   --global-batch-size {batch}{also} for {batch * plan.seq_length:,} " \
-           f"tokens per step: {_length(plan, then)} with as many tokens in all{time}"
+           f"  instead:   --global-batch-size {batch}{also} for " \
+           f"{batch * plan.config.seq_length:,} tokens per step: {_length(plan, then)} with as " \
+           f"many tokens in all{time}"
 
 
 def _batch_of(tokens: int, plan: Plan) -> int:
     """Return the global batch of about so many tokens that can be divided as this one is."""
     d: Division = plan.division
     per_pass = d.micro_batch * d.world_size
-    return per_pass * max(1, round(tokens / plan.seq_length / per_pass))
+    return per_pass * max(1, round(tokens / plan.config.seq_length / per_pass))
 
 
 def _time(plan: Plan, work: Work, hardware: Hardware) -> str:
@@ -112,20 +113,20 @@ def _length(plan: Plan, steps: int) -> str:
 
 
 def _written(plan: Plan, steps: int) -> int:
-    return -(-steps // plan.options.ckpt_freq)
+    return -(-steps // plan.config.ckpt_freq)
 
 
 def _checkpoints(plan: Plan, work: Work) -> str:
     """Return how many are written and how many lie there at once, as commit.prune keeps them."""
-    opts, count = plan.options, _written(plan, plan.total_steps)
-    newest, every = max(opts.ckpt_keep, _FEWEST_KEPT), opts.ckpt_keep_every
+    config, count = plan.config, _written(plan, plan.total_steps)
+    newest, every = max(config.ckpt_keep, _FEWEST_KEPT), config.ckpt_keep_every
     kinds = {f"the newest {newest}": newest, "the best": int(work.validates)}
     if every:
-        kinds[f"each {every:,}th step"] = plan.total_steps // math.lcm(every, opts.ckpt_freq)
+        kinds[f"each {every:,}th step"] = plan.total_steps // math.lcm(every, config.ckpt_freq)
     kinds["the one being written"] = 1
     most = sum(kinds.values())
     said = f"{count:,} of {units.size(work.checkpoint)}"
-    if not opts.ckpt_keep or count <= most:
+    if not config.ckpt_keep or count <= most:
         return said + (f", {units.size(count * work.checkpoint)} in all" if count > 1 else "")
     return f"{said}: {units.size(count * work.checkpoint)} written in all, at most " \
            f"{units.size(most * work.checkpoint)} at once in {most:,} " \

@@ -9,10 +9,9 @@ import torch
 
 from lib.core import commands, log
 from lib.core.errors import Problems
-from lib.core.options import Options
 from lib.models import float8
 from lib.parallel.parallelize import COMPUTE_DTYPES
-from lib.train.plan import AUTO
+from lib.train.config import AUTO, Config
 
 _WIDTH, _TRIES = 256, 3  # of the products that are timed
 _FLOAT8_FROM = (8, 9)  # compute capability
@@ -43,14 +42,14 @@ def is_emulated(precision: str) -> bool:
     return without or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def require_float8(opts: Options, seq_length: int) -> None:
+def require_float8(config: Config) -> None:
     """Raise one UsageError that tells all that --precision fp8 lacks here.
 
-    seq_length: tokens per sample. With --plan-gpus nothing is asked of this machine.
+    With --plan-gpus nothing is asked of this machine.
     """
     problems = Problems()
     problems.collect(float8.require_package)
-    if opts.plan_gpus:
+    if config.plan_gpus:
         pass
     elif not torch.cuda.is_available():
         problems.add("--precision fp8 needs a GPU", expected=_FLOAT8_GPUS,
@@ -59,13 +58,14 @@ def require_float8(opts: Options, seq_length: int) -> None:
         problems.add("--precision fp8 needs a GPU that computes in 8-bit floats",
                      found=torch.cuda.get_device_name(), expected=_FLOAT8_GPUS,
                      run=commands.again("--precision", "bf16"))
-    elif opts.compile is False:
+    elif config.compile is False:
         problems.add("--precision fp8 without --compile is slower than bf16: each cast would be "
                      "several passes over memory", run=commands.again("--compile", "on"))
-    if opts.batch_size != AUTO and (tokens := opts.batch_size * seq_length) % float8.MULTIPLE:
+    batch, length = config.batch_size, config.seq_length
+    if batch != AUTO and batch * length % float8.MULTIPLE:
         problems.add(f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",
-                     found=f"{tokens:,} in a pass = {opts.batch_size} per process (--batch-size) × "
-                           f"{seq_length:,} (--seq-length)")
+                     found=f"{batch * length:,} in a pass = {batch} per process (--batch-size) × "
+                           f"{length:,} (--seq-length)")
     problems.raise_if_any()
 
 

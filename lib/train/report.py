@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from lib.core import log, units
-from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.tokens.loader import MicroBatch
 from lib.train import console, metrics
+from lib.train.config import Config
 from lib.train.metrics import Metrics
 from lib.train.outlook import MEASURED
 from lib.train.plan import Plan
@@ -28,16 +28,16 @@ _ON_BAR = ("loss", "validation", "eta")
 class Report:
     """Rank 0 speaks for all ranks; each rank has its own figures in its log."""
 
-    def __init__(self, opts: Options, experiment: Experiment, plan: Plan, rank: int, step: int,
+    def __init__(self, config: Config, experiment: Experiment, plan: Plan, rank: int, step: int,
                  caption: str) -> None:
         """step: where the run goes on. caption: what a reader of loss.png alone must know."""
-        self._style, self._experiment, self._plan = opts.log_style, experiment, plan
+        self._style, self._experiment, self._plan = config.log_style, experiment, plan
         self._rank, self._caption = rank, caption
-        self._metrics = Metrics(experiment, rank, step, opts.wandb)
+        self._metrics = Metrics(experiment, rank, step, config.wandb)
         self._plot_may_fail = log.Tolerated(experiment.plot.name, Exception, done="drawn")
         self._lines, self._pace = console.Lines(plan.total_steps), Pace()
         self._bar = Progress("training", plan.total_steps, "step", done=step, times=False,
-                             enabled=not opts.no_progress and sys.stderr.isatty())
+                             enabled=not config.no_progress and sys.stderr.isatty())
         self._said: dict[str, str] = {}
         self._began = time.monotonic()
 
@@ -56,7 +56,7 @@ class Report:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # once: until here the host may be ahead
         seconds = self._pace.seconds_per_step or 0.0
-        saves = self._plan.options.ckpt_freq * seconds
+        saves = self._plan.config.ckpt_freq * seconds
         log.info(f"measured over {MEASURED - 1} steps: {seconds:.3g} s per step, "
                  f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the {left:,} steps left take "
                  f"{units.duration(left * seconds)}, with a checkpoint every "

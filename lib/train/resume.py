@@ -40,7 +40,7 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
     run.resumed_from, run.resumed_path = facts.get("resumed_from"), facts.get("resumed_path")
     changes = earlier.require_same(
         *earlier.with_samples(checkpoint.commit(), run.plan.identity(), run.plan.samples),
-        checkpoint.path, run.options.resume_with_changes)
+        checkpoint.path, run.config.resume_with_changes)
     began = time.monotonic()
     tie_again(run.model)
     restore_buffers(run.model)
@@ -59,7 +59,7 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
     for change in changes:
         log.warn(f"--resume-with-changes: {change}")
     if run.profiler.has_passed(run.step) and run.world.rank == 0:
-        first, last = run.options.profile
+        first, last = run.config.profile
         log.warn(f"--profile {first}:{last} records nothing: the run goes on after step "
                  f"{run.step:,}")
     if state["total_steps"] != run.plan.total_steps:
@@ -83,7 +83,7 @@ def roll_back(run: Run) -> None:
         except ArtifactError as error:
             log.warn(error.render())
     if checkpoint is None:
-        raise symptoms.diverged(run.step, bad, run.rollbacks, run.options, run.experiment)
+        raise symptoms.diverged(run.step, bad, run.rollbacks, run.config, run.experiment)
     diverged_at, position = run.step, run.feed.state(run.step, control)
     _load(run, checkpoint)
     float8.rescale(run.model)

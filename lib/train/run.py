@@ -17,7 +17,6 @@ from lib.checkpoints.save import capture, tensors_of
 from lib.core import log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.lease import Lease
-from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.optim.guard import Skipped, StepGuard
 from lib.parallel import layout
@@ -25,6 +24,7 @@ from lib.parallel.layout import World, gather
 from lib.parallel.loss import evaluate
 from lib.tokens.loader import Step, evaluation_batches
 from lib.train import memory, metrics, symptoms
+from lib.train.config import Config
 from lib.train.feed import Feed
 from lib.train.journal import Journal
 from lib.train.memory_estimate import MemoryEstimate
@@ -51,7 +51,7 @@ class Run:
     them. memory_before: GiB in use before the model had memory. memory_peak: the most since then.
     """
 
-    options: Options
+    config: Config
     experiment: Experiment
     plan: Plan
     world: World
@@ -84,13 +84,13 @@ class Run:
 
     def log_is_due(self) -> bool:
         """Tell whether this step's figures are logged: the first, each --log-freq-th, the last."""
-        return self.step % self.options.log_freq == 0 or self.step in (1, self.plan.total_steps)
+        return self.step % self.config.log_freq == 0 or self.step in (1, self.plan.total_steps)
 
     def evaluation_is_due(self) -> bool:
         """Tell whether the validation loss is measured after this step."""
         if not self.data.held_out:
             return False
-        every = self.options.eval_freq
+        every = self.config.eval_freq
         return self.step == self.plan.total_steps or bool(every and self.step % every == 0)
 
     def step_done(self, step: Step) -> None:
@@ -147,7 +147,7 @@ class Run:
         began = time.monotonic()
         held_out, losses = self.data.held_out, {}
         for part in held_out:
-            batches = evaluation_batches(part.samples, self.options.eval_batches,
+            batches = evaluation_batches(part.samples, self.config.eval_batches,
                                          self.plan.division)
             losses[part.name] = evaluate(self.model, self.report.validating(batches), self.world)
         loss = sum(part.weight * losses[part.name] for part in held_out) \
@@ -166,18 +166,18 @@ class Run:
         self.last = figures
         self.tell_estimate()
         self.report.row(figures)
-        symptoms.require_finite(figures["train/loss"], self.step, self.options)
+        symptoms.require_finite(figures["train/loss"], self.step, self.config)
         self.skipped = self.step_guard.read()
         if self.skipped.steps:
             spikes = self.skipped.spikes
             why = f"the gradient norm was NaN or infinite in {self.skipped.steps - spikes}, and " \
-                  f"over {self.options.spike_factor:g} times the usual in {spikes}"
+                  f"over {self.config.spike_factor:g} times the usual in {spikes}"
             self.journal.event("skip_step", self.step, steps=self.skipped.steps, reason=why)
             log.warn(f"{self.skipped.steps} of the last steps left the weights as they were: {why}")
 
     def has_diverged(self) -> bool:
         """Tell whether so many of the last steps were skipped that an earlier state is better."""
-        return self.skipped.in_a_row >= self.options.rollback_after
+        return self.skipped.in_a_row >= self.config.rollback_after
 
     def tell_estimate(self) -> None:
         """Say what memory the run will need at most, as soon as that is known."""
@@ -190,17 +190,17 @@ class Run:
         Between those, to the other tier. All ranks must call this.
         """
         is_last = self.step == self.plan.total_steps
-        if stopping or self.step % self.options.ckpt_freq == 0 or is_last:
+        if stopping or self.step % self.config.ckpt_freq == 0 or is_last:
             self.save(stopping)
         elif self.step % self._save_every() == 0:
             self.save(local=True)
 
     def _save_every(self) -> int:
         """Return the steps between checkpoints of either tier."""
-        opts = self.options
+        config = self.config
         if self.saves.tier is None:
-            return opts.ckpt_freq
-        return opts.ckpt_local_freq or max(1, opts.ckpt_freq // _LOCAL_PER_SHARED)
+            return config.ckpt_freq
+        return config.ckpt_local_freq or max(1, config.ckpt_freq // _LOCAL_PER_SHARED)
 
     def save(self, stopping: str = "", local: bool = False) -> None:
         """Begin to save this step, and wait for it if it is the last; all ranks must call this."""
@@ -242,7 +242,7 @@ class Run:
         logged = {key: value for key, value in logged.items() if math.isfinite(value)}
         return {"step": self.step, "tokens": self.tokens,
                 **self.feed.state(self.step, self.world.control),
-                "seed": self.options.seed, "total_steps": self.plan.total_steps,
+                "seed": self.config.seed, "total_steps": self.plan.total_steps,
                 "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
                 "resumed_path": self.resumed_path,
                 "world_size": self.world.size,
@@ -287,7 +287,7 @@ class Run:
 
     def preempted(self, stopping: str) -> Preempted:
         """Return what ends a run that was stopped after this step, which is saved."""
-        again = " without --overwrite" if self.options.overwrite else ""
+        again = " without --overwrite" if self.config.overwrite else ""
         return Preempted(f"stopped by {stopping} after step {self.step:,}, which is saved; run the "
                          f"same command again{again} to go on")
 

@@ -16,10 +16,10 @@ from lib.checkpoints.staging import HostCopies
 from lib.checkpoints.tier import Tier
 from lib.core import log, threads, units
 from lib.core.errors import DiskFullError, StageError
-from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.parallel.layout import gather, on_rank_0
 from lib.train import memory
+from lib.train.config import Config
 from lib.train.journal import Journal
 
 _MOST_FAILURES = 3  # saves in a row for which there was no room
@@ -36,11 +36,11 @@ class Saves:
     save is written before the next step (--ckpt-async off, or no room for copies).
     """
 
-    def __init__(self, opts: Options, experiment: Experiment, journal: Journal,
+    def __init__(self, config: Config, experiment: Experiment, journal: Journal,
                  group: dist.ProcessGroup, tier: Tier | None) -> None:
-        self._opts, self._experiment, self._journal = opts, experiment, journal
+        self._config, self._experiment, self._journal = config, experiment, journal
         self._group, self.tier, self._local = group, tier, False
-        self.copies = HostCopies(lambda: memory.room(torch.device("cpu"))) if opts.ckpt_async \
+        self.copies = HostCopies(lambda: memory.room(torch.device("cpu"))) if config.ckpt_async \
             else None
         self._thread = threads.pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
@@ -143,8 +143,8 @@ class Saves:
         """Delete what the keep rules let go; tell whether any went."""
         gone: list[int] = []
         with self._prune_may_fail:
-            gone = commit.prune(self._experiment.checkpoints, self._opts.ckpt_keep,
-                                self._opts.ckpt_keep_every or 0)
+            gone = commit.prune(self._experiment.checkpoints, self._config.ckpt_keep,
+                                self._config.ckpt_keep_every or 0)
         if gone:
             self._journal.event("prune", step, steps=gone)
         return bool(gone)

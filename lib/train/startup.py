@@ -11,7 +11,6 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import commands, log, stamps
 from lib.core.errors import Problems, UsageError
 from lib.core.identity import differences
-from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.models import directory
 from lib.optim.registry import OPTIMIZERS
@@ -24,6 +23,7 @@ from lib.tokens.streaming import Stream
 from lib.tokens.windows import Windows
 from lib.train import checks, earlier, from_scratch, streaming
 from lib.train import plan as plans
+from lib.train.config import AUTO, Config
 from lib.train.outlook import Work
 from lib.train.plan import Plan
 
@@ -77,112 +77,108 @@ class Data:
         return 1 if isinstance(self.train, Stream) else self.train.most_documents
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What the model and the hardware decide where the options are silent.
-
-    model: on the meta device, not yet sharded. auto_batch: --batch-size was auto.
-    """
-
-    model: PreTrainedModel
-    seq_length: int
-    precision: str
-    auto_batch: bool = False
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.config.get_text_config().vocab_size
-
-
-def find_inputs(opts: Options, experiment: Experiment, made: Path | None) -> Inputs:
-    """Find and check model and dataset without importing torch, and fill in the learning rates.
+def find_inputs(config: Config, experiment: Experiment, made: Path | None) -> Inputs:
+    """Find and check model and dataset without importing torch.
 
     made: the model of --model-size. Without it and -m, a run that has begun keeps its model.
     Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
     stop_request = stamps.of([experiment.stop_file] * experiment.stop_file.exists())
-    problems, begun = Problems(), {} if opts.overwrite else earlier.read(experiment)
-    problems.collect(lambda: streaming.check_options(opts))
-    problems.collect(lambda: plans.check_options(opts))
-    problems.collect(lambda: checks.require_sane(opts, bool(begun)))
-    problems.raise_if_any()
-    name, began_with = opts.model_name, begun.get("model_dir")
+    problems, begun = Problems(), {} if config.overwrite else earlier.read(experiment)
+    name, began_with = config.model_name, begun.get("model_dir")
     if name is None and began_with and Path(began_with).is_dir():
         name = began_with
-    model_dir = made or problems.collect(lambda: directory.find(name, opts.cache_dir))
-    corpora = [] if opts.streaming else \
-        problems.collect(lambda: mixture.open_corpora(opts.dataset_name))
-    shards = problems.collect(lambda: streaming.open_shards(opts, begun)) \
-        if opts.streaming else None
-    named = problems.collect(lambda: earlier.named_checkpoint(opts, experiment))
+    model_dir = made or problems.collect(lambda: directory.find(name, config.cache_dir))
+    corpora = [] if config.streaming else \
+        problems.collect(lambda: mixture.open_corpora(config.dataset_name))
+    shards = problems.collect(lambda: streaming.open_shards(config, begun)) \
+        if config.streaming else None
+    named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
     problems.raise_if_any()
     model_stamps = stamps.of(directory.list_files(model_dir))
     fingerprints = {"model": directory.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
-                    **(streaming.identity(opts, shards) if shards
+                    **(streaming.identity(config, shards) if shards
                        else {"dataset": mixture.fingerprint(corpora)})}
-    whole = begun or (named.commit() if named else {})
-    plans.remember_batch(opts, whole.get("identity", {}).get("options", {})
-                         .get("global_batch_size"))
-    scratch = from_scratch.is_meant(opts, model_dir, bool(begun or named))
-    opts.lr = (plans.LR_FROM_SCRATCH if scratch else plans.LR) if opts.lr is None else opts.lr
-    opts.min_lr = opts.lr / 10 if opts.min_lr is None else opts.min_lr
-    plans.require_falling(opts, opts.lr)
+    scratch = from_scratch.is_meant(config, model_dir, bool(begun or named))
     return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
                   model_stamps, stop_request)
 
 
-def is_complete(opts: Options, experiment: Experiment, inputs: Inputs) -> bool:
+def settle(config: Config, inputs: Inputs) -> Config:
+    """Return the options with what files decide where they are silent.
+
+    Raises UsageError when the learning rate would rise to its minimum.
+    """
+    whole = inputs.begun or (inputs.named.commit() if inputs.named else {})
+    batch = whole.get("identity", {}).get("options", {}).get("global_batch_size")
+    if config.batch_size == AUTO and config.global_batch_size is None and batch:
+        # The memory of another machine, or a new estimate, would choose another number of samples.
+        config = config.settled("earlier launch", global_batch_size=batch, grad_accum_steps=None)
+    for name in ("seq_length", "precision"):
+        if getattr(config, name) is None and (value := inputs.begun_with(name)):
+            config = config.settled("earlier launch", **{name: value})
+    if config.lr is None:
+        config = config.settled("weights", lr=checks.DEFAULT_LRS[inputs.scratch])
+    if config.min_lr is None:
+        config = config.settled("--lr", min_lr=config.lr / 10)
+    checks.require_falling(config, config.lr)
+    return config
+
+
+def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
     """Tell whether this very run has already reached its end, and say so; takes milliseconds."""
-    checkpoint = None if opts.overwrite or inputs.named or opts.prepare_only \
+    checkpoint = None if config.overwrite or inputs.named or config.prepare_only \
         else earlier.newest(experiment)
     if checkpoint is None:
         return False
     facts = checkpoint.commit()
-    plan = make_plan(opts, inputs, opts.seq_length or inputs.begun_with("seq_length"),
-                     opts.precision or inputs.begun_with("precision"), facts["samples_per_epoch"])
+    plan = make_plan(config, inputs, facts["samples_per_epoch"])
     if checkpoint.step < plan.total_steps or \
             differences(facts["identity"], plan.identity()):
         return False
     earlier.mark_complete(experiment, checkpoint.step)
     log.info(f"already done: {experiment.root} is complete at step {checkpoint.step:,}; raise "
-             "--num-epochs or --max-steps to go on\n" + next_command(opts, experiment))
+             "--num-epochs or --max-steps to go on\n" + next_command(config, experiment))
     return True
 
 
-def check(opts: Options, experiment: Experiment, inputs: Inputs) -> Setting:
-    """Build the model on the meta device and check all that can be before the long work begins.
+def build_model(config: Config, experiment: Experiment, inputs: Inputs,
+          ) -> tuple[Config, PreTrainedModel]:
+    """Return the model on the meta device, and the options with what it and the hardware decide.
 
-    Raises UsageError or ArtifactError when the options exceed the model, the batch cannot be
-    divided, or the experiment's directory cannot be used.
+    All is checked that can be before the long work begins. Raises UsageError or ArtifactError when
+    the options exceed the model, the batch cannot be divided, or the experiment's directory cannot
+    be used.
     """
     from lib.models import architecture
     from lib.parallel import attention
     from lib.train import precision
 
-    compute = opts.precision or inputs.begun_with("precision") \
-        or ("bf16" if opts.plan_gpus else precision.default())
-    config = architecture.read_config(inputs.model_dir, opts.trust_remote_code)
+    if config.precision is None:
+        config = config.settled("hardware", precision="bf16" if config.plan_gpus
+                                else precision.default())
+    shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
     model = architecture.build_on_meta(inputs.model_dir, attention.choose(
-        opts.attention, opts.packing, compute, config), opts.trust_remote_code)
+        config.attention, config.packing, config.precision, shape), config.trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if opts.seq_length and longest and opts.seq_length > longest:
-        raise UsageError(f"--seq-length {opts.seq_length} is longer than the model allows",
+    if config.seq_length is None:
+        config = config.settled("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
+    elif longest and config.seq_length > longest:
+        raise UsageError(f"--seq-length {config.seq_length} is longer than the model allows",
                          expected=f"at most {longest} (max_position_embeddings in config.json)")
-    seq_length = opts.seq_length or inputs.begun_with("seq_length") \
-        or min(_SEQ_LENGTH, longest or _SEQ_LENGTH)
-    if compute == "fp8":
-        precision.require_float8(opts, seq_length)
-    elif opts.fp8_recipe != "tensorwise":
-        raise UsageError(f"--fp8-recipe {opts.fp8_recipe} belongs to --precision fp8",
-                         found=f"--precision {compute}")
-    if not opts.plan_gpus:  # a plan for other machines than this one, perhaps of a run there
-        precision.warn_if_emulated(compute)
-        batch = plans.divide(opts, 0, plans.launched_size()).global_batch
-        earlier.require_free_name(opts, experiment, inputs.begun, plans.identity(
-            opts, inputs.fingerprints, seq_length, compute, batch))
+    if config.precision == "fp8":
+        precision.require_float8(config)
+    elif config.fp8_recipe != "tensorwise":
+        raise UsageError(f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
+                         found=f"--precision {config.precision}")
+    if not config.plan_gpus:  # a plan for other machines than this one, perhaps of a run there
+        precision.warn_if_emulated(config.precision)
+        batch = plans.divide(config, 0, plans.launched_size()).global_batch
+        earlier.require_free_name(config, experiment, inputs.begun,
+                                  config.identity(inputs.fingerprints, batch))
         _require_writable(experiment.root)
-    return Setting(model, seq_length, compute, opts.batch_size == plans.AUTO)
+    return config, model
 
 
 def _require_writable(directory: Path) -> None:
@@ -194,43 +190,43 @@ def _require_writable(directory: Path) -> None:
                          hint="--save-dir DIR names another place")
 
 
-def make_plan(opts: Options, inputs: Inputs, seq_length: int, precision: str,
-              samples: int | None, rank: int = 0, ranks: int | None = None) -> Plan:
+def make_plan(config: Config, inputs: Inputs, samples: int | None, rank: int = 0,
+              ranks: int | None = None) -> Plan:
     """Return the plan of the run; UsageError when the batch cannot be divided or data is short.
 
     ranks: None for those of this launch.
     """
-    division = plans.divide(opts, rank, ranks or plans.launched_size())
-    steps = plans.total_steps(opts, samples, division.global_batch)
-    return Plan(opts, inputs.fingerprints, seq_length, precision, division, samples, steps)
+    division = plans.divide(config, rank, ranks or plans.launched_size())
+    steps = plans.total_steps(config, samples, division.global_batch)
+    return Plan(config, inputs.fingerprints, division, samples, steps)
 
 
-def prepare_data(opts: Options, inputs: Inputs, setting: Setting) -> Data:
+def prepare_data(config: Config, inputs: Inputs, model: PreTrainedModel) -> Data:
     """Return the samples of all corpora, making token stores and packs where they are missing.
 
     Must run before the process group exists: it may take hours, and no collective may time out.
     """
     if inputs.shards:
-        return Data(streaming.prepare(opts, inputs.shards, inputs.model_dir, setting.vocab_size),
-                    [])
-    stores = []
+        return Data(streaming.prepare(config, inputs.shards, inputs.model_dir,
+                                      model.config.get_text_config().vocab_size), [])
+    stores, vocab_size = [], model.config.get_text_config().vocab_size
     for corpus in inputs.corpora:
-        path = build.prepare(corpus.source, inputs.model_dir, opts.cache_dir, setting.vocab_size,
-                             opts.num_workers, not opts.no_progress, verify=opts.prepare_only)
-        tokens = store.open_store(path, opts.token_reads)
-        build.require_vocabulary(tokens.vocab_size, setting.vocab_size, inputs.model_dir)
+        path = build.prepare(corpus.source, inputs.model_dir, config.cache_dir, vocab_size,
+                             config.num_workers, not config.no_progress, verify=config.prepare_only)
+        tokens = store.open_store(path, config.token_reads)
+        build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
         log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
         stores.append(tokens)
-    return data_of(opts, inputs, stores, setting.seq_length)
+    return data_of(config, inputs, stores)
 
 
-def work_of(opts: Options, inputs: Inputs, setting: Setting) -> Work:
+def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
     """Return what an estimate of the run must know of the model."""
     from lib.train import flops
 
-    parameters = sum(p.numel() for p in setting.model.parameters())
-    return Work(parameters, flops.per_token(setting.model, setting.seq_length),
-                parameters * (_MASTER_BYTES + OPTIMIZERS[opts.optimizer].state_bytes),
+    parameters = sum(p.numel() for p in model.parameters())
+    return Work(parameters, flops.per_token(model, config.seq_length),
+                parameters * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
                 inputs.scratch,
                 any("validation" in corpus.source.splits for corpus in inputs.corpora))
 
@@ -252,32 +248,33 @@ def _without_padding(numbers: int, train: Samples | Stream) -> dict[str, str]:
 
 def tell_doubts(plan: Plan, work: Work, has_validation: bool) -> None:
     """Warn of options that are odd for a run of this length and a model of this size."""
-    rate = checks.rate_doubt(plan.options.lr, work.parameters, work.scratch)
+    rate = checks.rate_doubt(plan.config.lr, work.parameters, work.scratch)
     for text in [*[rate] * bool(rate),
-                 *checks.doubts(plan.options, plan.total_steps, has_validation)]:
+                 *checks.doubts(plan.config, plan.total_steps, has_validation)]:
         log.warn(text)
 
 
-def data_of(opts: Options, inputs: Inputs, stores: list[TokenStore], seq_length: int) -> Data:
+def data_of(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     """Return the samples of all corpora, making the index of packs first where it is needed."""
-    splits = [packing.prepare(tokens, seq_length) if opts.packing == "documents" else
-              {name: Windows(split.tokens, seq_length) for name, split in tokens.splits.items()}
+    splits = [packing.prepare(tokens, config.seq_length) if config.packing == "documents" else
+              {name: Windows(split.tokens, config.seq_length)
+               for name, split in tokens.splits.items()}
               for tokens in stores]
     train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
     return Data(train, mixture.held_out(inputs.corpora, train,
                                         [split.get("validation") for split in splits]))
 
 
-def model_of(opts: Options, inputs: Inputs) -> str:
+def model_of(config: Config, inputs: Inputs) -> str:
     """Name the model of a run."""
-    return f"{opts.model_size} from scratch with the tokenizer of {opts.tokenizer}" \
-        if opts.model_size else str(inputs.model_dir)
+    return f"{config.model_size} from scratch with the tokenizer of {config.tokenizer}" \
+        if config.model_size else str(inputs.model_dir)
 
 
-def weights_of(opts: Options, inputs: Inputs) -> str:
+def weights_of(config: Config, inputs: Inputs) -> str:
     """Say where the first weights come from."""
     if inputs.scratch:
-        return f"drawn from seed {opts.seed}"
+        return f"drawn from seed {config.seed}"
     return f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from " \
            f"{inputs.model_dir}"
 
@@ -287,10 +284,10 @@ def dataset_of(inputs: Inputs) -> str:
     return str(inputs.shards or ", ".join(map(str, inputs.corpora)))
 
 
-def next_command(opts: Options, experiment: Experiment) -> str:
+def next_command(config: Config, experiment: Experiment) -> str:
     """Return the line that says what to type after a complete run."""
     save_dir = experiment.root.parent
     where = ["--save-dir", str(save_dir)] if str(save_dir) != "outputs" else []
-    trust = ["--trust-remote-code"] if opts.trust_remote_code else []
+    trust = ["--trust-remote-code"] if config.trust_remote_code else []
     return "next: " + commands.script("05_export_checkpoint.py", "-e", experiment.root.name, *where,
                                       *trust)

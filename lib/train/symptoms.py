@@ -11,20 +11,20 @@ import torch.distributed as dist
 
 from lib.core import commands, launcher, log
 from lib.core.errors import StageError, UsageError
-from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.parallel import meeting
 from lib.train import earlier, journal, profiling
+from lib.train.config import Config
 from lib.train.plan import launched_size
 
 _MORE = "docs/troubleshooting.md says more"
 
 
-def explained(error: BaseException, opts: Options, experiment: Experiment) -> StageError | None:
+def explained(error: BaseException, config: Config, experiment: Experiment) -> StageError | None:
     """Return what to do about an error, None for one that explains itself or is a bug."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return _out_of_memory(text, opts, experiment)
+        return _out_of_memory(text, config, experiment)
     if "does not have a deterministic implementation" in text:
         return UsageError("--deterministic on cannot train this model", found=text.splitlines()[0],
                           expected="operations that give the same bits each time",
@@ -35,21 +35,21 @@ def explained(error: BaseException, opts: Options, experiment: Experiment) -> St
     return None
 
 
-def require_finite(loss: float, step: int, opts: Options) -> None:
+def require_finite(loss: float, step: int, config: Config) -> None:
     """Raise UsageError when the first loss is NaN or infinite.
 
     What follows could not be better: the weights stay as they are in such a step.
     """
     if step == 1 and not math.isfinite(loss):
         how = "--precision bf16 or fp32: the values overflow float16" \
-            if opts.precision == "fp16" else \
+            if config.precision == "fp16" else \
             "whole weights (03_download_model.py --verify), or --from-scratch to draw others"
         raise UsageError(f"the loss of the first step is {loss}", expected=how,
                          found="no step was taken yet, so it comes from the weights or from the "
                                f"precision, not from the learning rate; {_MORE}")
 
 
-def diverged(step: int, in_a_row: int, rollbacks: int, opts: Options, experiment: Experiment,
+def diverged(step: int, in_a_row: int, rollbacks: int, config: Config, experiment: Experiment,
              ) -> UsageError:
     """Return the error of a run that no earlier checkpoint has helped or can help."""
     tried = f", after {rollbacks} rollbacks" if rollbacks else \
@@ -57,35 +57,35 @@ def diverged(step: int, in_a_row: int, rollbacks: int, opts: Options, experiment
     return UsageError(f"training has diverged: {in_a_row} bad steps in a row{tried}",
                       found=f"nothing was learned since step {step - in_a_row}",
                       hint=f"a lower learning rate, under another name; {_MORE}",
-                      run=_calmer(opts, experiment))
+                      run=_calmer(config, experiment))
 
 
-def _calmer(opts: Options, experiment: Experiment) -> str:
+def _calmer(config: Config, experiment: Experiment) -> str:
     """Return the command that goes on from the newest whole checkpoint at a tenth of the rate."""
     name = f"{experiment.root.name}-lower-lr"
-    rates = ["-e", name, "--lr", f"{opts.lr / 10:g}", "--min-lr", f"{opts.min_lr / 10:g}"]
+    rates = ["-e", name, "--lr", f"{config.lr / 10:g}", "--min-lr", f"{config.min_lr / 10:g}"]
     dropped = ["--overwrite", "--resume"]
     if (checkpoint := earlier.newest(experiment)) is None:
         return commands.again(*rates, drop=dropped)
-    end = journal.read_state(experiment).get("total_steps") or opts.max_steps
+    end = journal.read_state(experiment).get("total_steps") or config.max_steps
     return commands.again(*rates, "--resume", checkpoint.path, "--resume-with-changes",
                           *["--max-steps", end] * bool(end), drop=dropped)
 
 
-def _out_of_memory(text: str, opts: Options, experiment: Experiment) -> UsageError:
+def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageError:
     if torch.cuda.is_available():
         path = experiment.profile / f"rank_{log.rank():05d}.out_of_memory.pickle"
         with suppress(Exception):  # the message matters more
             profiling.snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     knobs = []
-    if opts.activation_checkpointing != "full":
-        after = {"none": "selective", "selective": "full"}[opts.activation_checkpointing]
+    if config.activation_checkpointing != "full":
+        after = {"none": "selective", "selective": "full"}[config.activation_checkpointing]
         knobs.append(f"--activation-checkpointing {after}")
-    if opts.batch_size > 1:
+    if config.batch_size > 1:
         knobs.append("a smaller --batch-size with --global-batch-size as it is")
     knobs += ["a smaller --seq-length", "more ranks to shard over"]
-    if not opts.cpu_offload and torch.cuda.is_available():
+    if not config.cpu_offload and torch.cuda.is_available():
         knobs.append("--cpu-offload on")
     return UsageError("out of memory", found=text.splitlines()[0],
                       expected=f"in this order: {'; '.join(knobs)} ({_MORE})",

@@ -65,13 +65,14 @@ def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
     seen: list[str] = []
     stage_04 = importlib.import_module("04_train_fsdp")
     monkeypatch.setattr(startup, "find_inputs", lambda *_: None)
+    monkeypatch.setattr(startup, "settle", lambda *_: None)
     monkeypatch.setattr(startup, "is_complete", lambda *_: False)
 
     def ask() -> bool:
         seen.append(environment["PYTORCH_ALLOC_CONF"])
         raise LookupError
     monkeypatch.setattr(torch.cuda, "is_available", ask)
-    monkeypatch.setattr(startup, "check", lambda *_: torch.cuda.is_available())
+    monkeypatch.setattr(startup, "build_model", lambda *_: torch.cuda.is_available())
     with pytest.raises(LookupError):
         stage_04.plan_and_train(None, Experiment(tmp_path, "exp"), None)
     assert "expandable_segments:True" in seen[0]

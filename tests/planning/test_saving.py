@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -70,9 +69,7 @@ def test_published_rates():
 @pytest.mark.parametrize(("on", "every"), [(True, 20.0), (False, math.sqrt(2 * 480 * 2 * HOUR))])
 def test_what_the_plan_says(on: bool, every: float):
     """512 GPUs that fail every 2 hours in all, and 960 GB: 8 minutes at 2 GB/s."""
-    options = Namespace(plan_mtbf_hours=1024.0, plan_write_gbps=2.0, plan_step_seconds=4.0,
-                        ckpt_async=on)
-    said = saving.describe(960 * 10**9, 512, options)
+    said = saving.describe(960 * 10**9, 512, 1024.0, 2.0, on, 4.0)
     steps = int(re.search(r"--ckpt-freq (\d+) at 4 s per step", said)[1])
     assert steps == (120 if on else pytest.approx(every / 4, rel=0.15))
     assert "of 960.0 GB in 8 min 00 s at 2 GB/s" in said and "failure every 2 h 00 min" in said

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lib.core.errors import UsageError
-from lib.train import batch_size, memory, plan
-from lib.train.startup import Setting
+from lib.train import batch_size, memory, startup
+from lib.train.startup import Inputs
 from tests.train.test_memory_fit import MIB, Known
-from tests.train.test_memory_plan import OPTIONS, on_meta
+from tests.train.test_memory_plan import ASKED, on_meta
 
 STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
 
@@ -41,9 +43,9 @@ def here(monkeypatch: pytest.MonkeyPatch, samples: float, *, gpu: bool = False, 
 
 
 def chosen(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> int:
-    opts = Namespace(**{**OPTIONS, "batch_size": "auto", "plan_gpus": None, **changes})
-    batch_size.settle(opts, Setting(on_meta(), seq_length, precision))
-    return opts.batch_size
+    given = replace(ASKED, **{"batch_size": "auto", "seq_length": seq_length,
+                              "precision": precision, **changes})
+    return batch_size.settle(given, on_meta()).batch_size
 
 
 def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
@@ -79,11 +81,9 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
         said.clear()
-        opts = Namespace(**{**OPTIONS, "batch_size": 32, "num_epochs": None, "max_steps": None,
-                            **changes})
-        world = Namespace(size=ranks, control=None)
-        batch_size.agree(opts, Setting(on_meta(), 1000, "fp8", auto), samples, world)
-        return opts.batch_size
+        given = replace(ASKED, batch_size=32, seq_length=1000, precision="fp8", **changes)
+        given = given.settled("memory plan", batch_size=32) if auto else given
+        return batch_size.agree(given, samples, Namespace(size=ranks, control=None)).batch_size
 
     assert agreed(1000) == 16 and agreed(320) == 16 and not said
     assert agreed(319) == 8
@@ -106,14 +106,14 @@ def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.M
 def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, 0)
     gib = (STATES_MIB + 8 * 7.5) / 1024 / 0.9 + 1e-6
-    opts = Namespace(**{**OPTIONS, "batch_size": "auto", "plan_gpus": [1, 64],
-                        "plan_gpu_memory": gib})
-    setting = Setting(on_meta(), 1024, "fp32", auto_batch=True)
+    given = replace(ASKED, batch_size="auto", seq_length=1024, plan_gpus=[1, 64],
+                    plan_gpu_memory=gib)
+    model = on_meta()
     assert chosen(plan_gpus=[1, 64]) == "auto"
-    asked = batch_size.planned(opts, setting)
-    assert asked[1].batch_size == 4 and asked[64].batch_size == 8 and opts.batch_size == "auto"
-    opts.batch_size = 3
-    assert [each.batch_size for each in batch_size.planned(opts, setting).values()] == [3, 3]
+    asked = batch_size.planned(given, model)
+    assert asked[1].batch_size == 4 and asked[64].batch_size == 8
+    three = batch_size.planned(replace(given, batch_size=3), model)
+    assert [each.batch_size for each in three.values()] == [3, 3]
 
 
 def test_what_a_run_was_begun_with_is_kept() -> None:
@@ -121,17 +121,19 @@ def test_what_a_run_was_begun_with_is_kept() -> None:
             ({}, 64, (64, None)), ({"grad_accum_steps": 2}, 64, (64, None)),
             ({}, None, (None, None)), ({"global_batch_size": 32}, 64, (32, None)),
             ({"batch_size": 4}, 64, (None, None))):
-        opts = Namespace(**{**OPTIONS, "batch_size": "auto", **given})
-        plan.remember_batch(opts, begun_with)
-        assert (opts.global_batch_size, opts.grad_accum_steps) == then
+        begun = {"identity": {"options": {"global_batch_size": begun_with}}}
+        inputs = Inputs(Path("model"), [], {}, begun, None, scratch=False)
+        settled = startup.settle(replace(ASKED, **{"batch_size": "auto", **given}), inputs)
+        assert (settled.global_batch_size, settled.grad_accum_steps) == then
 
 
 def test_too_few_tokens_are_told_with_what_fits(monkeypatch: pytest.MonkeyPatch, said: list[str],
                                                 ) -> None:
     def advised(has_begun: bool = False, auto: bool = False, **changes: Any) -> str:
         said.clear()
-        opts = Namespace(**{**OPTIONS, "plan_gpus": None, "batch_size": 1, **changes})
-        batch_size.advise(opts, Setting(on_meta(), 1024, "fp32", auto), has_begun)
+        given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, **changes})
+        given = given.settled("memory plan", batch_size=1) if auto else given
+        batch_size.advise(given, on_meta(), has_begun)
         return "".join(said)
 
     here(monkeypatch, 12, gpu=True)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-import lib.train.arguments
 from lib.core import options
 from lib.core.errors import UsageError
-from lib.core.options import Options
 from lib.train import checks
+from lib.train.config import Config, add_options, read_options
 
 
-def given(*argv: Any) -> Options:
+def given(*argv: Any) -> Config:
     """Return the options of a command line, with the learning rates filled in."""
     parser = options.Parser("training")
-    lib.train.arguments.add(parser)
-    parser.add_common("work")
-    found = parser.parse([str(word) for word in argv])
-    found.lr = 1e-3 if found.lr is None else found.lr
-    found.min_lr = found.lr / 10 if found.min_lr is None else found.min_lr
-    return found
+    add_options(parser)
+    found = read_options(parser, [str(word) for word in argv])
+    lr = 1e-3 if found.lr is None else found.lr
+    return replace(found, lr=lr, min_lr=lr / 10 if found.min_lr is None else found.min_lr)
 
 
 @pytest.mark.parametrize(("argv", "told"), [
@@ -38,13 +36,13 @@ def given(*argv: Any) -> Options:
 ])
 def test_what_cannot_come_about_is_refused(argv: tuple, told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        checks.require_sane(given(*argv), has_begun=False)
+        checks.require_sound(given(*argv), has_begun=False)
     assert re.search(told, " ".join(caught.value.render().replace("expected:", "").split()))
 
 
 def test_all_of_it_is_told_at_once() -> None:
     with pytest.raises(UsageError, match="4 problems") as caught:
-        checks.require_sane(given("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10,
+        checks.require_sound(given("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10,
                                   "--profile", "3:12"), has_begun=False)
     assert len(caught.value.several) == 4
 
@@ -56,7 +54,7 @@ def test_all_of_it_is_told_at_once() -> None:
     ("--warmup-steps", 500), ("--beta1", 0), ("--lr", 0),
 ])
 def test_what_is_possible_is_not(argv: tuple) -> None:
-    checks.require_sane(given(*argv), has_begun=False)
+    checks.require_sound(given(*argv), has_begun=False)
 
 
 def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
@@ -91,7 +89,7 @@ def test_a_learning_rate_is_compared_with_published_ones(lr: float, parameters: 
 
 
 def test_a_run_that_has_begun_with_a_large_rate_goes_on() -> None:
-    checks.require_sane(given("--lr", 0.9), has_begun=True)
+    checks.require_sound(given("--lr", 0.9), has_begun=True)
 
 
 def test_evaluation_without_a_validation_split() -> None:

@@ -20,9 +20,8 @@ from lib.planning.trace import Case, Step
 from lib.planning.tracker import KINDS
 from lib.train import memory, memory_fit
 from lib.train.memory_fit import Fit
-from lib.train.startup import Setting
 from tests.conftest import run_stage
-from tests.train.test_memory_plan import OPTIONS, on_meta
+from tests.train.test_memory_plan import ASKED, on_meta
 
 MIB = 1 << 20
 
@@ -54,10 +53,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float 
     monkeypatch.setattr(memory, "total", lambda device: rooms[device.type])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
-    opts = Namespace(**{**OPTIONS, "compile": False, **changes})
+    given = replace(ASKED, seq_length=seq_length, **{"compile": False, **changes})
     inputs = Namespace(begun={"identity": {}} if begun else {})
     try:
-        memory_fit.require(opts, inputs, Setting(on_meta(), seq_length, "fp32"))
+        memory_fit.require(given, inputs, on_meta())
     except UsageError as error:
         return error
     return None
@@ -129,8 +128,8 @@ def test_stage_03_says_the_same() -> None:
     model = on_meta()
     advice = training_memory.estimate(model)
     assert 2 * 4 + OPTIMIZERS["adamw"].state_bytes == training_memory._STATE
-    opts = Namespace(**{**OPTIONS, "compile": False, "batch_size": 1})
-    there = Fit.of(opts, Setting(model, advice.tokens, "bf16"))
+    given = replace(ASKED, compile=False, batch_size=1, seq_length=advice.tokens, precision="bf16")
+    there = Fit.of(given, model)
     assert sum(there._states(there.case).values()) < advice.per_gpu[1]
     assert there._traced(there.case).total == pytest.approx(advice.per_gpu[1], rel=0.4)
 

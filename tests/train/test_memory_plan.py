@@ -6,9 +6,9 @@ import json
 import os
 import re
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,14 @@ from lib.planning import trace
 from lib.planning.trace import Case
 from lib.planning.tracker import Tracker
 from lib.train import memory_estimate, memory_plan
+from lib.train.config import Config
 from lib.train.memory_plan import Estimates
-from lib.train.startup import Setting
 from tests.conftest import run_stage
 from tests.training import save_tokenizer
 
 SMALL = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 7,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-OPTIONS = {"batch_size": 2, "global_batch_size": None, "grad_accum_steps": None, "shard_size": None,
-           "attention": "auto", "packing": "concat", "activation_checkpointing": "none",
-           "cpu_offload": False, "optimizer": "adamw"}
+ASKED = Config(batch_size=2, seq_length=64, precision="fp32")
 
 
 def on_meta(config: PretrainedConfig | None = None) -> PreTrainedModel:
@@ -125,8 +123,8 @@ def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
     ({"packing": "concat"}, "bf16", True, (False, 0))], ids=str)
 def test_which_attention_is_planned(options: dict[str, Any], precision: str, on_gpu: bool,
                                     told: tuple[bool, int]) -> None:
-    opts = Namespace(**{**OPTIONS, "packing": "documents", **options})
-    planned = memory_plan.case_of(opts, Setting(on_meta(), 64, precision), 1, on_gpu, 1 << 40, 65)
+    given = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
+    planned = memory_plan.case_of(given, on_meta(), 1, on_gpu, 1 << 40, 65)
     assert (planned.masked, planned.documents) == told
 
 
@@ -189,14 +187,14 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
     lines: list[str] = []
     monkeypatch.setattr(memory_plan, "Estimates", broken)
     monkeypatch.setattr(memory_estimate.log, "info", lines.append)
-    setting = Setting(on_meta(), 64, "fp32")
-    small = memory_estimate.MemoryEstimate(setting)
-    small.begin(Namespace(**OPTIONS), setting, 1)
+    model = on_meta()
+    small = memory_estimate.MemoryEstimate(model, "fp32")
+    small.begin(ASKED, model, 1)
     assert "estimated" not in small.compared(1.0, 0.5)
     small.close()
     monkeypatch.setattr(memory_estimate, "_ESTIMATED_FROM", 1)
-    told = memory_estimate.MemoryEstimate(setting)
-    told.begin(Namespace(**OPTIONS), setting, 1)
+    told = memory_estimate.MemoryEstimate(model, "fp32")
+    told.begin(ASKED, model, 1)
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
     told.close()
@@ -207,11 +205,11 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
     """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
     monkeypatch.setattr(memory_estimate, "_ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found, setting = [], Setting(on_meta(), 64, "fp32")
+    found, model = [], on_meta()
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
-        told = memory_estimate.MemoryEstimate(setting)
-        told.begin(Namespace(**OPTIONS), setting, 1)
+        told = memory_estimate.MemoryEstimate(model, "fp32")
+        told.begin(ASKED, model, 1)
         environ = Path(f"/proc/{told._child.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
@@ -273,9 +271,9 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
     lines: list[str] = []
     monkeypatch.setattr(memory_plan, "Estimates", Known)
     monkeypatch.setattr(memory_plan.log, "info", lines.append)
-    given = Namespace(**OPTIONS | {"plan_gpus": [8], "plan_gpu_memory": usable_gib / 0.9,
-                                   "compile": False, "no_progress": False} | options)
-    memory_plan.tell(given, Setting(on_meta(), 1024, "fp32"), {8: given})
+    given = replace(ASKED, seq_length=1024, plan_gpus=[8], plan_gpu_memory=usable_gib / 0.9,
+                    compile=False, **options)
+    memory_plan.tell(given, on_meta(), {8: given})
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
 

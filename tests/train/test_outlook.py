@@ -19,10 +19,10 @@ FORTY_GB = 40_000_000_000 // 4 // 1024  # samples of 1,024 tokens
 
 def planned(ranks: int = 8, samples: int = FORTY_GB, keep_every: int | None = None, keep: int = 3,
             **changes: Any) -> Plan:
-    given = options(**changes)
-    given.ckpt_keep, given.ckpt_keep_every = keep, keep_every
+    given = options(seq_length=1024, precision="bf16", ckpt_keep=keep, ckpt_keep_every=keep_every,
+                    **changes)
     division = plan.divide(given, 0, ranks)
-    return Plan(given, {}, 1024, "bf16", division, samples,
+    return Plan(given, {}, division, samples,
                 plan.total_steps(given, samples, division.global_batch))
 
 

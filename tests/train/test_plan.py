@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,31 +11,21 @@ import pytest
 from lib.core import paths
 from lib.core.errors import UsageError
 from lib.tokens.order import Division
-from lib.train import earlier, plan
+from lib.train import checks, earlier, plan
+from lib.train.config import Config
 from lib.train.plan import Plan
 
-OPTIONS = {
-    "experiment_name": "exp", "seed": 0, "lr": 1e-3, "min_lr": 1e-4, "warmup_steps": None,
-    "lr_scheduler": "cosine", "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0,
-    "from_scratch": False, "packing": "concat", "num_epochs": None, "max_steps": None,
-    "batch_size": 1, "global_batch_size": None, "grad_accum_steps": None, "log_freq": 10,
-    "ckpt_freq": 500, "spike_factor": 30.0, "resume_with_changes": False,
-    "ckpt_local_dir": None, "ckpt_local_freq": None, "ckpt_hyperpod": None,
-    "shard_size": None, "plan_gpus": None, "dry_run": False,
-    "optimizer": "adamw", "fp8_recipe": "tensorwise", "model_size": None, "vocab_size": None,
-}
 
-
-def options(**changes: Any) -> Namespace:
-    assert changes.keys() <= OPTIONS.keys()
-    return Namespace(**OPTIONS | changes)
+def options(**changes: Any) -> Config:
+    return Config(**{"experiment_name": "exp", "lr": 1e-3, "min_lr": 1e-4, "seq_length": 8,
+                     "precision": "fp32"} | changes)
 
 
 def make(samples: int = 103, **changes: Any) -> Plan:
     """Return a plan of sequences of 8 tokens on one rank."""
     given = options(**{"batch_size": 4} | changes)
     division = plan.divide(given, 0, 1)
-    return Plan(given, {"model": "m", "dataset": "d", "tokenizer": "t"}, 8, "fp32", division,
+    return Plan(given, {"model": "m", "dataset": "d", "tokenizer": "t"}, division,
                 samples, plan.total_steps(given, samples, division.global_batch))
 
 
@@ -96,14 +85,14 @@ def test_little_data_is_enough_when_epochs_do_not_end() -> None:
 ])
 def test_contradictions_between_options(given: dict, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        plan.check_options(options(**given))
+        checks.require_sound(options(**given), has_begun=False)
 
 
 def test_all_contradictions_are_told_at_once() -> None:
     with pytest.raises(UsageError, match="3 problems") as caught:
-        plan.check_options(options(min_lr=1.0, beta1=1.0, beta2=1.0))
+        checks.require_sound(options(min_lr=1.0, beta1=1.0, beta2=1.0), has_begun=False)
     assert "--beta2" in caught.value.problem
-    plan.check_options(options())
+    checks.require_sound(options(), has_begun=False)
 
 
 def test_derived_numbers_come_with_their_reason() -> None:
@@ -162,8 +151,8 @@ def test_what_a_resume_must_share(changes: dict, told: str) -> None:
 
 def test_inputs_length_and_precision_must_be_the_same_and_all_are_named() -> None:
     before = make()
-    now = replace(before, inputs={**before.inputs, "dataset": "other"}, seq_length=16,
-                  precision="bf16")
+    now = replace(before, inputs={**before.inputs, "dataset": "other"},
+                  config=replace(before.config, seq_length=16, precision="bf16"))
     with pytest.raises(UsageError) as caught:
         earlier.require_same(before.identity(), now.identity(), Path("outputs/exp"))
     assert caught.value.found.splitlines() == [

@@ -7,7 +7,6 @@ import platform
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from importlib import metadata
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 
 from lib.core.errors import UsageError
 from lib.train import precision
+from lib.train.config import Config
 from tests.conftest import ROOT
 
 # What the environment lets torch and oneDNN use of a newer processor: the one of most laptops.
@@ -54,9 +54,9 @@ def test_bf16_by_processor(monkeypatch: pytest.MonkeyPatch, avx512: bool, avx512
 
 def test_what_fp8_lacks_is_told(monkeypatch: pytest.MonkeyPatch):
     def told(seq_length: int = 1024, **changes: object) -> str:
-        opts = Namespace(**{"plan_gpus": None, "compile": True, "batch_size": 1} | changes)
+        given = Config(**{"compile": True, "seq_length": seq_length} | changes)
         try:
-            precision.require_float8(opts, seq_length)
+            precision.require_float8(given)
         except UsageError as error:
             return error.render()
         return ""

@@ -19,10 +19,9 @@ def test_the_first_step_is_left_out_and_saves_are_not(tmp_path: Path,
     clock, lines = [0.0], []
     monkeypatch.setattr(timers.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(report.log, "info", lines.append)
-    plan = make(samples=10**6, max_steps=1000)
-    plan.options.log_style, plan.options.wandb, plan.options.no_progress = "line", False, True
+    plan = make(samples=10**6, max_steps=1000, no_progress=True)
     (tmp_path / "exp").mkdir()
-    told = Report(plan.options, Experiment(tmp_path, "exp"), plan, rank=0, step=500, caption="")
+    told = Report(plan.config, Experiment(tmp_path, "exp"), plan, rank=0, step=500, caption="")
     try:
         clock[0] += FIRST_S
         told.step_done(501)

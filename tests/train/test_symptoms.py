@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,13 @@ from lib.core import launcher
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import symptoms
+from lib.train.config import Config
 
-PLAIN = {"activation_checkpointing": "none", "batch_size": 4, "cpu_offload": False,
-         "precision": "bf16"}
+PLAIN = Config(batch_size=4, precision="bf16")
 
 
 def explained(error: BaseException, **options: object):
-    return symptoms.explained(error, Namespace(**PLAIN | options), Experiment(Path("o"), "e"))
+    return symptoms.explained(error, replace(PLAIN, **options), Experiment(Path("o"), "e"))
 
 
 def test_too_large_an_allocation_names_the_knobs_in_order() -> None:
@@ -52,16 +52,16 @@ def test_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_number_at_the_first_step() -> None:
-    symptoms.require_finite(float("nan"), 2, Namespace(**PLAIN))
+    symptoms.require_finite(float("nan"), 2, PLAIN)
     for precision, says in (("bf16", "whole weights"), ("fp16", "overflow")):
         with pytest.raises(UsageError) as caught:
             symptoms.require_finite(float("nan"), 1,
-                                    Namespace(**PLAIN | {"precision": precision}))
+                                    replace(PLAIN, precision=precision))
         assert says in caught.value.expected
 
 
 def test_a_run_that_no_rollback_helps(tmp_path: Path) -> None:
-    run = Namespace(**PLAIN, lr=1e-3, min_lr=1e-4, max_steps=100), Experiment(tmp_path, "run")
+    run = replace(PLAIN, lr=1e-3, min_lr=1e-4, max_steps=100), Experiment(tmp_path, "run")
     assert "no checkpoint from before" in symptoms.diverged(50, 20, 0, *run).problem
     error = symptoms.diverged(50, 20, 3, *run)
     assert "20 bad steps in a row, after 3 rollbacks" in error.problem

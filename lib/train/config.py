@@ -1,0 +1,320 @@
+"""Everything that stage 04 can be asked for, each option declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lib.core import declared, options, paths
+from lib.core.declared import Role, option
+from lib.core.options import auto_on_off, count, non_negative, on_off, positive, positive_int
+from lib.models import scratch
+from lib.optim import schedule
+from lib.optim.registry import OPTIMIZERS
+from lib.planning.saving import GPU_HOURS_PER_FAILURE
+from lib.train import console
+
+AUTO = "auto"  # --batch-size, until a number stands in its place
+RESULT, ALIKE, LOCAL = Role.RESULT, Role.ALIKE, Role.LOCAL
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+
+
+def _auto_or_count(text: str) -> int | str:
+    return AUTO if text.lower() == AUTO else positive_int(text)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run is asked for. why: by field, where a value is from that nobody typed."""
+
+    experiment_name: str | None = option(
+        None, "-e", group="the run", role=LOCAL, first="name of the run; it lies in outputs/",
+        metavar="NAME",
+        help="name of the run, a directory under --save-dir; or the path of that directory "
+             "(needed)")
+    dataset_name: list[str] = option(
+        [], "-d", role=LOCAL, first="dataset of stage 02; several make a mixture",
+        metavar="DIR[=WEIGHT]",
+        help="dataset: a directory, or a name under hf_datasets/; several, each with its share of "
+             "the samples, make a mixture: -d a=0.7 -d b=0.3 (needed)")
+    model_name: str | None = option(
+        None, "-m", role=LOCAL, first="model of stage 03", metavar="NAME|DIR",
+        help="model that stage 03 prepared, or any model directory (default: the only one "
+             "prepared)")
+    save_dir: Path | None = option(
+        None, role=LOCAL, parse=Path,
+        help="where experiments lie (default: outputs, or where -e leads)")
+    cache_dir: Path = option(
+        Path(".cache"), role=LOCAL, parse=Path, help="where prepared models and token stores lie")
+    seed: int = option(
+        0, role=RESULT, renumbers=True, parse=options.seed,
+        help="decides order of samples, initial weights and dropout")
+    from_scratch: bool = option(
+        False, role=RESULT, help="draw the weights from the seed, even if the model has some")
+    model_size: str | None = option(
+        None, role=RESULT, quiet=True, choices=tuple(scratch.SIZES),
+        help="with --from-scratch: make a model of this size, without stage 03 (default: none, the"
+             " model is -m)")
+    vocab_size: int | None = option(
+        None, role=RESULT, quiet=True, parse=positive_int,
+        help="with --model-size: tokens of its vocabulary, padded to a multiple of "
+             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has)")
+    tokenizer: Path | None = option(
+        None, role=LOCAL, parse=Path,
+        help="with --model-size: directory with the tokenizer to use (default: none, it is needed "
+             "then)")
+    trust_remote_code: bool = option(
+        False, role=LOCAL,
+        help="run the code that stage 03 fetched with a model of a type that transformers does not"
+             " know; taken from the command line alone")
+    prepare_only: bool = option(
+        False, role=LOCAL, help="make the token store, or verify the one there, and stop")
+    streaming: bool = option(
+        False, role=LOCAL,
+        help="for trying things out: -d is a directory of raw JSON Lines or Parquet shards, "
+             "tokenised while training; needs --max-steps")
+    text_field: str | None = option(
+        None, role=LOCAL, metavar="NAME",
+        help="with --streaming: field or column that holds the text (default: text)")
+    online: bool = option(
+        False, role=LOCAL,
+        help="with --streaming: -d is a dataset on the Hugging Face Hub, whose files are fetched "
+             "when needed and kept in the cache directory")
+    include: list[str] = option(
+        [], role=LOCAL, metavar="GLOB",
+        help="with --online: files of the dataset, by path; may be repeated (default: all)")
+    token_reads: str = option(
+        "mmap", role=LOCAL, choices=("mmap", "pread"),
+        help="how tokens are read: mapped, or by pread for file systems that map badly")
+    resume: str = option(
+        "auto", role=ALIKE, metavar="auto|never|PATH",
+        help="go on from the newest valid checkpoint, refuse to, or from this one")
+    resume_with_changes: bool = option(
+        False, role=ALIKE,
+        help="go on although data, batch, seed or other settings that decide the result have "
+             "changed; needs --max-steps")
+
+    num_epochs: int | None = option(
+        None, group="length and batch", role=LOCAL, parse=positive_int,
+        first="passes over the data",
+        help="passes over the data (default: 1 without --max-steps)")
+    max_steps: int | None = option(
+        None, role=LOCAL, parse=positive_int, first="optimizer steps at most",
+        help="optimizer steps at most (default: no limit)")
+    batch_size: int | str = option(
+        1, "-b", role=LOCAL, parse=_auto_or_count, first="samples per process in one pass",
+        metavar="N|auto",
+        help="samples per process in one pass; auto: as many as fit by the memory plan, up to "
+             "where more are hardly faster")
+    global_batch_size: int | None = option(
+        None, role=RESULT, parse=positive_int, first="samples per step",
+        help="samples per step over all ranks, instead of --grad-accum-steps (default: "
+             "--batch-size × ranks)")
+    grad_accum_steps: int | None = option(
+        None, role=LOCAL, parse=positive_int, help="passes per step (default: 1)")
+    seq_length: int | None = option(
+        None, "-s", "--seq-len", role=RESULT, renumbers=True, parse=positive_int,
+        first="tokens per sample", help="tokens per sample (default: 1024 or the model's limit)")
+    packing: str = option(
+        "concat", role=RESULT, renumbers=True, choices=("concat", "documents"),
+        help="concat: windows across documents; documents: whole documents that do not see each "
+             "other, with padding")
+
+    optimizer: str = option(
+        "adamw", group="optimizer", role=RESULT, quiet=True, choices=tuple(OPTIMIZERS),
+        help="adamw8bit: moments of one byte per number instead of four")
+    lr: float | None = option(
+        None, "--max-lr", role=RESULT, parse=non_negative, first="peak learning rate",
+        help="peak learning rate (default: 3e-5, from scratch 3e-4)")
+    min_lr: float | None = option(
+        None, role=RESULT, parse=non_negative,
+        help="learning rate at the last step (default: a tenth of the peak)")
+    warmup_steps: int | None = option(
+        None, role=RESULT, parse=count,
+        help="steps of linear warm-up (default: 5 %% of all, at most 1000)")
+    lr_scheduler: str = option(
+        "cosine", role=RESULT, metavar="KIND", choices=schedule.KINDS,
+        help="cosine, linear, constant or wsd (constant, then down in the last fifth)")
+    weight_decay: float = option(
+        0.1, role=RESULT, parse=non_negative,
+        help="AdamW decay of matrices; norms and biases are not decayed")
+    beta1: float = option(
+        0.9, role=RESULT, parse=non_negative, help="AdamW decay of the first moment")
+    beta2: float = option(
+        0.95, role=RESULT, parse=non_negative, help="AdamW decay of the second moment")
+    grad_clip: float = option(
+        1.0, role=RESULT, parse=non_negative, help="largest global gradient norm, 0 for no limit")
+    spike_factor: float = option(
+        30.0, role=RESULT, parse=non_negative,
+        help="a step whose gradient norm is over X times the usual (a mean of 100 steps) changes "
+             "nothing, like one that is NaN or infinite; 0: it does")
+    rollback_after: int = option(
+        20, role=ALIKE, parse=positive_int,
+        help="after N such steps in a row go back to the checkpoint before them and pass over "
+             "their data, three times at most")
+    precision: str | None = option(
+        None, "--mixed-precision", role=RESULT, choices=_PRECISIONS,
+        parse=options.dtype(*_PRECISIONS),
+        help="compute dtype; masters are float32; bfloat16, float16 and float32 mean the same; "
+             "fp8: as bf16, but the products of the blocks' linears in 8 bits, on a GPU of the Ada"
+             " generation or newer (default: bf16 where the hardware has it, else fp32)")
+    fp8_recipe: str = option(
+        "tensorwise", role=RESULT, quiet=True, choices=("tensorwise", "rowwise"),
+        help="with --precision fp8: a scale for each tensor, which is fastest, or for each of its "
+             "rows, which rounds less")
+
+    activation_checkpointing: str = option(
+        "none", group="speed and memory (none of it changes what is learned)", role=ALIKE,
+        choices=("none", "selective", "full"),
+        help="activations to compute again in the backward pass instead of keeping them: none, "
+             "selective (the cheap ones) or full (all of a block)")
+    compile: bool | None = option(
+        None, role=ALIKE, parse=auto_on_off,
+        help="compile the decoder blocks; the first step then takes a minute longer (default: "
+             "auto, on with a GPU where the model allows it)")
+    deterministic: bool = option(
+        False, role=ALIKE, parse=on_off,
+        help="on a GPU: the same bits each time, also after a resume, at a price in speed that is "
+             "printed")
+    attention: str = option(
+        "auto", role=ALIKE, choices=("auto", "sdpa", "varlen", "flash_attention_2", "flex"),
+        help="auto: varlen for packed documents on a GPU, else sdpa")
+    cpu_offload: bool = option(
+        False, role=ALIKE, parse=on_off,
+        help="keep shards and optimizer states in host memory, at a price in speed")
+    shard_size: int | None = option(
+        None, role=ALIKE, parse=positive_int,
+        help="ranks that share one replica (HSDP), say the GPUs of a node (default: all ranks)")
+
+    plan_gpus: list[int] | None = option(
+        None, group="memory and checkpoints ahead of time (with --dry-run, on any machine)",
+        role=LOCAL, parse=options.counts, metavar="N,N,…",
+        help="print the memory per GPU on so many GPUs, for each kind of activation checkpointing "
+             "and several batch sizes (default: only the bytes of its states on the ranks of this "
+             "launch)")
+    plan_gpu_memory: float = option(
+        80.0, role=LOCAL, parse=positive, metavar="GIB", help="memory of one of those GPUs")
+    plan_gpu_tflops: float | None = option(
+        None, role=LOCAL, parse=positive,
+        help="TFLOP/s that one of them reaches at most, by its data sheet, for the time of a run "
+             "(default: 989, of an H100; 67 in fp32)")
+    plan_mtbf_hours: float = option(
+        GPU_HOURS_PER_FAILURE, role=LOCAL, parse=positive, metavar="HOURS",
+        help="mean time to a failure of one of those GPUs (hours between failures of a job × its "
+             "GPUs), for the best time between checkpoints (default: 45566, as published for Llama"
+             " 3 405B on 16,384 GPUs)")
+    plan_write_gbps: float = option(
+        2.0, role=LOCAL, parse=positive, metavar="GB/S",
+        help="rate at which all ranks together write to --save-dir")
+    plan_step_seconds: float | None = option(
+        None, role=LOCAL, parse=positive, metavar="S",
+        help="duration of a step there, to tell --ckpt-freq in steps (default: not told in steps)")
+
+    log_freq: int = option(
+        10, "--log-interval", group="logs, checkpoints and evaluation", role=ALIKE,
+        parse=positive_int, help="steps between log lines")
+    log_style: str = option(
+        "line", role=LOCAL, choices=console.STYLES,
+        help="on the console: an aligned line for people, or the dict with the four timers that "
+             "each rank's log has")
+    ckpt_freq: int = option(
+        500, "--checkpoint-interval", role=ALIKE, parse=positive_int,
+        help="steps between checkpoints")
+    ckpt_keep: int = option(
+        3, role=ALIKE, parse=count,
+        help="newest checkpoints to keep (2 at least, and always the one with the lowest "
+             "validation loss), 0 for all")
+    ckpt_keep_every: int | None = option(
+        None, role=LOCAL, parse=positive_int,
+        help="also keep the checkpoints of steps that are multiples of N (default: none)")
+    ckpt_async: bool = option(
+        True, role=ALIKE, parse=on_off,
+        help="write checkpoints while training goes on, from copies in host memory")
+    ckpt_local_dir: Path | None = option(
+        None, role=LOCAL, parse=Path,
+        help="on each node's own disk: also save there, more often; a resume with the same ranks "
+             "takes whichever is newest (default: none)")
+    ckpt_hyperpod: str | None = option(
+        None, role=ALIKE, metavar="auto|URL",
+        help="instead of --ckpt-local-dir: in the memory of the HyperPod cluster, whose service is"
+             " found by itself or at an address (default: not used)")
+    ckpt_local_freq: int | None = option(
+        None, role=ALIKE, parse=positive_int,
+        help="steps between those (default: a tenth of --ckpt-freq)")
+    eval_freq: int = option(
+        500, role=ALIKE, parse=count, help="steps between evaluations, 0 for only at the end")
+    eval_batches: int = option(
+        100, role=ALIKE, parse=positive_int,
+        help="global batches of the validation split in an evaluation")
+    max_minutes: float | None = option(
+        None, role=LOCAL, parse=positive,
+        help="save and stop (exit code 75) when the run has taken so long; the same command goes "
+             "on (default: no limit)")
+    watchdog_minutes: float = option(
+        30.0, role=LOCAL, parse=non_negative,
+        help="end a process whose step takes longer, with the stacks of its threads in logs/; 0 "
+             "for never")
+    wandb: bool = option(
+        False, role=LOCAL, parse=on_off,
+        help="also log to Weights & Biases, offline, in the experiment's wandb/ (`wandb sync` "
+             "sends it later)")
+    profile: tuple[int, int] | None = option(
+        None, role=LOCAL, parse=options.span, metavar="START:END",
+        help="steps to record: a trace and a table of operations per rank, on a GPU also its "
+             "memory, in the experiment's profile/ (default: none)")
+
+    config: Path | None = option(None, role=LOCAL)  # this one and those below: as in every stage
+    dry_run: bool = option(False, role=LOCAL, first="print the plan and touch nothing")
+    overwrite: bool = option(False, role=ALIKE)
+    num_workers: int = option(1, role=LOCAL)
+    no_progress: bool = option(False, role=LOCAL)
+    why: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def chose_batch(self) -> bool:
+        """Tell whether --batch-size was auto."""
+        return self.batch_size == AUTO or "batch_size" in self.why
+
+    def settled(self, why: str, **values: Any) -> Config:
+        """Return it with other values. why: where they are from."""
+        return replace(self, **values, why={**self.why, **dict.fromkeys(values, why)})
+
+    def having(self, *roles: Role) -> dict[str, Any]:
+        """Return the values of the fields that have one of these roles, by field."""
+        return {each.name: getattr(self, each.name) for each in declared.fields(Config)
+                if each.metadata["role"] in roles}
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the options as a record holds them."""
+        return options.resolved(options.Options(**self.having(*Role)))
+
+    def identity(self, inputs: Mapping[str, Any], global_batch: int) -> dict[str, Any]:
+        """Return what decides the result of a run, as lib/core/identity.py compares it.
+
+        inputs: fingerprints of model, dataset and tokenizer. global_batch: samples in a step.
+        """
+        quiet = {each.name for each in declared.fields(Config) if each.metadata["quiet"]
+                 and getattr(self, each.name) == each.default}
+        decisive = {name: value for name, value in self.having(RESULT).items() if name not in quiet}
+        return {"options": {**decisive, "global_batch_size": global_batch}, "inputs": dict(inputs)}
+
+
+DEFAULTS = Config()
+
+
+def add_options(parser: options.Parser) -> None:
+    """Add all options of stage 04."""
+    declared.add(parser, Config)
+    speed = next(group for group in parser._action_groups if "speed" in (group.title or ""))
+    speed.add_argument("--use-flash-attn", dest="attention", action="store_const",
+                       const="flash_attention_2", help="short for --attention flash_attention_2")
+    parser.add_common(workers="tokenise")
+
+
+def read_options(parser: options.Parser, argv: Sequence[str]) -> Config:
+    """Return what was typed or stands in --config; UsageError tells what is wrong."""
+    opts = parser.parse(argv)
+    paths.settle(opts)
+    return declared.read(Config, opts)
