@@ -134,7 +134,7 @@ class ImageOptions:
     tag: str = option("", parse=_IMAGE, metavar="NAME",
                       help=f"name of the image (default: {NAME}:<commit>-torch…)")
     efa: bool = option(False, help="with libfabric and the NCCL plugin for AWS's network")
-    context: Path = option(ROOT, parse=Path, metavar="DIR",
+    context: Path = option(ROOT, parse=Path,
                            help="checkout or unpacked bundle to build from; its wheelhouse/ is "
                                 "used when there is one (default: this checkout)")
     requirements: str = option("requirements.txt", metavar="FILE",
@@ -152,7 +152,7 @@ class ImageOptions:
                                    help="pip.conf with the index to install from; it stays out of "
                                         "the image (default: none)")
     auto_fix: bool = option(False, help="apply remedies that cost nothing, and try again")
-    max_attempts: int = option(3, parse=options.positive_int, metavar="N",
+    max_attempts: int = option(3, parse=options.positive_int,
                                help="builds to try with --auto-fix")
     push: str = option("", parse=_IMAGE, metavar="REGISTRY",
                        help="push to REGISTRY/NAME, or to a registry's root; logs in to ECR "

@@ -34,14 +34,13 @@ class JobNeeds:
     namespace: str = option("default", metavar="NS", help="namespace of the job")
     context: str = option("", metavar="NAME",
                           help="context of the kubeconfig (default: the current one)")
-    nodes: int = option(1, group="the nodes", parse=options.positive_int, metavar="N",
+    nodes: int = option(1, group="the nodes", parse=options.positive_int,
                         help="nodes that the job asks for")
     instance_type: str = option("", metavar="T", help="for example p5.48xlarge; HyperPod's ml. is "
                                                       "added (default: any node)")
-    gpus_per_node: int | None = option(
-        None, parse=options.count, metavar="N",
-        help="GPUs to ask for, 0 to train on the CPU (default: by instance type)")
-    efa_per_node: int | None = option(None, parse=options.count, metavar="N",
+    gpus_per_node: int | None = option(None, parse=options.count, help="GPUs to ask for, 0 to "
+                                       "train on the CPU (default: by instance type)")
+    efa_per_node: int | None = option(None, parse=options.count,
                                       help="EFA adapters to ask for (default: by instance type)")
     image: str = option("", group="the pods", metavar="URI",
                         help="image with the code (needed by render, apply and deploy)")
@@ -104,10 +103,10 @@ class JobOptions(JobNeeds):
     """All that a person can say of a job, but for the options of stage 04."""
 
     job_name: str = option(group="the job", metavar="J", help="name of the job")
-    min_nodes: int = option(0, group="the nodes", parse=options.positive_int, metavar="N",
+    min_nodes: int = option(0, group="the nodes", parse=options.positive_int,
                             help="go on with so many when others are lost (default: all are "
                                  "needed)")
-    spares: int = option(0, parse=options.count, metavar="N",
+    spares: int = option(0, parse=options.count,
                          help=f"nodes kept ready for those that fail ({ON_HYPERPOD})")
     code_dir: str = option("/opt/pipeline", group="the pods", metavar="DIR",
                            help="where 04_train_fsdp.py lies in the image")

@@ -40,7 +40,7 @@ class JobFailed(StageError):
 class Patience:
     """How often and how long a job is tried."""
 
-    attempts: int = option(5, group="the run", parse=options.positive_int, metavar="N",
+    attempts: int = option(5, group="the run", parse=options.positive_int,
                            help="deploy: submissions in all")
     poll_seconds: float = option(10.0, parse=options.positive, metavar="S",
                                  help="deploy: between two looks at the job")
