@@ -98,7 +98,7 @@ def _is_splits(folder: Path) -> bool:
         (folder / FILE_LIST).exists() and any(folder.glob("split_[0-9]*")))
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False
-    is_usual = Path("raw_text").is_dir()  # where stage 01 looks unless it is told otherwise
+    is_usual = Path("raw_text").is_dir()  # where stage 01 looks by default
     manifest.read(folder, SPLITS_KIND, "the splits",
                   run=commands.script("01_organize_data.py", "--dst-root", folder) * is_usual,
                   hint="" if is_usual else "make them by stage 01, or give any directory of files")

@@ -32,7 +32,7 @@ def sniff(name: str, head: bytes) -> str:
     if not head:
         return "empty"
     stem, suffix = posixpath.splitext(name.lower())
-    if suffix in _PACKED_SUFFIXES:  # what is packed was told by its magic: this is not, or no more
+    if suffix in _PACKED_SUFFIXES:  # its magic would say so if it were packed still
         suffix = posixpath.splitext(stem)[1]
     if head.startswith(_MAGICS):
         return next(kind for magic, kind in _MAGIC.items() if head.startswith(magic))

@@ -196,10 +196,7 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[TreeEntry, str]], m
 
 
 def _place_some(mode: str, files: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
-    """Place `(source, target)`s; return how, the bytes there and when the source was last written.
-
-    -1 bytes: there is no source.
-    """
+    """Place `(source, target)`s; return how, bytes (-1: no source) and when it was last written."""
     done = []
     for source, target in files:
         try:

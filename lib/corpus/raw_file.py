@@ -175,7 +175,7 @@ def _unpack_members(file: BinaryIO, kind: str) -> Iterator[bytes]:
             if not packed:
                 return
             member = _DECODERS[kind]()
-        data = member.decompress(packed, _CHUNK)
+        data = member.decompress(packed, _BUFFER)
         # zlib hands back what it did not look at, the others keep it.
         packed = getattr(member, "unconsumed_tail", b"")
         if data:

@@ -23,7 +23,7 @@ HIDDEN, EMPTY, SPECIAL, UNREADABLE = "hidden", "empty", "special", "unreadable"
 DANGLES, LOOPS = "link dangles", "link loops"
 OUTSIDE, INSIDE = "link leads outside", "link inside the source"
 PATTERN, OWN_OUTPUT, MADE = "pattern", "output of this stage", "made by a stage"
-# Kinds of artifacts that are no raw files, in words.
+# Kinds of artifacts that are not raw files, in words.
 _MADE = {"dataset": "dataset", "dataset-parts": "dataset part", "tokens": "token store",
          "packs": "token store", "model": "model", "scratch": "model", "export": "model",
          "checkpoint": "checkpoint", "bundle": "bundle"}

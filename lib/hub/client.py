@@ -250,7 +250,7 @@ def _require_endpoint() -> None:
 
 
 def _require_settings() -> None:
-    """Raise UsageError when the proxy or certificates that the environment names are no good."""
+    """Raise UsageError when the proxy or certificates of the environment cannot be used."""
     from huggingface_hub import get_session
 
     try:

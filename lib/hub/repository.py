@@ -189,7 +189,7 @@ def require_safe(files: Iterable[RemoteFile], name: str) -> None:
 
 
 def _shards(repository: Repository, index: Path) -> set[str]:
-    """Return the names of the weight files in an index; UsageError when it is no good."""
+    """Return the names of the weight files in an index; UsageError when it does not fit."""
     suffix = ".bin" if index.name == PICKLE_INDEX else ".safetensors"
     try:
         names = set(records.read_json(index)["weight_map"].values())

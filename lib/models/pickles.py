@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         try:
             content = load(mmap=True)
-        except RuntimeError:  # the format before torch 1.6 is no archive that could be mapped
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
             content = load(mmap=False)
     except Exception as error:  # what odd bytes provoke in torch
         # torch's own words advise to switch the protection off.
