@@ -61,10 +61,10 @@ def plan_and_train(config: Config, experiment: Experiment, made: Path | None) ->
     if startup.is_complete(config, experiment, inputs):
         return
 
-    from lib.parallel import layout
+    from lib.parallel.layout import meet, settle_allocator
     from lib.train import batch_size, dry_run, memory_fit, model_files
 
-    layout.settle_allocator()
+    settle_allocator()
     config, model = startup.build_model(config, experiment, inputs)
     config = batch_size.settle(config, model)
 
@@ -75,7 +75,7 @@ def plan_and_train(config: Config, experiment: Experiment, made: Path | None) ->
     if not config.prepare_only:
         memory_fit.require(config, inputs, model)
         batch_size.advise(config, model, has_begun=bool(inputs.begun))
-        meeting = layout.meet()
+        meeting = meet()
     model_files.require_whole(config, inputs)
     data = startup.prepare_data(config, inputs, model)
     if config.prepare_only:
@@ -109,28 +109,27 @@ def train(run: Run) -> bool:
     import torch
 
     from lib.optim.registry import set_learning_rate
-    from lib.parallel import layout
     from lib.parallel.loss import token_loss_sum
 
-    plan, world, model, timers = run.plan, run.world, run.model, run.timers
+    plan, layout, model, timers = run.plan, run.layout, run.model, run.timers
     steps = run.feed.steps(run.step, plan.total_steps)
-    window_loss, window_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0
+    window_loss, window_tokens = torch.zeros((), dtype=torch.float64, device=layout.device), 0
     timers.restart()
     for step in range(run.step, plan.total_steps):
         run.stop_request.ask()
         run.profiler.before(step + 1)
         learning_rate = plan.schedule.lr(step)
         set_learning_rate(run.optimizer, learning_rate)
-        step_loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        step_loss = torch.zeros((), dtype=torch.float64, device=layout.device)
         with timers("data"):
             batch = next(steps)
         # The loss is a sum over all label tokens of the step, and FSDP averages over the ranks.
-        scale = run.step_guard.loss_factor(world.size / batch.label_tokens)
+        scale = run.step_guard.loss_factor(layout.ranks / batch.label_tokens)
         for number, micro_batch in enumerate(batch.micro_batches, 1):
             # Replicas exchange gradients once per step (their shards are summed in each pass).
             model.set_requires_all_reduce(number == len(batch.micro_batches))
             with timers("data"):
-                on_device = micro_batch.to(world.device)
+                on_device = micro_batch.to(layout.device)
             with timers("forward"):
                 loss = token_loss_sum(model, on_device, scale)
             with timers("backward"):
@@ -147,7 +146,7 @@ def train(run: Run) -> bool:
         stopping = run.stop_request.agreed()
         evaluating = run.evaluation_is_due() and not stopping  # a launcher waits half a minute
         if run.log_is_due() or evaluating or stopping:
-            losses = layout.total([step_loss.item(), window_loss.item()], world)
+            losses = layout.total([step_loss.item(), window_loss.item()])
             means = losses[0] / batch.label_tokens, losses[1] / window_tokens
             figures = run.figures(*means, grad_norm, learning_rate)
             if evaluating:

@@ -136,7 +136,7 @@ def be_a_rank(args: argparse.Namespace) -> None:
     """Measure one part together with the other ranks; rank 0 prints it."""
     bench = Bench(args)
     found = {"save": bench.save, "load": bench.load, "async": bench.background}[args.part]()
-    if bench.world.rank == 0:
+    if bench.layout.rank == 0:
         print("RESULT", json.dumps(found | {"bytes": bench.bytes}), flush=True)
     bench.meet()
     os._exit(0)
@@ -150,14 +150,15 @@ class Bench:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         from lib.optim import registry
-        from lib.parallel import layout, parallelize
+        from lib.parallel import parallelize
+        from lib.parallel.layout import ParallelLayout
 
-        self.world, self.work, self.rounds = layout.start(), args.work, args.rounds
+        self.layout, self.work, self.rounds = ParallelLayout.start(), args.work, args.rounds
         config = LlamaConfig(vocab_size=4096, hidden_size=1024, intermediate_size=2816,
                              num_hidden_layers=args.layers, num_attention_heads=16)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config)
-        parallelize.shard(self.model, self.world.mesh, "fp32")
+        parallelize.shard(self.model, self.layout.fsdp, "fp32")
         parallelize.materialise(self.model, torch.device("cpu"), offload=False)
         for parameter in self.model.parameters():
             parameter.to_local().detach().normal_(std=0.02)
@@ -173,12 +174,12 @@ class Bench:
         """Return the state to be written, as the trainer takes it."""
         from lib.checkpoints.save import capture
         return capture(1, self.model, self.optimizer, {"step": 1, "tokens": 1, "seed": 0},
-                       self.identity, self.world.device, copies)
+                       self.identity, self.layout.device, copies)
 
     def meet(self) -> None:
         """Wait for all ranks."""
         import torch.distributed as dist
-        dist.barrier(self.world.control)
+        dist.barrier(self.layout.control)
 
     def seconds(self, action: Callable[[], Any]) -> float:
         """Return how long all ranks together take."""
@@ -203,7 +204,7 @@ class Bench:
     def clear(self) -> None:
         """Delete what was written."""
         self.meet()
-        if self.world.rank == 0:
+        if self.layout.rank == 0:
             for path in self.work.iterdir():
                 shutil.rmtree(path)
         self.meet()
@@ -232,12 +233,12 @@ class Bench:
         from lib.checkpoints.save import write
         from lib.core import hashing
         with mock.patch.object(hashing, "new", hasher or hashing.new):
-            write(self.work / "ours", self.capture(), self.world.saving)
+            write(self.work / "ours", self.capture(), self.layout.saving)
 
     def write_raw(self) -> None:
         """Write the bytes of the tensors, one file for each rank."""
         (self.work / "raw").mkdir(exist_ok=True)
-        with (self.work / "raw" / f"{self.world.rank}").open("wb", buffering=0) as file:
+        with (self.work / "raw" / f"{self.layout.rank}").open("wb", buffering=0) as file:
             for tensor in self.locals.values():
                 content = memoryview(tensor.numpy()).cast("B")
                 while content:
@@ -248,7 +249,7 @@ class Bench:
         """Pickle each rank's shards."""
         import torch
         (self.work / "torch").mkdir(exist_ok=True)
-        with (self.work / "torch" / f"{self.world.rank}").open("wb") as file:
+        with (self.work / "torch" / f"{self.layout.rank}").open("wb") as file:
             torch.save(self.locals, file)
             file.flush()
             os.fsync(file.fileno())
@@ -256,7 +257,7 @@ class Bench:
     def write_dcp(self) -> None:
         """Write as DCP does by default, which syncs the files."""
         import torch.distributed.checkpoint as dcp
-        dcp.save(self.tensors, checkpoint_id=self.work / "dcp", process_group=self.world.saving)
+        dcp.save(self.tensors, checkpoint_id=self.work / "dcp", process_group=self.layout.saving)
 
     # --- load ---
 
@@ -277,7 +278,7 @@ class Bench:
         """Return this rank's share of the files of a checkpoint."""
         found = sorted(path for path in (self.work / below).rglob("*") if path.is_file())
         return sorted(found, key=lambda path: -path.stat().st_size)[
-            self.world.rank::self.world.size]
+            self.layout.rank::self.layout.ranks]
 
     def drop(self) -> None:
         """Have the kernel forget what it has read of the files."""
@@ -302,18 +303,18 @@ class Bench:
     def read_ours(self) -> None:
         """Find the newest checkpoint, verify every byte, and load it."""
         from lib.checkpoints import load
-        newest = load.newest_valid(self.work / "ours", self.world.saving, lambda *_: None)
-        load.load(newest, self.model, self.optimizer, self.world.device, self.world.saving)
+        newest = load.newest_valid(self.work / "ours", self.layout.saving, lambda *_: None)
+        load.load(newest, self.model, self.optimizer, self.layout.device, self.layout.saving)
 
     def read_dcp(self) -> None:
         """Load unverified."""
         import torch.distributed.checkpoint as dcp
-        dcp.load(self.tensors, checkpoint_id=self.work / "dcp", process_group=self.world.saving)
+        dcp.load(self.tensors, checkpoint_id=self.work / "dcp", process_group=self.layout.saving)
 
     def read_torch(self) -> None:
         """Load unverified, and copy into the tensors."""
         import torch
-        saved = torch.load(self.work / "torch" / f"{self.world.rank}", weights_only=True)
+        saved = torch.load(self.work / "torch" / f"{self.layout.rank}", weights_only=True)
         for name, tensor in self.locals.items():
             tensor.copy_(saved[name])
 
@@ -338,11 +339,11 @@ class Bench:
 
         def ours() -> Any:
             return thread.submit(write, self.work / "ours", self.capture(copies),
-                                 self.world.saving)
+                                 self.layout.saving)
 
         def theirs() -> Any:
             return dcp.async_save(self.tensors, checkpoint_id=self.work / "dcp",
-                                  process_group=self.world.saving)
+                                  process_group=self.layout.saving)
 
         rows: dict[str, list[dict[str, float]]] = {"ours": [], "dcp.async_save": []}
         sync, steps = [], []

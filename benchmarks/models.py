@@ -94,28 +94,29 @@ def role_load(how: str) -> Callable[[argparse.Namespace], None]:
         import transformers.models.llama.modeling_llama  # noqa: F401 (its import is not loading)
 
         from lib.models import architecture, weights
-        from lib.parallel import layout, parallelize
+        from lib.parallel import parallelize
+        from lib.parallel.layout import ParallelLayout
 
-        world = layout.start()
+        layout = ParallelLayout.start()
         torch.set_num_threads(1)
         dist.barrier()
         before, read, began = _peak_memory(), _read_bytes(), time.perf_counter()
         if how == "ours":
             model = architecture.build_on_meta(arguments.model)
-            parallelize.shard(model, world.mesh, "fp32")
+            parallelize.shard(model, layout.fsdp, "fp32")
             model.to_empty(device="cpu")
             weights.load_pretrained(model, arguments.model)
         elif how == "from_pretrained":
             model = _from_pretrained(arguments.model)
-            parallelize.shard(model, world.mesh, "fp32")
+            parallelize.shard(model, layout.fsdp, "fp32")
         else:
-            model = _broadcast(arguments.model, world)
+            model = _broadcast(arguments.model, layout)
         dist.barrier()
         seconds = time.perf_counter() - began
         mine = {"memory": _peak_memory() - before, "read": _read_bytes() - read}
         found: list[Any] = [None] * RANKS
         dist.all_gather_object(found, mine)
-        if world.rank == 0:
+        if layout.rank == 0:
             print("RESULT", json.dumps({"seconds": seconds, "memory": [f["memory"] for f in found],
                                         "read": sum(f["read"] for f in found)}))
         sys.stdout.flush()
@@ -129,7 +130,7 @@ def _from_pretrained(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def _broadcast(path: Path, world: Any) -> Any:
+def _broadcast(path: Path, layout: Any) -> Any:
     """Fill the ranks as accelerate does with `cpu_ram_efficient_loading`.
 
     The real thing: its own functions, called as `prepare_model` calls them.
@@ -139,15 +140,15 @@ def _broadcast(path: Path, world: Any) -> Any:
     from lib.models import architecture
     from lib.parallel import parallelize
 
-    full = _from_pretrained(path).state_dict() if world.rank == 0 else {}
+    full = _from_pretrained(path).state_dict() if layout.rank == 0 else {}
     model = architecture.build_on_meta(path)
-    parallelize.shard(model, world.mesh, "fp32")
+    parallelize.shard(model, layout.fsdp, "fp32")
 
     class Accelerator:
-        is_main_process = world.rank == 0
-        device = world.device
+        is_main_process = layout.rank == 0
+        device = layout.device
 
-    if world.rank != 0:
+    if layout.rank != 0:
         full = {name: tensor for name, tensor in model.state_dict().items()}
     fsdp2_load_full_state_dict(Accelerator(), model, full)
     return model
@@ -217,11 +218,12 @@ def role_checkpoint(arguments: argparse.Namespace) -> None:
     from lib.core.paths import Experiment
     from lib.models import architecture, weights
     from lib.optim import registry
-    from lib.parallel import layout, parallelize
+    from lib.parallel import parallelize
+    from lib.parallel.layout import ParallelLayout
 
-    world = layout.start()
+    layout = ParallelLayout.start()
     model = architecture.build_on_meta(arguments.model)
-    parallelize.shard(model, world.mesh, "fp32")
+    parallelize.shard(model, layout.fsdp, "fp32")
     model.to_empty(device="cpu")
     weights.load_pretrained(model, arguments.model)
     run = Experiment(arguments.model.parent, f"{arguments.model.name}-run")
@@ -230,7 +232,7 @@ def role_checkpoint(arguments: argparse.Namespace) -> None:
     dcp.save({"model": model.state_dict()}, checkpoint_id=run.root / "merge")
     adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     write(run.checkpoints, capture(1, model, adamw, {"step": 1, "tokens": 1, "loss": 1.0},
-                                   {"options": {}, "inputs": {}}, world.device), world.saving)
+                                   {"options": {}, "inputs": {}}, layout.device), layout.saving)
     sys.stdout.flush()
     os._exit(0)
 

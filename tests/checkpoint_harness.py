@@ -73,15 +73,16 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     from lib.core.paths import step_of
     from lib.models import architecture
     from lib.optim import registry
-    from lib.parallel import layout, parallelize
+    from lib.parallel import parallelize
+    from lib.parallel.layout import ParallelLayout
 
-    world = layout.start()
+    layout = ParallelLayout.start()
     model = architecture.build_on_meta(Path(model_dir))
-    parallelize.shard(model, world.mesh, "fp32", False, False)
-    parallelize.materialise(model, world.device, False)
+    parallelize.shard(model, layout.fsdp, "fp32", False, False)
+    parallelize.materialise(model, layout.device, False)
     adamw = registry.build("adamw", model, 0.0, (0.9, 0.95), 0.0)
     checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
-    facts = load.load(checkpoint, model, adamw, world.device, world.control)
-    write(Path(target), capture(checkpoint.step, model, adamw, facts, {}, world.device),
-          world.saving)
-    layout.stop(world)
+    facts = load.load(checkpoint, model, adamw, layout.device, layout.control)
+    write(Path(target), capture(checkpoint.step, model, adamw, facts, {}, layout.device),
+          layout.saving)
+    layout.stop()

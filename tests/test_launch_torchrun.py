@@ -114,7 +114,7 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from contextlib import suppress
 from pathlib import Path
-from lib.parallel import layout
+from lib.parallel.layout import ParallelLayout
 
 def listening(pid):
     """Return the addresses, in hex as the kernel has them, on which a process listens."""
@@ -126,12 +126,12 @@ def listening(pid):
             for row in Path(f"/proc/net/{{name}}").read_text().splitlines()[1:]]
     return {{row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}}
 
-world = layout.start()
-layout.total([1.0], world)
-if world.rank == 0:
+layout = ParallelLayout.start()
+layout.total([1.0])
+if layout.rank == 0:
     print("gloo", os.environ["GLOO_SOCKET_IFNAME"])
     print("listens", *listening(os.getpid()) | listening(os.getppid()))
-layout.stop(world)
+layout.stop()
 '''
 
 

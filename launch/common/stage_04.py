@@ -46,7 +46,7 @@ def check_ranks(config: Config, ranks: int) -> None:
 
     problems = Problems()
     problems.collect(lambda: plan.divide(config, 0, ranks))
-    problems.collect(lambda: plan.require_replicas(config, ranks))
+    problems.collect(lambda: plan.degrees(config).replicas(ranks))
     problems.raise_if_any()
 
 

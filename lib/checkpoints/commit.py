@@ -5,8 +5,8 @@
         train_state.json                step, sample cursor, … ; no pickle
         rng.safetensors                 random states, one row per rank
         manifest.json                   path, bytes and digest of every file above
-        COMMIT.json                     digest of the manifest, step, world size, fingerprints, and
-                                        a digest of all this
+        COMMIT.json                     digest of the manifest, step, number of ranks, fingerprints,
+                                        and a digest of all this
     step_00001000/                  … then renamed. Valid only if name and COMMIT agree.
 
 What is being written holds a mark (lib/core/unfinished.py), and in what is being deleted COMMIT has
@@ -153,14 +153,14 @@ def attempt_directory(checkpoints: Path, step: int) -> Path:
 
 
 def commit(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[str, Any],
-           world_size: int, facts: dict[str, Any]) -> Checkpoint:
+           ranks: int, facts: dict[str, Any]) -> Checkpoint:
     """Make an attempt a checkpoint: seal it and give it its name."""
-    seal(attempt, step, files, identity, world_size, facts)
+    seal(attempt, step, files, identity, ranks, facts)
     return give_name(attempt, step)
 
 
 def seal(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[str, Any],
-         world_size: int, facts: dict[str, Any]) -> None:
+         ranks: int, facts: dict[str, Any]) -> None:
     """Write manifest and COMMIT and make all durable; what is left is `give_name`.
 
     Raises ArtifactError when a file that a rank wrote is not to be seen here.
@@ -170,7 +170,7 @@ def seal(attempt: Path, step: int, files: list[dict[str, Any]], identity: dict[s
                             expected="--save-dir on a file system that all nodes share")
     manifest.write_json(attempt / MANIFEST, {"kind": KIND, "files": files})
     digest = hashing.file_digest(attempt / MANIFEST, "sha256")
-    content = {"step": step, "manifest": digest, "world_size": world_size, "identity": identity,
+    content = {"step": step, "manifest": digest, "world_size": ranks, "identity": identity,
                **facts}
     manifest.write_json(attempt / COMMIT, content | {"digest": _digest(content)})
     for directory in (attempt / TENSORS, attempt):

@@ -88,9 +88,9 @@ def _agreed_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[s
                              hint="see to the mount on the node of that rank; the same command "
                                   "then goes on")
         time.sleep(pause)  # a network file system may show late what is there
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     found = seen if any(seen) else together(
-        lambda: checkpoint.content_problems(rank, world_size), group)
+        lambda: checkpoint.content_problems(rank, ranks), group)
     return list(dict.fromkeys(problem for part in found for problem in part))
 
 
@@ -107,8 +107,8 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
         dcp.load(tensors, storage_reader=reader, process_group=group)
     train_state = checkpoint.train_state()
     registry.set_steps_taken(optimizer, train_state["optimizer_steps"])
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if not state.restore_rng(checkpoint.path / commit.RNG, device, rank, world_size):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if not state.restore_rng(checkpoint.path / commit.RNG, device, rank, ranks):
         torch.manual_seed(train_state["seed"] + 1_000_003 * checkpoint.step + rank)
         log.info("other ranks or devices than at the save: random states are drawn anew")
     return train_state

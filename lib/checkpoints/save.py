@@ -91,7 +91,7 @@ def write(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Ch
 
 
 def _commit(attempt: Path, snapshot: Snapshot, entries: list[dict[str, Any]],
-            random_states: dict[str, torch.Tensor], world_size: int) -> Checkpoint:
+            random_states: dict[str, torch.Tensor], ranks: int) -> Checkpoint:
     """Write what is not sharded and commit (rank 0)."""
     manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.train_state)
     # Not `save_file`: a full disk would raise its own kind of error there.
@@ -99,7 +99,7 @@ def _commit(attempt: Path, snapshot: Snapshot, entries: list[dict[str, Any]],
     publish.fsync(attempt / commit.RNG)
     for name in (commit.TRAIN_STATE, commit.RNG):
         entries.append(manifest.file_entry(attempt, attempt / name, "sha256"))
-    return commit.commit(attempt, snapshot.step, entries, snapshot.identity, world_size,
+    return commit.commit(attempt, snapshot.step, entries, snapshot.identity, ranks,
                          facts(snapshot))
 
 

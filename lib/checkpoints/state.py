@@ -61,10 +61,10 @@ def gather_rng(states: dict[str, torch.Tensor], group: dist.ProcessGroup,
     return {kind: torch.stack([row[kind] for row in rows]) for kind in states}
 
 
-def restore_rng(path: Path, device: torch.device, rank: int, world_size: int) -> bool:
-    """Take up this rank's random states; False when they are of another world size."""
+def restore_rng(path: Path, device: torch.device, rank: int, ranks: int) -> bool:
+    """Take up this rank's random states; False when they are of other ranks or devices."""
     states = load_file(path)
-    if len(states["cpu"]) != world_size or (device.type == "cuda") != ("cuda" in states):
+    if len(states["cpu"]) != ranks or (device.type == "cuda") != ("cuda" in states):
         return False
     set_random_states({kind: rows[rank] for kind, rows in states.items()}, device)
     return True

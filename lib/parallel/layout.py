@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lib.core import commands, log, units
 from lib.core.errors import StageError, UsageError, from_os_error
 from lib.parallel import flight_recorder
+from lib.parallel.degrees import Degrees
 from lib.parallel.meeting import START_TIMEOUT, Meeting
 
 Result = TypeVar("Result")
@@ -29,20 +30,61 @@ _ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True," \
 
 
 @dataclass(frozen=True)
-class World:
-    """This process's place in the launch.
+class ParallelLayout:
+    """This process's place in the launch: who reads, shards and computes what.
 
-    mesh: 1-D over all ranks, or (replicas, ranks per replica). control, saving: gloo groups of
-    their own, for small agreements between hosts and for checkpoints, so that none meets the
-    collectives of another thread.
+    rank, ranks: processes, for logs, agreements, tiers and checkpoints. dp_rank, dp_size: who reads
+    which samples, for all that divides the data. fsdp: the mesh of parameters, (shard) or
+    (replicate, shard). control, saving: gloo groups of their own, for small agreements between
+    hosts and for checkpoints, so that none meets the collectives of another thread.
     """
 
     rank: int
-    size: int
+    ranks: int
+    dp_rank: int
+    dp_size: int
     device: torch.device
-    mesh: DeviceMesh
+    fsdp: DeviceMesh
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+
+    @classmethod
+    def start(cls, degrees: Degrees | None = None, meeting: Meeting | None = None,
+              patience: float = 0.0) -> ParallelLayout:
+        """Join the process group; all ranks must call this.
+
+        degrees: None for one replica over all ranks. meeting: made by `meet` earlier; None to make
+        it now. patience: seconds after which a watchdog ends the process; a collective may wait for
+        longer, so that the watchdog speaks first. Raises UsageError where the ranks cannot be
+        divided by the degrees.
+        """
+        degrees = degrees or Degrees()
+        settle_allocator()
+        device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
+        _join(device, timeout, meeting or meet())
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        shape, names = (ranks,), ("shard",)
+        if (replicas := degrees.replicas(ranks)) > 1:
+            shape, names = (replicas, ranks // replicas), ("replicate", "shard")
+        fsdp = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        for group in fsdp.get_all_groups():  # torch gives NCCL's ten minutes
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        control, saving = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
+                           for name in ("control", "saving"))
+        return cls(rank, ranks, degrees.dp_rank(rank), degrees.dp_size(ranks), device, fsdp,
+                   control, saving)
+
+    def total(self, values: list[float]) -> list[float]:
+        """Return numbers summed over all ranks, in float64; all ranks must call this."""
+        numbers = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(numbers, group=self.control)
+        return numbers.tolist()
+
+    def stop(self) -> None:
+        """Leave the process group; all ranks must call this."""
+        dist.barrier(self.control)  # a rank that leaves while another still talks makes gloo abort
+        dist.destroy_process_group()
 
 
 def meet() -> Meeting | None:
@@ -62,37 +104,19 @@ def settle_allocator() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
 
 
-def start(shard_size: int | None = None, meeting: Meeting | None = None, patience: float = 0.0,
-          ) -> World:
-    """Join the process group; all ranks must call this.
-
-    shard_size: ranks per replica, which must divide their number; None: all share one. meeting:
-    made by `meet` earlier; None to make it now. patience: seconds after which a watchdog ends the
-    process; a collective may wait for longer, so that the watchdog speaks first.
-    """
+def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> None:
+    """Join the process group of all ranks; None: without torchrun, one that needs no port."""
     flight_recorder.enable()
     # Gloo connects to whom it talks to; else each of 1,024 ranks to all the others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    settle_allocator()
-    device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     _keep_to_loopback()
-    timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
     # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if meeting := meeting or meet():
+    if meeting:
         dist.init_process_group(backend, store=meeting.join(), rank=meeting.rank,
                                 world_size=meeting.size, timeout=timeout)
-    else:  # without torchrun: a group of one that needs no port
+    else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    size, names = (dist.get_world_size(),), ("shard",)
-    if shard_size and shard_size < size[0]:
-        size, names = (size[0] // shard_size, shard_size), ("replicate", "shard")
-    mesh = init_device_mesh(device.type, size, mesh_dim_names=names)
-    for group in mesh.get_all_groups():  # torch gives NCCL's ten minutes
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
-    control, saving = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
-                       for name in ("control", "saving"))
-    return World(dist.get_rank(), dist.get_world_size(), device, mesh, control, saving)
 
 
 def _keep_to_loopback() -> None:
@@ -102,12 +126,6 @@ def _keep_to_loopback() -> None:
     if is_up and here == os.environ.get("WORLD_SIZE", "1"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-
-
-def stop(world: World) -> None:
-    """Leave the process group; all ranks must call this."""
-    dist.barrier(world.control)  # a rank that leaves while another still talks makes gloo abort
-    dist.destroy_process_group()
 
 
 def _device(local_rank: int) -> torch.device:
@@ -147,13 +165,6 @@ def _stay_near(device: torch.device) -> None:
         near = {core for first, *last in ends for core in range(first, (last or [first])[0] + 1)}
         if near := near & os.sched_getaffinity(0):
             os.sched_setaffinity(0, near)
-
-
-def total(values: list[float], world: World) -> list[float]:
-    """Sum numbers over all ranks, in float64; all ranks must call this."""
-    numbers = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(numbers, group=world.control)
-    return numbers.tolist()
 
 
 def on_rank_0(action: Callable[[], Result], group: dist.ProcessGroup) -> Result:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lib.core import commands
 from lib.core.errors import UsageError
-from lib.parallel import attention, layout, parallelize
+from lib.parallel import attention, parallelize
 from lib.parallel.compiling import Compiler
-from lib.parallel.layout import World
+from lib.parallel.layout import ParallelLayout
 from lib.tokens.loader import MicroBatch, boundaries
 from lib.tokens.samples import IGNORED
 
@@ -204,7 +204,7 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 17).all())
 
 
-def chunk(model: nn.Module, world: World, compiler: Compiler | None = None) -> str:
+def chunk(model: nn.Module, layout: ParallelLayout, compiler: Compiler | None = None) -> str:
     """Compute the loss within the output layer if that gives the same; return a sentence about it.
 
     Some families change the logits after that layer (a cap, a factor), so it is tried. All ranks
@@ -213,10 +213,10 @@ def chunk(model: nn.Module, world: World, compiler: Compiler | None = None) -> s
     head = model.get_output_embeddings()
     generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
     tokens = torch.randint(0, head.weight.shape[0], (1, 17), generator=generator)
-    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:]).to(world.device)
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:]).to(layout.device)
     with trial(model):
         plain = token_loss_sum(model, batch) / 16
-        head.forward = LossHead(head, AT_ONCE[world.device.type], compiler)
+        head.forward = LossHead(head, AT_ONCE[layout.device.type], compiler)
         try:
             chunked = token_loss_sum(model, batch) / 16
             same = chunked.ndim == 0 and bool((plain - chunked).abs() < _NOISE)
@@ -228,7 +228,7 @@ def chunk(model: nn.Module, world: World, compiler: Compiler | None = None) -> s
     return f"from the logits, which {model.config.model_type} models change after the output layer"
 
 
-def require_isolation(model: nn.Module, world: World) -> None:
+def require_isolation(model: nn.Module, layout: ParallelLayout) -> None:
     """Raise UsageError when the second of two packed documents depends on the first.
 
     All ranks must call this: two forward passes over a row of 23 tokens.
@@ -240,7 +240,7 @@ def require_isolation(model: nn.Module, world: World) -> None:
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
     ends = torch.from_numpy(boundaries(positions.numpy(), len(_LENGTHS)))
     with trial(model):
-        batches = [MicroBatch(row[None], row[None], positions, ends).to(world.device)
+        batches = [MicroBatch(row[None], row[None], positions, ends).to(layout.device)
                    for row in tokens]
         second = [model(**attention.inputs(model, batch)).logits[0, _LENGTHS[0]:].float()
                   for batch in batches]
@@ -276,13 +276,13 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[MicroBatch], world: World) -> float:
+def evaluate(model: nn.Module, batches: Iterable[MicroBatch], layout: ParallelLayout) -> float:
     """Return the mean loss over all label tokens of all ranks; all ranks must call this."""
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=layout.device)
     tokens = 0
     with eval_mode(model):
         for batch in batches:
-            loss_sum += token_loss_sum(model, batch.to(world.device))
+            loss_sum += token_loss_sum(model, batch.to(layout.device))
             tokens += int((batch.labels != IGNORED).sum())
-    loss_total, token_total = layout.total([loss_sum.item(), tokens], world)
+    loss_total, token_total = layout.total([loss_sum.item(), tokens])
     return loss_total / max(token_total, 1)

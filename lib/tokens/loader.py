@@ -1,10 +1,10 @@
-"""Feeding a rank: its share of each global batch, read ahead by a thread.
+"""Feeding a reader: its share of each global batch, read ahead by a thread.
 
 1. Step s takes the sample numbers [s·G, (s+1)·G) of the endless stream, G the global batch, after
    an offset that is 0 unless data was passed over.
-2. Micro-batch a of rank r is numbers s·G + (a·W + r)·B … + B of them (W ranks, B per rank).
+2. Micro-batch a of reader r is numbers s·G + (a·R + r)·B … + B of them (R readers, B each).
 3. A thread reads the samples of the next step while this one computes.
-So ranks and micro-batches only divide a range that is the same for every world size.
+So readers and micro-batches only divide a range that is the same for any number of them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Loader:
     def _read(self, step: int) -> Step:
         d = self.division
         numbers = self._numbers(step)
-        parts = numbers.reshape(d.accumulation, d.world_size, d.micro_batch)[:, d.rank]
+        parts = numbers.reshape(d.accumulation, d.dp_size, d.micro_batch)[:, d.dp_rank]
         batches = [micro_batch(self.samples.rows(part), self.pin, self.samples.most_documents)
                    for part in parts]
         return Step(batches, *self.samples.counts(numbers))
@@ -108,13 +108,13 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
     """Yield this rank's share of the first `batches` global batches, in the stored order.
 
     All ranks get the same number of micro-batches (sharded forwards are collective); where the
-    samples run out, labels are all ignored, so the loss over them is that of any world size.
+    samples run out, labels are all ignored, so the loss over them is that of any number of ranks.
     """
     d = division
     total = min(batches * d.global_batch, len(samples))
-    per_round = d.micro_batch * d.world_size
+    per_round = d.micro_batch * d.dp_size
     for start in range(0, total, per_round):
-        numbers = start + d.rank * d.micro_batch + np.arange(d.micro_batch)
+        numbers = start + d.dp_rank * d.micro_batch + np.arange(d.micro_batch)
         batch = micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), False,
                             samples.most_documents)
         # A copy: labels and inputs of a window are views of the same tokens.

@@ -1,4 +1,4 @@
-"""The order of samples: one endless stream that every world size reads alike.
+"""The order of samples: one endless stream that any number of readers divides alike.
 
 Sample number g is `permutation(seed, g // n)(g % n)` of the n samples there are. The permutation
 is a keyed 4-round Feistel network with cycle walking: a bijection of [0, n) with O(1) state, so
@@ -23,16 +23,19 @@ LARGEST_SUM = 3_000_000_000  # its square fits into 64 bits
 
 @dataclass(frozen=True)
 class Division:
-    """How a global batch is divided: G = micro_batch × accumulation × world_size samples."""
+    """How a global batch is divided: G = micro_batch × accumulation × dp_size samples.
+
+    dp_rank, dp_size: which of the readers this is, and how many there are.
+    """
 
     micro_batch: int
     accumulation: int
-    rank: int
-    world_size: int
+    dp_rank: int
+    dp_size: int
 
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * self.accumulation * self.world_size
+        return self.micro_batch * self.accumulation * self.dp_size
 
 
 def sample_numbers(first: int, count: int, n: int, seed: int) -> np.ndarray:

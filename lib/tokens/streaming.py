@@ -59,15 +59,15 @@ class Stream:
     Raises UsageError when there are fewer spans than ranks.
     """
 
-    def __init__(self, shards: RawShards, text_field: str, seed: int, rank: int, ranks: int,
+    def __init__(self, shards: RawShards, text_field: str, seed: int, dp_rank: int, dp_size: int,
                  ) -> None:
-        if len(shards.spans) < ranks:
+        if len(shards.spans) < dp_size:
             raise UsageError(f"{shards.name} has {units.counted(len(shards.spans), 'piece')} for "
-                             f"{units.counted(ranks, 'rank')}",
+                             f"{units.counted(dp_size, 'rank')}",
                              expected="a piece per rank at least: more files, or fewer ranks (a "
                                       "compressed file, and one from the Hub, is one piece)")
         self.shards, self.text_field, self.seed = shards, text_field, seed
-        self.rank, self.ranks = rank, ranks
+        self.dp_rank, self.dp_size = dp_rank, dp_size
         self.left, self._told = LeftOut(), 0
         self._tokens, self._reading, self._encoding = 0, 1e-9, 0.0  # seconds
         self._workers: list[Worker] = []
@@ -75,8 +75,9 @@ class Stream:
     def spans(self, epoch: int) -> list[Span]:
         """Return this rank's spans of an epoch, in their order."""
         count = len(self.shards.spans)
-        numbers = order.permute(np.arange(count), count, self.seed, epoch)[self.rank::self.ranks]
-        return [self.shards.spans[number] for number in numbers]
+        numbers = order.permute(np.arange(count), count, self.seed, epoch)
+        own = numbers[self.dp_rank::self.dp_size]
+        return [self.shards.spans[number] for number in own]
 
     def sample(self) -> list[bytes]:
         """Return the beginnings of some documents: from all over the shards where they are here,
@@ -164,9 +165,9 @@ class Stream:
     def describe(self, numbers: int) -> dict[str, str]:
         """Return what a plan says of the spans, whatever the number of samples."""
         count = len(self.shards.spans)
-        return {"pieces": f"{count / self.ranks:,.1f} per rank = {count:,} of about "
+        return {"pieces": f"{count / self.dp_size:,.1f} per rank = {count:,} of about "
                           f"{units.size(self.shards.bytes // count)} / "
-                          f"{units.counted(self.ranks, 'rank')}"}
+                          f"{units.counted(self.dp_size, 'rank')}"}
 
     def _sequence(self, cursor: Cursor) -> Iterator[tuple[int, int, Span]]:
         """Yield epoch, number and span from the cursor's on, without end."""
@@ -221,5 +222,5 @@ class Stream:
 
     def _nothing(self, epoch: int) -> ArtifactError:
         self.tell()
-        return ArtifactError(f"the part of rank {self.rank} gave no document in epoch {epoch}",
+        return ArtifactError(f"the part of rank {self.dp_rank} gave no document in epoch {epoch}",
                              found=str(self.shards), expected="other files, or fewer ranks")

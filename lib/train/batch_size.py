@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.models import float8
-from lib.parallel.layout import World, gather
+from lib.parallel.layout import ParallelLayout, gather
 from lib.train import memory, memory_plan, plan
 from lib.train.config import AUTO, Config
 from lib.train.memory_plan import USABLE, Estimates
@@ -43,15 +43,15 @@ def settle(config: Config, model: PreTrainedModel) -> Config:
     return config.settled("memory plan", batch_size=batch)
 
 
-def agree(config: Config, samples: int | None, world: World) -> Config:
+def agree(config: Config, samples: int | None, layout: ParallelLayout) -> Config:
     """Return the options with the smallest batch that any rank has found for its device.
 
     All ranks must call this. samples: of an epoch, see `limit`.
     """
     if not config.chose_batch:
         return config
-    batch = min(gather(config.batch_size, world.control))
-    return limit(config.settled("memory plan", batch_size=batch), samples, world.size)
+    batch = min(gather(config.batch_size, layout.control))
+    return limit(config.settled("memory plan", batch_size=batch), samples, layout.ranks)
 
 
 def limit(config: Config, samples: int | None, ranks: int) -> Config:
@@ -63,7 +63,8 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     asked, steps = plan.epochs(config), min(config.max_steps or _STEPS, _STEPS)
     if not config.chose_batch or config.global_batch_size or samples is None or asked is None:
         return config
-    most = asked * samples // (steps * ranks * (config.grad_accum_steps or 1))
+    dp_size = plan.degrees(config).dp_size(ranks)
+    most = asked * samples // (steps * dp_size * (config.grad_accum_steps or 1))
     if config.batch_size <= most:
         return config
     smaller = _candidates(config, ranks, config.batch_size * config.seq_length)
@@ -96,14 +97,15 @@ def advise(config: Config, model: PreTrainedModel, has_begun: bool) -> None:
     if not on_gpu or config.chose_batch or tokens >= _FEW or log.rank() != 0:
         return
     ranks, kept = plan.launched_size(), config
-    whole = plan.divide(config, 0, ranks).global_batch
+    division = plan.divide(config, 0, ranks)
+    whole = division.global_batch
     if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
         kept = replace(config, global_batch_size=whole, grad_accum_steps=None)
     batch, _ = memory_plan.apart(_chosen, kept, model, ranks, on_gpu, memory.total(device),
                                  memory.room(device))
     if batch > config.batch_size:
         step = f" with --global-batch-size {whole}" if kept.global_batch_size else \
-            f", and makes a step of {batch * ranks} samples instead of {whole}"
+            f", and makes a step of {batch * division.dp_size} samples instead of {whole}"
         log.warn(f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
                  f"{batch} fits by the memory plan ({batch * config.seq_length:,} tokens){step}; "
                  "--batch-size auto takes what fits")
@@ -138,7 +140,8 @@ def _chosen(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, ha
     whole = config.global_batch_size
     of_step = f"divides the {units.counted(whole, 'sample')} of a step over " \
               f"{units.counted(ranks, 'rank')} and " if whole else ""
-    limit = "all that a rank has of a step" if whole == batch * ranks else \
+    per_pass = batch * plan.degrees(config).dp_size(ranks)
+    limit = "all that a rank has of a step" if whole == per_pass else \
         f"the largest that {of_step}fits in {units.memory(room)} by the memory plan" \
         if batch < candidates[-1] else \
         f"the largest that {of_step}has no more than {_ENOUGH[on_gpu]:,} tokens, from which on " \
@@ -149,8 +152,9 @@ def _chosen(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, ha
 
 def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
     """Return the batches that the other options allow, in order; the smallest whatever its size."""
+    division = plan.divide(config, 0, ranks)
+    share = division.global_batch // division.dp_size
     if config.global_batch_size:
-        share = plan.divide(config, 0, ranks).global_batch // ranks
         found = [batch for batch in range(1, share + 1) if share % batch == 0]
     else:
         found = [1 << power for power in range(enough.bit_length())]
@@ -160,7 +164,7 @@ def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
         raise UsageError(f"no --batch-size has tokens in multiples of {float8.MULTIPLE}, as "
                          "--precision fp8 takes them",
                          found=f"{config.seq_length:,} tokens per sample (--seq-length), "
-                               f"{config.global_batch_size // ranks} samples per process and step")
+                               f"{share} samples per process and step")
     return [b for b in found if b * config.seq_length <= enough] or found[:1]
 
 

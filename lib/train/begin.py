@@ -32,12 +32,11 @@ from lib.parallel import (
     compiling,
     determinism,
     flight_recorder,
-    layout,
     loss,
     parallelize,
 )
 from lib.parallel.compiling import Compiler
-from lib.parallel.layout import World, gather, on_rank_0
+from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.parallel.meeting import Meeting
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.train import (
@@ -58,7 +57,7 @@ from lib.train.journal import Journal, read_config
 from lib.train.launches import Launch
 from lib.train.memory_estimate import MemoryEstimate
 from lib.train.outlook import Hardware, Work
-from lib.train.plan import Plan
+from lib.train.plan import Plan, degrees
 from lib.train.profiling import Profiler
 from lib.train.report import Report
 from lib.train.run import Run
@@ -82,64 +81,65 @@ def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     estimate = MemoryEstimate(model, config.precision) if log.rank() == 0 else None
     if config.deterministic:
         determinism.require()
-    world = layout.start(config.shard_size, meeting, watchdog.longest(config.watchdog_minutes))
-    config = batch_size.agree(config, data.samples, world)
+    layout = ParallelLayout.start(degrees(config), meeting,
+                                  watchdog.longest(config.watchdog_minutes))
+    config = batch_size.agree(config, data.samples, layout)
     if estimate is not None:
         estimate.begin(config, model, data.most_documents)
-    config, launch = launches.join(config, experiment, world)
-    run_plan = startup.make_plan(config, inputs, data.samples, world.rank)
+    config, launch = launches.join(config, experiment, layout)
+    run_plan = startup.make_plan(config, inputs, data.samples, layout.rank)
     checks.require_room(config, run_plan.total_steps, has_begun=bool(inputs.begun))
-    journal = Journal(experiment, world.rank)
-    _require_agreement(config, run_plan, world)
-    lease = _claim(config, experiment, run_plan, inputs, journal, launch, world)
-    tier = _tier(config, read_config(experiment)["run"], world, journal)
-    log.add_file(experiment.rank_log(world.rank))
+    journal = Journal(experiment, layout.rank)
+    _require_agreement(config, run_plan, layout)
+    lease = _claim(config, experiment, run_plan, inputs, journal, launch, layout)
+    tier = _tier(config, read_config(experiment)["run"], layout, journal)
+    log.add_file(experiment.rank_log(layout.rank))
     work = startup.work_of(config, inputs, model)
-    peak, where = flops.device_peak(world.device, config.precision)
+    peak, where = flops.device_peak(layout.device, config.precision)
     _print_head(config, inputs, run_plan, data, work, Hardware(
-        world.size, peak, where, "GPU" if world.device.type == "cuda" else "rank"))
+        layout.ranks, peak, where, "GPU" if layout.device.type == "cuda" else "rank"))
     if config.deterministic:
-        log.info(f"deterministic: {determinism.cost(world.device, config.precision)}")
-    compiler = compiling.compiler(config.compile, world.device)
-    before = memory.usage(world.device)["memory/current_gib"]
-    offload = _shard(config, model, world, compiler)
+        log.info(f"deterministic: {determinism.cost(layout.device, config.precision)}")
+    compiler = compiling.compiler(config.compile, layout.device)
+    before = memory.usage(layout.device)["memory/current_gib"]
+    offload = _shard(config, model, layout, compiler)
     adamw = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
                            config.weight_decay, compiler and compiler.wrap)
     log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
              + flops.described(model, config.seq_length))
-    run = Run(config, experiment, run_plan, world, model, adamw,
+    run = Run(config, experiment, run_plan, layout, model, adamw,
               StepGuard(config.precision, config.spike_factor,
-                        torch.device("cpu") if offload else world.device),
+                        torch.device("cpu") if offload else layout.device),
               data, feed.of(data.train, config.seed, config.seq_length, run_plan.division,
-                            world.device), Timers(world.device),
-              StopRequest(world, experiment.stop_file, config.max_minutes),
-              Profiler(config.profile, experiment.profile, world.rank, world.device), journal,
+                            layout.device), Timers(layout.device),
+              StopRequest(layout, experiment.stop_file, config.max_minutes),
+              Profiler(config.profile, experiment.profile, layout.rank, layout.device), journal,
               work.flops, peak, estimate, before, lease)
-    run.saves = Saves(config, experiment, journal, world.saving, tier)
-    run.model_files = _digests(experiment.model) if world.rank == 0 else {}
+    run.saves = Saves(config, experiment, journal, layout.saving, tier)
+    run.model_files = _digests(experiment.model) if layout.rank == 0 else {}
     if not resume.resume(run, inputs.named):
-        _first_weights(config, inputs, model, world)
-        journal.event("start", 0, ranks=world.size)
+        _first_weights(config, inputs, model, layout)
+        journal.event("start", 0, ranks=layout.ranks)
     float8.rescale_with(adamw, model)
-    _settle_attention(config, model, world)
-    log.info(f"loss: {loss.chunk(model, world, compiler)}")
-    run.report = Report(config, experiment, run_plan, world.rank, run.step,
-                        f"{experiment.root.name}: {model.config.model_type}, {world.size} × "
-                        f"{world.device.type}")
-    run.watchdog = _watchdog(config, experiment.rank_log(world.rank))
+    _settle_attention(config, model, layout)
+    log.info(f"loss: {loss.chunk(model, layout, compiler)}")
+    run.report = Report(config, experiment, run_plan, layout.rank, run.step,
+                        f"{experiment.root.name}: {model.config.model_type}, {layout.ranks} × "
+                        f"{layout.device.type}")
+    run.watchdog = _watchdog(config, experiment.rank_log(layout.rank))
     run.write_state("running")
     run.tell_estimate()
     _collect_together()
     return run
 
 
-def _settle_attention(config: Config, model: PreTrainedModel, world: World) -> None:
+def _settle_attention(config: Config, model: PreTrainedModel, layout: ParallelLayout) -> None:
     """Decide how the model attends, and say so; UsageError where packed documents cannot train."""
     attention.ask_no_device(model, config.packing, config.seq_length)
     log.info("attention: " + attention_kernel.settle(model, config.packing,
-                                                     config.precision, world.device))
+                                                     config.precision, layout.device))
     if config.packing == "documents":
-        loss.require_isolation(model, world)
+        loss.require_isolation(model, layout)
 
 
 def _watchdog(config: Config, rank_log: Path) -> Watchdog:
@@ -157,32 +157,33 @@ def _collect_together() -> None:
     gc.disable()
 
 
-def _shard(config: Config, model: PreTrainedModel, world: World, compiler: Compiler | None) -> bool:
+def _shard(config: Config, model: PreTrainedModel, layout: ParallelLayout,
+           compiler: Compiler | None) -> bool:
     """Shard the model and give it memory, without content; tell whether that is the host's."""
-    offload = config.cpu_offload and world.device.type == "cuda"
+    offload = config.cpu_offload and layout.device.type == "cuda"
     if config.precision == "fp8":
-        log.info("fp8: " + float8.convert(model, config.fp8_recipe, world.mesh.size(-1),
-                                          not offload, emulate=world.device.type != "cuda"))
-    small = not offload and parallelize.may_stay_gathered(model, memory.total(world.device))
+        log.info("fp8: " + float8.convert(model, config.fp8_recipe, layout.fsdp.size(-1),
+                                          not offload, emulate=layout.device.type != "cuda"))
+    small = not offload and parallelize.may_stay_gathered(model, memory.total(layout.device))
     log.info("sharded: " + parallelize.parallelize(
-        model, world.mesh, config.precision, config.activation_checkpointing, compiler, offload,
+        model, layout.fsdp, config.precision, config.activation_checkpointing, compiler, offload,
         small))
-    parallelize.materialise(model, world.device, offload)
+    parallelize.materialise(model, layout.device, offload)
     return offload
 
 
-def _tier(config: Config, run: str, world: World, journal: Journal) -> Tier | None:
+def _tier(config: Config, run: str, layout: ParallelLayout, journal: Journal) -> Tier | None:
     """Return where frequent checkpoints go, if anywhere; run: the mark of this run."""
     if config.ckpt_hyperpod:
-        return HyperPodTier(config.ckpt_hyperpod, config.experiment_name, run, world.control,
-                            world.saving, journal.event)
+        return HyperPodTier(config.ckpt_hyperpod, config.experiment_name, run, layout.control,
+                            layout.saving, journal.event)
     if config.ckpt_local_dir:
-        return LocalTier(config.ckpt_local_dir / f"{config.experiment_name}-{run}", world.control,
-                         world.saving, journal.event)
+        return LocalTier(config.ckpt_local_dir / f"{config.experiment_name}-{run}", layout.control,
+                         layout.saving, journal.event)
     return None
 
 
-def _require_agreement(config: Config, run_plan: Plan, world: World) -> None:
+def _require_agreement(config: Config, run_plan: Plan, layout: ParallelLayout) -> None:
     """Raise UsageError when a rank was started with other data or options; all ranks call this.
 
     A difference would train on a mixture, or hang the first time one rank saves alone.
@@ -192,16 +193,16 @@ def _require_agreement(config: Config, run_plan: Plan, world: World) -> None:
         "ckpt_local_dir": bool(config.ckpt_local_dir),
         "steps": run_plan.total_steps, "batch_size": run_plan.division.micro_batch}
     mine["inputs"] = mine["inputs"] | {"samples": run_plan.samples}
-    for rank, other in enumerate(gather(mine, world.control)):
+    for rank, other in enumerate(gather(mine, layout.control)):
         if found := differences(other, mine):
-            raise UsageError(f"ranks {rank} and {world.rank} were not started alike",
-                             found="\n".join(each.told(f"on rank {rank}", f"on rank {world.rank}")
+            raise UsageError(f"ranks {rank} and {layout.rank} were not started alike",
+                             found="\n".join(each.told(f"on rank {rank}", f"on rank {layout.rank}")
                                              for each in found),
                              expected="the same command, dataset and model on every node")
 
 
 def _claim(config: Config, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
-           launch: Launch, world: World) -> Lease | None:
+           launch: Launch, layout: ParallelLayout) -> Lease | None:
     """Make the directory ours, and see that every rank means the same one by it.
 
     All ranks must call this. Returns what rank 0 holds it by. Raises ExperimentHeld when another
@@ -230,12 +231,12 @@ def _claim(config: Config, experiment: Experiment, run_plan: Plan, inputs: Input
             journal.event("clean", 0, paths=left)
         return start
 
-    start = on_rank_0(write, world.control)
+    start = on_rank_0(write, layout.control)
     deadline = time.monotonic() + _SHARED_WITHIN_S  # network file systems may show it late
     while not (seen := read_config(experiment).get("launch") == start) \
             and time.monotonic() < deadline:
         time.sleep(0.5)
-    if not all(gather(seen, world.control)):
+    if not all(gather(seen, layout.control)):
         raise UsageError(f"{experiment.root} is not the same directory on all nodes",
                          expected="--save-dir on a file system that all nodes share")
     return leases[0] if leases else None
@@ -299,7 +300,8 @@ def _digests(directory: Path) -> dict[str, str]:
             for path in sorted(directory.iterdir()) if path.is_file()}
 
 
-def _first_weights(config: Config, inputs: Inputs, model: nn.Module, world: World) -> None:
+def _first_weights(config: Config, inputs: Inputs, model: nn.Module,
+                   layout: ParallelLayout) -> None:
     began = time.monotonic()
     if inputs.scratch:
         initialise(model, config.seed)
@@ -309,4 +311,4 @@ def _first_weights(config: Config, inputs: Inputs, model: nn.Module, world: Worl
     count = sum(p.numel() for p in model.parameters())
     log.info(f"weights: {units.count(count)} parameters {startup.weights_of(config, inputs)} in "
              f"{units.duration(time.monotonic() - began)}")
-    torch.manual_seed(config.seed + 1_000_003 * world.rank)  # dropout differs between ranks
+    torch.manual_seed(config.seed + 1_000_003 * layout.rank)  # dropout differs between ranks

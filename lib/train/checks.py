@@ -98,7 +98,7 @@ def _batch(config: Config, problems: Problems) -> None:
     if config.global_batch_size and config.grad_accum_steps:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
     for ranks in config.plan_gpus or [plan.launched_size()]:
-        problems.collect(lambda ranks=ranks: plan.require_replicas(config, ranks))
+        problems.collect(lambda ranks=ranks: plan.degrees(config).replicas(ranks))
     if config.plan_gpus and not config.dry_run:
         problems.add("--plan-gpus plans and does not train", run=commands.again("--dry-run"))
 

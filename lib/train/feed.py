@@ -90,7 +90,7 @@ class SampleFeed(Feed):
 
 
 class StreamFeed(Feed):
-    """A stream of which every rank reads its own part, from its cursor on."""
+    """A stream of which every reader has its own part, from its cursor on."""
 
     def __init__(self, stream: Stream, seq_length: int, division: Division, device: torch.device,
                  ) -> None:
@@ -102,10 +102,12 @@ class StreamFeed(Feed):
                                  last - first, self._device))
 
     def state(self, step: int, group: dist.ProcessGroup) -> dict[str, Any]:
-        return {"samples": self.samples(step), "cursors": gather(asdict(self._cursor), group)}
+        cursors = gather(asdict(self._cursor), group)  # ranks of one reader have the same
+        return {"samples": self.samples(step),
+                "cursors": cursors[::len(cursors) // self._division.dp_size]}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        self._cursor = Cursor(**state["cursors"][self._division.rank])
+        self._cursor = Cursor(**state["cursors"][self._division.dp_rank])
 
     def epoch(self, step: int) -> float:
         return self._stream.epoch_at(self._cursor)

@@ -17,7 +17,7 @@ from lib.train import journal
 from lib.train.config import Config
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
-    from lib.parallel.layout import World
+    from lib.parallel.layout import ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Launch:
     has_begun: bool
 
 
-def join(config: Config, experiment: Experiment, world: World) -> tuple[Config, Launch]:
+def join(config: Config, experiment: Experiment, layout: ParallelLayout) -> tuple[Config, Launch]:
     """Agree with all ranks on the launch that they belong to, and on what its options still mean.
 
     All ranks must call this: one on a machine that was replaced cannot tell by itself.
@@ -36,7 +36,7 @@ def join(config: Config, experiment: Experiment, world: World) -> tuple[Config, 
     from lib.parallel.layout import gather
 
     own, known = launcher.marks() + launcher.job_marks(), _known(experiment)
-    found = gather((_is_of(known), own, known), world.control)
+    found = gather((_is_of(known), own, known), layout.control)
     again = any(begun for begun, _, _ in found)
     if again:
         config = act_once(config)

@@ -95,7 +95,7 @@ def advice(plan: Plan, work: Work, hardware: Hardware) -> str | None:
 def _batch_of(tokens: int, plan: Plan) -> int:
     """Return the global batch of about so many tokens that can be divided as this one is."""
     d: Division = plan.division
-    per_pass = d.micro_batch * d.world_size
+    per_pass = d.micro_batch * d.dp_size
     return per_pass * max(1, round(tokens / plan.config.seq_length / per_pass))
 
 

@@ -10,6 +10,7 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.optim import schedule
 from lib.optim.schedule import Schedule
+from lib.parallel.degrees import Degrees
 from lib.tokens.order import Division
 from lib.train.config import AUTO, Config
 
@@ -67,7 +68,7 @@ class Plan:
 def product(d: Division, seq_length: int) -> str:
     """Return the tokens of a step with the factors they come from."""
     return f"{d.global_batch * seq_length:,} = {d.micro_batch} per process × {seq_length:,} " \
-           f"tokens × {d.accumulation} accumulation × {units.counted(d.world_size, 'rank')}"
+           f"tokens × {d.accumulation} accumulation × {units.counted(d.dp_size, 'rank')}"
 
 
 def launched_size() -> int:
@@ -75,21 +76,28 @@ def launched_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def degrees(config: Config) -> Degrees:
+    """Return over how many ranks a run divides what."""
+    return Degrees(config.shard_size)
+
+
 def divide(config: Config, rank: int, ranks: int) -> Division:
     """Return how a global batch is divided; UsageError when it cannot be.
 
-    A batch size that is still open counts as 1, which divides what any other does.
+    rank, ranks: processes, of this launch or of a planned one. A batch size that is still open
+    counts as 1, which divides what any other does.
     """
     batch = 1 if config.batch_size == AUTO else config.batch_size
+    dp_rank, dp_size = degrees(config).dp_rank(rank), degrees(config).dp_size(ranks)
     if config.global_batch_size is None:
-        return Division(batch, config.grad_accum_steps or 1, rank, ranks)
-    per_pass = batch * ranks
+        return Division(batch, config.grad_accum_steps or 1, dp_rank, dp_size)
+    per_pass = batch * dp_size
     accumulation, rest = divmod(config.global_batch_size, per_pass)
     if rest or not accumulation:
         raise UsageError(f"--global-batch-size {config.global_batch_size} cannot be divided",
                          expected=f"a multiple of {per_pass} = {batch} per process "
-                                  f"(--batch-size) × {ranks} ranks")
-    return Division(batch, accumulation, rank, ranks)
+                                  f"(--batch-size) × {dp_size} ranks")
+    return Division(batch, accumulation, dp_rank, dp_size)
 
 
 def epochs(config: Config) -> int | None:
@@ -113,10 +121,3 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
                          expected="more text, a smaller --seq-length or --global-batch-size, "
                                   "or more --num-epochs")
     return min(limits)
-
-
-def require_replicas(config: Config, ranks: int) -> None:
-    """Raise UsageError when --shard-size leaves replicas of unequal size."""
-    if config.shard_size and ranks % config.shard_size:
-        raise UsageError(f"--shard-size {config.shard_size} does not divide the "
-                         f"{units.counted(ranks, 'rank')}", expected="replicas of equal size")

@@ -26,7 +26,7 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
 
     named: by --resume; it is taken unless the run has gone on from it before.
     """
-    experiment, control = run.experiment, run.world.control
+    experiment, control = run.experiment, run.layout.control
     if named is not None and not on_rank_0(
             lambda: earlier.descends(earlier.newest(experiment), named), control):
         load.require_intact(named, control)
@@ -47,18 +47,18 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
     state = _load(run, checkpoint)
     run.feed.restore(state | ({"samples": 0} if earlier.is_other_data(changes) else {}), run.step)
     run.rollbacks = state["rollbacks"]
-    if checkpoint is named and run.world.rank == 0:
+    if checkpoint is named and run.layout.rank == 0:
         is_own = named.path.parent == experiment.checkpoints.resolve()
         commit.supersede(experiment.checkpoints, named.step if is_own else -1, _NEWER)
     if checkpoint is named and run.saves.tier:
         run.saves.tier.supersede(-1, _NEWER)
-    run.journal.event("resume", run.step, path=str(checkpoint.path), ranks=run.world.size,
+    run.journal.event("resume", run.step, path=str(checkpoint.path), ranks=run.layout.ranks,
                       **({"changes": [*map(str, changes)]} if changes else {}))
     log.info(f"resumed from {checkpoint.path} in {units.duration(time.monotonic() - began)}: step "
              f"{run.step:,} of {run.plan.total_steps:,}, {run.tokens:,} tokens seen")
     for change in changes:
         log.warn(f"--resume-with-changes: {change}")
-    if run.profiler.has_passed(run.step) and run.world.rank == 0:
+    if run.profiler.has_passed(run.step) and run.layout.rank == 0:
         first, last = run.config.profile
         log.warn(f"--profile {first}:{last} records nothing: the run goes on after step "
                  f"{run.step:,}")
@@ -74,7 +74,7 @@ def roll_back(run: Run) -> None:
     All ranks must call this. Raises UsageError when there is no such checkpoint, or when that was
     done several times already.
     """
-    control, bad = run.world.control, run.step_guard.in_a_row
+    control, bad = run.layout.control, run.step_guard.in_a_row
     run.saves.finish(wait=True)
     checkpoint = None
     if run.rollbacks < _MOST_ROLLBACKS:
@@ -90,7 +90,7 @@ def roll_back(run: Run) -> None:
     run.feed.restore(position, run.step)
     run.rollbacks += 1
     why = f"the steps up to {diverged_at} were rolled back"
-    if run.world.rank == 0:
+    if run.layout.rank == 0:
         commit.supersede(run.experiment.checkpoints, run.step, why)
     if run.saves.tier:
         try:
@@ -107,7 +107,7 @@ def roll_back(run: Run) -> None:
 
 def _newest(run: Run, before: int | None = None) -> Checkpoint | None:
     """Return the newest valid checkpoint of both tiers; see load.newest_valid."""
-    checkpoints, tier, control = run.experiment.checkpoints, run.saves.tier, run.world.control
+    checkpoints, tier, control = run.experiment.checkpoints, run.saves.tier, run.layout.control
     if tier is None:
         return load.newest_valid(checkpoints, control, run.note_quarantine, before)
 
@@ -133,7 +133,7 @@ def _newest(run: Run, before: int | None = None) -> Checkpoint | None:
 
 def _load(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     """Fill model, optimizer and counters from a verified checkpoint; return its train state."""
-    tier, device = run.saves.tier, run.world.device
+    tier, device = run.saves.tier, run.layout.device
     there = checkpoint.train_state()
     if lacking := _NEEDED - there.keys() or \
             run.step_guard.state().keys() - there["loss_scale"].keys():
@@ -142,7 +142,7 @@ def _load(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     if tier and tier.holds(checkpoint):
         state = tier.load(checkpoint, run.model, run.optimizer, device)
     else:
-        state = load.load(checkpoint, run.model, run.optimizer, device, run.world.control)
+        state = load.load(checkpoint, run.model, run.optimizer, device, run.layout.control)
     run.step_guard.restore(state["loss_scale"])
     run.step, run.tokens = checkpoint.step, state["tokens"]
     return state

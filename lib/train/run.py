@@ -19,8 +19,7 @@ from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.lease import Lease
 from lib.core.paths import Experiment
 from lib.optim.guard import Skipped, StepGuard
-from lib.parallel import layout
-from lib.parallel.layout import World, gather
+from lib.parallel.layout import ParallelLayout, gather
 from lib.parallel.loss import evaluate
 from lib.tokens.loader import Step, evaluation_batches
 from lib.train import memory, metrics, symptoms
@@ -54,7 +53,7 @@ class Run:
     config: Config
     experiment: Experiment
     plan: Plan
-    world: World
+    layout: ParallelLayout
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     step_guard: StepGuard
@@ -115,8 +114,8 @@ class Run:
         """
         times = self.timers.read()
         per_second = self.plan.tokens_per_step / (times["time/total"] / 1000)
-        per_device = per_second / self.world.size
-        in_use = memory.usage(self.world.device)
+        per_device = per_second / self.layout.ranks
+        in_use = memory.usage(self.layout.device)
         self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
         in_use["memory/peak_gib"] = self.memory_peak
         return {"step": self.step, "epoch": self.feed.epoch(self.step),
@@ -136,7 +135,7 @@ class Run:
         In a step all ranks take as long as the slowest; only the optimizer and the data tell them
         apart. All ranks must call this.
         """
-        own = gather(times["time/data"] + times["time/optimizer"], self.world.control)
+        own = gather(times["time/data"] + times["time/optimizer"], self.layout.control)
         slowest = max(range(len(own)), key=own.__getitem__)
         usual = max(statistics.median(own), 1e-9)
         return {"perf/slowest_rank": slowest, "perf/slowest_ratio": own[slowest] / usual}
@@ -149,7 +148,7 @@ class Run:
         for part in held_out:
             batches = evaluation_batches(part.samples, self.config.eval_batches,
                                          self.plan.division)
-            losses[part.name] = evaluate(self.model, self.report.validating(batches), self.world)
+            losses[part.name] = evaluate(self.model, self.report.validating(batches), self.layout)
         loss = sum(part.weight * losses[part.name] for part in held_out) \
             / sum(part.weight for part in held_out)
         each = {f"eval/loss/{name}": each for name, each in losses.items()} \
@@ -208,7 +207,7 @@ class Run:
         began, last = time.monotonic(), bool(stopping) or self.step == self.plan.total_steps
         self.saves.finish(wait=True)
         self._prepare_copies()
-        self.saves.require_copies(self.world.control)
+        self.saves.require_copies(self.layout.control)
         copies, facts = None if last else self.saves.copies, self._facts()
 
         def after() -> None:
@@ -217,7 +216,7 @@ class Run:
                 self.report.draw()
 
         self.saves.begin(capture(self.step, self.model, self.optimizer, self._state(),
-                                 self.plan.identity(), self.world.device, copies), local, after)
+                                 self.plan.identity(), self.layout.device, copies), local, after)
         if copies is None:
             self.saves.finish(wait=True, last=last)
         else:
@@ -241,11 +240,11 @@ class Run:
         logged = self.last if self.last.get("step") == self.step else {}
         logged = {key: value for key, value in logged.items() if math.isfinite(value)}
         return {"step": self.step, "tokens": self.tokens,
-                **self.feed.state(self.step, self.world.control),
+                **self.feed.state(self.step, self.layout.control),
                 "seed": self.config.seed, "total_steps": self.plan.total_steps,
                 "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
                 "resumed_path": self.resumed_path,
-                "world_size": self.world.size,
+                "world_size": self.layout.ranks,
                 "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
                 "bad_steps": self.step_guard.in_a_row, "rollbacks": self.rollbacks,
                 "loss_scale": self.step_guard.state(), "model_files": self.model_files}
@@ -275,7 +274,7 @@ class Run:
             self.saves.tier.remove(self.step)
         self.journal.event("complete", self.step)
         self.write_state("complete")
-        if self.world.rank != 0:
+        if self.layout.rank != 0:
             return
         if rows := self.report.rows():
             log.info(f"done: {self.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
@@ -311,4 +310,4 @@ class Run:
             with suppress(OSError):  # a record that stays is known to be of a process that is gone
                 self.lease.release()
         if in_order:
-            layout.stop(self.world)
+            self.layout.stop()

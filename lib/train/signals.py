@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lib.core import launcher
-from lib.parallel.layout import World
+from lib.parallel.layout import ParallelLayout
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _OUT_OF_TIME, _STOP_FILE, _ALONE = 1001, 1002, 1003
@@ -29,8 +29,8 @@ class StopRequest:
     and nobody else would ever end it.
     """
 
-    def __init__(self, world: World, stop_file: Path, minutes: float | None) -> None:
-        self._world, self._file = world, stop_file
+    def __init__(self, layout: ParallelLayout, stop_file: Path, minutes: float | None) -> None:
+        self._layout, self._file = layout, stop_file
         self._deadline = time.monotonic() + minutes * 60 if minutes else float("inf")
         self._looked = 0.0
         self.reason = 0
@@ -49,19 +49,19 @@ class StopRequest:
             self.reason = self.reason or _OUT_OF_TIME
         elif launcher.is_gone():
             self.reason = self.reason or _ALONE
-        elif self._world.rank == 0 and now - self._looked > _LOOK_EVERY_S:
+        elif self._layout.rank == 0 and now - self._looked > _LOOK_EVERY_S:
             self._looked = now
             if self._file.exists():
                 self.reason = self.reason or _STOP_FILE
         self._agreed = torch.tensor([self.reason], dtype=torch.int32)
-        self._pending = dist.all_reduce(self._agreed, dist.ReduceOp.MAX, self._world.control,
+        self._pending = dist.all_reduce(self._agreed, dist.ReduceOp.MAX, self._layout.control,
                                         async_op=True)
 
     def agreed(self) -> str:
         """Return the reason on which all ranks agreed, or an empty string."""
         self._pending.wait()
         number = int(self._agreed)
-        if number and self._world.rank == 0:  # whatever it was: it must not end the next launch too
+        if number and self._layout.rank == 0:  # whatever it was: it has been heeded
             with suppress(OSError):
                 self._file.unlink()
         return _REASONS[number] if number else ""

@@ -36,7 +36,7 @@ def identity(config: Config, found: RawShards) -> dict[str, str]:
     """Return what a run that resumes must share of the shards: each rank goes on in its own part.
     """
     shared = {"dataset": found.fingerprint, "text field": text_field(config),
-              "ranks": str(plan.launched_size())}
+              "ranks": str(plan.degrees(config).dp_size(plan.launched_size()))}
     return {**shared, "commit": found.commit} if found.commit else shared
 
 
@@ -47,7 +47,9 @@ def text_field(config: Config) -> str:
 
 def part(config: Config, found: RawShards) -> Stream:
     """Return this rank's part of the shards, nothing of it read yet."""
-    return Stream(found, text_field(config), config.seed, log.rank(), plan.launched_size())
+    degrees = plan.degrees(config)
+    return Stream(found, text_field(config), config.seed, degrees.dp_rank(log.rank()),
+                  degrees.dp_size(plan.launched_size()))
 
 
 def prepare(config: Config, found: RawShards, model_dir: Path, vocab_size: int) -> Stream:

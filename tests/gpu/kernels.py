@@ -69,11 +69,11 @@ def _loss_of_model(place: Place, tied: bool) -> dict[str, float]:
     from lib.parallel import loss
 
     found = {}
-    with trained(place, "fp32", tie_word_embeddings=tied) as (model, _, world):
+    with trained(place, "fp32", tie_word_embeddings=tied) as (model, _, layout):
         batch = tokens(place, 2, model)
         head = model.get_output_embeddings()
         plain, expected = _gradients(model, batch)
-        assert "never exist" in loss.chunk(model, world), "the loss is not made in the output layer"
+        assert "never exist" in loss.chunk(model, layout), "the output layer makes no loss"
         chunked, gradients = _gradients(model, batch)
         assert isinstance(head.forward, loss.LossHead)
         found["loss"] = abs(chunked / plain - 1)
@@ -139,8 +139,8 @@ def bad_steps(place: Place) -> None:
 
     for kind in ("adamw", "adamw8bit"):
         for precision in place.size(("bf16", "fp16"), ("fp32",)):
-            with trained(place, precision, kind) as (model, optimizer, world):
-                guard = StepGuard(precision, 30.0, world.device)
+            with trained(place, precision, kind) as (model, optimizer, layout):
+                guard = StepGuard(precision, 30.0, layout.device)
                 for bad in (0.0, torch.nan, torch.inf, 0.0):
                     backward(model, tokens(place, 1, model), guard)
                     if bad:
@@ -163,9 +163,9 @@ def gradient_scale(place: Place) -> None:
 
     norms: dict[str, list[float]] = {}
     for precision in place.size(("fp32", "bf16", "fp16"), ("fp32", "bf16")):
-        with trained(place, precision) as (model, optimizer, world):
+        with trained(place, precision) as (model, optimizer, layout):
             for samples in (1, 3, 5):
-                guard = StepGuard(precision, 0.0, world.device)
+                guard = StepGuard(precision, 0.0, layout.device)
                 backward(model, tokens(place, 1, model), guard, samples)
                 norms.setdefault(precision, []).append(guard.clip(optimizer, 0.0).item())
                 optimizer.zero_grad(set_to_none=True)
@@ -182,16 +182,16 @@ def staging(place: Place) -> None:
     from lib.optim.guard import StepGuard
 
     changes = place.size({"hidden_size": 1024, "intermediate_size": 4096}, {})
-    with trained(place, place.size("bf16", "fp32"), **changes) as (model, optimizer, world):
-        guard, copies = StepGuard("fp32", 0.0, world.device), HostCopies()
+    with trained(place, place.size("bf16", "fp32"), **changes) as (model, optimizer, layout):
+        guard, copies = StepGuard("fp32", 0.0, layout.device), HostCopies()
         seconds = []
         for number in range(4):
             if number:  # a capture after the first step: there are moments then
                 began = time.monotonic()
-                snapshot = capture(number, model, optimizer, {}, {}, world.device, copies)
+                snapshot = capture(number, model, optimizer, {}, {}, layout.device, copies)
                 seconds.append(time.monotonic() - began)
-                expected = {name: local(tensor).clone() for name, tensor in
-                            capture(number, model, optimizer, {}, {}, world.device).tensors.items()}
+                again = capture(number, model, optimizer, {}, {}, layout.device)
+                expected = {name: local(tensor).clone() for name, tensor in again.tensors.items()}
             backward(model, tokens(place, 1, model), guard)
             guard.clip(optimizer, 1.0)
             optimizer.step()
@@ -241,21 +241,22 @@ def median_s(place: Place, work: Any, times: int = 20) -> float:
 @contextmanager
 def trained(place: Place, precision: str, kind: str = "adamw", **changes: Any,
             ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Any]]:
-    """Give the small model as stage 04 makes it on one rank, its optimizer, and the world."""
+    """Give the small model as stage 04 makes it on one rank, its optimizer, and the layout."""
     from lib.models import architecture
     from lib.models.weights import initialise
     from lib.optim import registry
-    from lib.parallel import layout, parallelize
+    from lib.parallel import parallelize
+    from lib.parallel.layout import ParallelLayout
 
     model = architecture.build_on_meta(place.model("small", **changes), "sdpa")
-    world = layout.start()
+    layout = ParallelLayout.start()
     try:
-        parallelize.shard(model, world.mesh, precision)
-        parallelize.materialise(model, world.device, offload=False)
+        parallelize.shard(model, layout.fsdp, precision)
+        parallelize.materialise(model, layout.device, offload=False)
         initialise(model, 0)
-        yield model, registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1), world
+        yield model, registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1), layout
     finally:
-        layout.stop(world)
+        layout.stop()
 
 
 def tokens(place: Place, rows: int, model: nn.Module) -> Any:

@@ -16,8 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.parallel import layout, loss, parallelize
+from lib.parallel import loss, parallelize
+from lib.parallel.layout import Degrees, ParallelLayout, _stay_near
 from lib.tokens.loader import MicroBatch
 from lib.train import startup, watchdog
 
@@ -50,13 +52,13 @@ def tiny(tied: bool = False) -> PreTrainedModel:
 def test_the_watchdog_speaks_before_a_collective_times_out(environment: dict[str, str], left: None,
                                                            minutes: float) -> None:
     patience = watchdog.longest(minutes)
-    world = layout.start(patience=patience)
-    for group in (dist.group.WORLD, world.mesh.get_group(), world.control, world.saving):
+    layout = ParallelLayout.start(patience=patience)
+    for group in (dist.group.WORLD, layout.fsdp.get_group(), layout.control, layout.saving):
         limit = group._get_backend(torch.device("cpu")).options._timeout
         assert limit >= max(timedelta(minutes=30), timedelta(seconds=patience + 60))
     assert environment["TORCH_GLOO_LAZY_INIT"] == "1" and environment["TORCH_FR_BUFFER_SIZE"]
     assert "expandable_segments:True" in environment["PYTORCH_ALLOC_CONF"]
-    assert [world.control.group_desc, world.saving.group_desc] == ["control", "saving"]
+    assert [layout.control.group_desc, layout.saving.group_desc] == ["control", "saving"]
 
 
 def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
@@ -88,10 +90,10 @@ def test_a_thousand_ranks_start_in_replicas_of_eight(environment: dict[str, str]
     make = dist.new_group
     monkeypatch.setattr(dist, "new_group", lambda ranks=None, *_, **named: make(
         ranks, **named | {"backend": "fake"}))
-    world = layout.start(shard_size=8, patience=60.0)
-    assert world.mesh.shape == (128, 8) and world.size == 1024
+    layout = ParallelLayout.start(Degrees(8), patience=60.0)
+    assert layout.fsdp.shape == (128, 8) and layout.ranks == 1024
     model = tiny()
-    said = parallelize.shard(model, world.mesh, "bf16")
+    said = parallelize.shard(model, layout.fsdp, "bf16")
     assert "over 8 ranks, 128 replicas" in said
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     loss.token_loss_sum(model, MicroBatch(tokens, tokens)).backward()
@@ -102,7 +104,7 @@ def test_a_thousand_ranks_start_in_replicas_of_eight(environment: dict[str, str]
 def test_each_group_is_gathered_while_the_one_before_computes(
         environment: dict[str, str], left: None, tied: bool) -> None:
     model = tiny(tied)
-    parallelize.shard(model, layout.start().mesh, "bf16")
+    parallelize.shard(model, ParallelLayout.start().fsdp, "bf16")
     names = {module._get_fsdp_state(): name for name, module in model.named_modules()
              if isinstance(module, FSDPModule)}
     first, *blocks = "model.embed_tokens", *(f"model.layers.{i}" for i in range(3))
@@ -127,11 +129,25 @@ def test_a_rank_stays_on_the_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch,
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3b, pci_device_id=0)
     taken: list[set[int]] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(layout, "_PCI", tmp_path)
+    monkeypatch.setattr("lib.parallel.layout._PCI", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.append(cores))
     if listed is not None:
         (tmp_path / "0000:3b:00.0").mkdir()
         (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(listed)
-    layout._stay_near(torch.device("cuda", 0))
+    _stay_near(torch.device("cuda", 0))
     assert taken == [bound] * bool(bound)
+
+
+def test_degrees_multiply_to_the_ranks() -> None:
+    """The readers of samples are fewer than the ranks where several share a sequence."""
+    assert Degrees().replicas(6) == 1 and Degrees(2).replicas(6) == 3
+    assert Degrees(4).dp_size(8) == 8 and Degrees(4).dp_rank(5) == 5
+    shared = Degrees(context=2)
+    assert shared.dp_size(8) == 4 and [shared.dp_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    for degrees, says in ((Degrees(4), "--shard-size 4 does not divide the 6 ranks"),
+                          (Degrees(8), "ranks = replicas × 8"), (shared, "over 2 and experts"),
+                          (Degrees(2, experts=2), "can be divided yet")):
+        with pytest.raises(UsageError) as caught:
+            degrees.replicas(6)
+        assert says in caught.value.render()

@@ -1,4 +1,4 @@
-"""Windows and batches: every world size reads the same samples in the same step."""
+"""Windows and batches: any number of readers reads the same samples in the same step."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_no_step_is_left() -> None:
 
 @pytest.mark.parametrize("samples", [1, 5, 12, 13, 23, 24, 25, 40])
 @pytest.mark.parametrize("batches", [1, 2, 100])
-def test_an_evaluation_is_that_of_any_world_size(samples: int, batches: int) -> None:
+def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, batches: int) -> None:
     w, size = windows(samples, tail=2), 12
     expected = list(range(1, min(batches * size, samples) * T + 1))
     for micro, accumulation, ranks in divisions(size):

@@ -151,7 +151,7 @@ def test_resume_opens_only_the_span_at_hand(mixed, monkeypatch: pytest.MonkeyPat
 
 
 def test_steps_are_windows_labelled_with_the_next_token(mixed):
-    division = Division(micro_batch=2, accumulation=3, rank=1, world_size=2)
+    division = Division(micro_batch=2, accumulation=3, dp_rank=1, dp_size=2)
     loader = StreamLoader(stream_of(mixed[0], 1, 2), Cursor(), 16, division, 5,
                           torch.device("cpu"))
     steps = list(loader)

@@ -83,7 +83,8 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
         said.clear()
         given = replace(ASKED, batch_size=32, seq_length=1000, precision="fp8", **changes)
         given = given.settled("memory plan", batch_size=32) if auto else given
-        return batch_size.agree(given, samples, Namespace(size=ranks, control=None)).batch_size
+        layout = Namespace(ranks=ranks, control=None)
+        return batch_size.agree(given, samples, layout).batch_size
 
     assert agreed(1000) == 16 and agreed(320) == 16 and not said
     assert agreed(319) == 8

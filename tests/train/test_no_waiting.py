@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
-from lib.parallel.layout import World
+from lib.parallel.layout import ParallelLayout
 from lib.tokens.loader import MicroBatch, boundaries
 
 CPU = torch.device("cpu")
@@ -51,10 +51,10 @@ def test_three_steps(group: dist.ProcessGroup, by_kernel: None, monkeypatch: pyt
         attn_implementation="varlen" if packed else "sdpa")
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     parallelize.shard(model, mesh, "bf16")
-    world = World(0, 1, CPU, mesh, group, group)
+    layout = ParallelLayout(0, 1, 0, 1, CPU, mesh, group, group)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     attention.ask_no_device(model, "documents" if packed else "concat", 24)
-    loss.chunk(model, world)
+    loss.chunk(model, layout)
     steps = registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1)
     guard, total = StepGuard("bf16", 30.0, CPU), torch.zeros((), dtype=torch.float64)
     tokens, positions = torch.randint(0, 96, (2, 25)), torch.arange(24).remainder(9).repeat(2, 1)

@@ -40,7 +40,7 @@ def make(samples: int = 103, **changes: Any) -> Plan:
 def test_division(given: dict, ranks: int, expected: tuple[int, int, int]) -> None:
     division = plan.divide(options(**given), ranks - 1, ranks)
     assert (division.micro_batch, division.accumulation, division.global_batch) == expected
-    assert (division.rank, division.world_size) == (ranks - 1, ranks)
+    assert (division.dp_rank, division.dp_size) == (ranks - 1, ranks)
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [(5, 1), (4, 4), (1, 7), (32, 1)])
