@@ -38,7 +38,7 @@ def sniff(name: str, head: bytes) -> str:
         return next(kind for magic, kind in _MAGIC.items() if head.startswith(magic))
     if _is_arrow_stream(head):
         return "arrow"
-    if is_binary(head):
+    if _is_binary(head):
         return "binary"
     kind = _SUFFIXES.get(suffix, "text")
     if kind in ("json", "jsonl"):
@@ -71,7 +71,7 @@ def is_utf16(head: bytes) -> bool:
     return head.startswith(_UTF16_BOMS) and not head.startswith(_UTF32_BOM)
 
 
-def is_binary(head: bytes) -> bool:
+def _is_binary(head: bytes) -> bool:
     """Tell whether a file is not text, by its first bytes."""
     if is_utf16(head):
         return False

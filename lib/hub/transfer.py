@@ -21,7 +21,6 @@ _MOST_CONNECTIONS = 8
 _ATTEMPTS = 2
 _HEADER_AT_MOST = 1 << 16  # bytes, as a guess
 
-Advance = Callable[[int], None]
 Job = Callable[[], list["Job"]]  # returns the jobs that can begin now
 
 

@@ -81,7 +81,7 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
     is_ahead, weights_known = coming is not None, coming is None or bool(coming)
     config = architecture.read_config(model_dir, trust_code)
     model = architecture.build_on_meta(model_dir, trust_code=trust_code)
-    headers = read_headers(model_dir, coming or {}) if weights_known else TensorHeaders()
+    headers = _read_headers(model_dir, coming or {}) if weights_known else TensorHeaders()
     problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
     if weights and weights_known:
         plan = keys.plan_loading(model, headers.shapes)
@@ -123,7 +123,7 @@ def examine_build(build: publish.Build, *, weights: bool, name: str, trust_code:
         raise
 
 
-def read_headers(model_dir: Path, sizes: Mapping[str, int]) -> TensorHeaders:
+def _read_headers(model_dir: Path, sizes: Mapping[str, int]) -> TensorHeaders:
     """Return the tensors in a directory's safetensors files, reading nothing but the headers.
 
     sizes: bytes that files will have of which the beginning is there.

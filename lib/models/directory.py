@@ -63,7 +63,7 @@ def find(name: str | None, cache_dir: Path) -> Path:
     return snapshot
 
 
-def list_prepared(cache_dir: Path) -> list[Path]:
+def _list_prepared(cache_dir: Path) -> list[Path]:
     """Return the finished models under a cache directory, the newest first."""
     found = []
     for path in models_root(cache_dir).glob(f"*/{MANIFEST}"):
@@ -92,9 +92,9 @@ def _prepared_by(name: str, path: Path, *more: object) -> dict[str, str]:
 
 def _find_only(cache_dir: Path) -> Path:
     """Return the one model that is prepared; which of several is meant is never guessed."""
-    found = [path for path in list_prepared(cache_dir) if path.name not in TRIAL_NAMES]
+    found = [path for path in _list_prepared(cache_dir) if path.name not in TRIAL_NAMES]
     if not found:
-        trial = ", ".join(path.name for path in list_prepared(cache_dir))
+        trial = ", ".join(path.name for path in _list_prepared(cache_dir))
         raise ArtifactError(f"no model is prepared under {models_root(cache_dir)}",
                             found=f"{trial}, which only -m takes" if trial else "",
                             hint=_HOW)
@@ -153,7 +153,7 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
                      "as it is")
     elif path.is_dir():
         found.append(f"{path} without {CONFIG}")
-    there = [directory.name for directory in list_prepared(cache_dir)]
+    there = [directory.name for directory in _list_prepared(cache_dir)]
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
     cached = [path.name.removeprefix("models--").replace("--", "/")
               for path in sorted(find_hf_cache().glob("models--*"))]
