@@ -52,11 +52,11 @@ def tokenising(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     import datasets
     import numpy as np
 
-    from lib.tokens import source
+    from lib.tokens.dataset import open_dataset
     from lib.tokens.encode import Encoder
 
-    train = source.open_source(arguments.dataset).splits["train"]
-    texts = [text for batch in source.documents(train) for text in batch]
+    dataset = open_dataset(arguments.dataset)
+    texts = [text for batch in dataset.documents("train") for text in batch]
     few, size = [], 0
     for text in texts:
         if size < arguments.slow_bytes:
@@ -68,7 +68,7 @@ def tokenising(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     backend = encoder.tokenizer.backend_tokenizer
     raw_s, _ = timed(lambda: backend.encode_batch_fast(plain, add_special_tokens=False))
     fallback_s, (slow_ids, _) = timed(lambda: encoder.encode(few))
-    encoder.tune(source.sample(train))
+    encoder.tune(dataset.sample())
     encoder.encode(few[:2])
     fast_s, _ = timed(lambda: encoder.encode(texts))
     equal = np.array_equal(encoder.encode(few)[0], slow_ids)
@@ -92,7 +92,7 @@ def loading(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 
     from lib.tokens.loader import Loader
     from lib.tokens.order import Division
-    from lib.tokens.windows import Windows
+    from lib.tokens.samples import Windows
 
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -245,7 +245,7 @@ def trainer_rank(args: argparse.Namespace) -> None:
     )
 
     from lib.tokens import store
-    from lib.tokens.windows import Windows
+    from lib.tokens.samples import Windows
     from lib.train import memory as measured
     from lib.train import precision
 

@@ -29,7 +29,7 @@ from lib.core import log, manifest, options, stage
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
 from lib.models import verify
-from lib.tokens import source
+from lib.tokens.dataset import open_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 _OLDEST, _NEWEST = (3, 10), (3, 12)
@@ -203,9 +203,9 @@ def setup(opts: options.Options) -> Iterator[Finding]:
 
 def _dataset(path: Path, deep: bool) -> Finding:
     try:
-        found = source.open_source(path)
+        found = open_dataset(path)
         if deep:
-            source.check_content(found)
+            found.check_content()
     except StageError as error:
         return Finding(ERROR, str(path), f"{error.problem}\n{error.found}".strip(), error.run)
     return Finding(INFO, str(path), f"whole: {', '.join(found.splits)}")

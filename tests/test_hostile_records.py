@@ -18,7 +18,8 @@ from lib.core.errors import StageError, visible
 from lib.core.paths import Experiment
 from lib.corpus import inputs
 from lib.models import architecture, directory
-from lib.tokens import source, store
+from lib.tokens import store
+from lib.tokens.dataset import open_dataset
 from lib.train import earlier, journal
 from tests.conftest import ROOT
 from tests.training import prepared_once, project, save_model  # noqa: F401  (fixtures)
@@ -70,10 +71,10 @@ def test_records_of_data(project: Path, monkeypatch: pytest.MonkeyPatch):  # noq
     attack(project / "splits/manifest.json", lambda: inputs.find(Path("splits"), False))
     attack(project / "splits/manifest.json", lambda: stage_01["require_whole"](Path("splits")))
     dataset = project / "hf_datasets/corpus"
-    attack(dataset / "manifest.json", lambda: source.open_source(dataset))
+    attack(dataset / "manifest.json", lambda: open_dataset(dataset))
     (dataset / "manifest.json").unlink()
     for name in ("dataset_dict.json", "train/state.json", "train/dataset_info.json"):
-        attack(dataset / name, lambda: source.open_source(dataset))
+        attack(dataset / name, lambda: open_dataset(dataset))
 
 
 def test_records_of_a_model(project: Path):  # noqa: F811

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from lib.tokens import order, store
-from lib.tokens.windows import Windows
+from lib.tokens.samples import Windows
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
 from lib.optim.schedule import Schedule
 from lib.tokens import order, packing, store
-from lib.tokens.samples import IGNORED, Samples
-from lib.tokens.windows import Windows
+from lib.tokens.samples import IGNORED, Samples, Windows
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
 

@@ -16,7 +16,7 @@ from lib.core.options import Options
 from lib.core.paths import MANIFEST
 from lib.models import directory as models
 from lib.tokens import packing, store
-from lib.tokens import source as datasets
+from lib.tokens.dataset import find_dataset, open_dataset
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REQUIREMENTS = "requirements.txt", "requirements-dev.txt"
@@ -132,7 +132,7 @@ def _model(name: str, cache_dir: Path) -> PackedDirectory:
 
 
 def _dataset(name: str) -> PackedDirectory:
-    place = datasets.open_source(datasets.resolve(name)).path
+    place = open_dataset(find_dataset(name)).path
     return directory(place, f"hf_datasets/{place.resolve().name}")
 
 
@@ -182,7 +182,7 @@ def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
     """Return what is probably missing: what stage 04 would need over there and is not chosen."""
     places = {artifact.to: artifact for artifact in chosen}
     data = [artifact for artifact in chosen if artifact.to.startswith("hf_datasets/")]
-    made_of = {datasets.open_source(artifact.source).fingerprint: artifact for artifact in data}
+    made_of = {open_dataset(artifact.source).fingerprint: artifact for artifact in data}
     lines = []
     for artifact in chosen:
         if artifact.kind == store.KIND:
@@ -201,9 +201,9 @@ def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
 
 def _store_of(cache_dir: Path, dataset: Path, model: Path) -> Path | None:
     """Return the finished token store of a dataset and a model, if there is one."""
-    source = datasets.open_source(dataset)
+    found = open_dataset(dataset)
     try:
-        there = store.directory(cache_dir, source, store.identity(source, model))
+        there = store.directory(cache_dir, found, store.identity(found, model))
     except ArtifactError:  # a model without a tokenizer
         return None
     return there if (there / MANIFEST).is_file() else None

@@ -25,17 +25,16 @@ from lib.core import (
 )
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
-from lib.tokens import source as sources
 from lib.tokens import store
+from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder, tokenizer_fingerprint
-from lib.tokens.source import Source
 
 _POLL_S = 0.5
 _PROGRESS = "progress.json"
 _SAVE_PROGRESS_S = 20.0
 
 
-def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: int,
+def prepare(dataset: Dataset, tokenizer_dir: Path, cache_dir: Path, model_vocab: int,
             num_workers: int, progress: bool, verify: bool = False) -> Path:
     """Return the finished store of a dataset and a tokenizer, building it when needed.
 
@@ -44,8 +43,8 @@ def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: i
     Raises UsageError when the tokenizer can give larger ids or the dataset is replaced meanwhile,
     ArtifactError when a store is there and damaged.
     """
-    identity = store.identity(source, tokenizer_dir)
-    target = store.directory(cache_dir, source, identity)
+    identity = store.identity(dataset, tokenizer_dir)
+    target = store.directory(cache_dir, dataset, identity)
 
     @cache  # for who waits and tries again
     def encoder() -> Encoder:
@@ -54,7 +53,7 @@ def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: i
         return made
 
     def build() -> None:
-        _build(source, encoder(), target, identity, num_workers, progress)
+        _build(dataset, encoder(), target, identity, num_workers, progress)
         verified.note(target, manifest.read(target, store.KIND, "the token store"), cache_dir)
 
     once(target, store.KIND, identity, build, lambda content: verified.require(
@@ -62,7 +61,7 @@ def prepare(source: Source, tokenizer_dir: Path, cache_dir: Path, model_vocab: i
         always=verify, run=commands.remade(target)))
     if verify:
         log.info(f"{target}: every byte is as it was written")
-    source.require_same()  # or another rank, which looked later, waits for another store
+    dataset.require_same()  # or another rank, which looked later, waits for another store
     return target
 
 
@@ -104,12 +103,12 @@ def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -
                          hint="use the tokenizer that belongs to the model")
 
 
-def _build(source: Source, encoder: Encoder, target: Path, identity: dict[str, Any],
+def _build(dataset: Dataset, encoder: Encoder, target: Path, identity: dict[str, Any],
            num_workers: int, progress: bool) -> None:
-    text_bytes = sources.total_bytes(source)
+    text_bytes = dataset.total_bytes()
     with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
         try:
-            counts, began = _fill(build, source, encoder, num_workers, progress)
+            counts, began = _fill(build, dataset, encoder, num_workers, progress)
         except (ArtifactError, UsageError):  # nothing that could go on from what is there
             build.resumable = False
             raise
@@ -120,25 +119,25 @@ def _build(source: Source, encoder: Encoder, target: Path, identity: dict[str, A
     log.info(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
 
 
-def _fill(build: publish.Build, source: Source, encoder: Encoder, num_workers: int,
+def _fill(build: publish.Build, dataset: Dataset, encoder: Encoder, num_workers: int,
           progress: bool) -> tuple[dict[str, dict[str, int]], float]:
     """Write and publish a store; return its counts by split, and when tokenising began."""
-    sources.check_content(source)
-    text_bytes = sources.total_bytes(source)
+    dataset.check_content()
+    text_bytes = dataset.total_bytes()
     # A store is rarely larger than its text: a token stands for 3 bytes or more, and takes 2 or 4.
     publish.require_space(build.dir, text_bytes, "the token store")
     dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
-    log.info(f"tokenising {source.path} with {encoder.directory} → {build.target} ({dtype})")
-    encoder.tune(sources.sample(source.splits["train"]))
+    log.info(f"tokenising {dataset.path} with {encoder.directory} → {build.target} ({dtype})")
+    encoder.tune(dataset.sample())
     require_same(encoder.directory, build.identity["inputs"]["tokenizer"])
-    source.require_same()
+    dataset.require_same()
     began = time.monotonic()
     counts, files = {}, []
     with Progress("tokenising", text_bytes, "B", progress) as bar:
-        for name, split_dir in source.splits.items():
-            writer = _SplitWriter(build.dir, name, dtype, source)
-            writer.run(split_dir, encoder, bar)
-            source.require_same()
+        for name in dataset.splits:
+            writer = _SplitWriter(build.dir, name, dtype, dataset)
+            writer.run(encoder, bar)
+            dataset.require_same()
             counts[name] = {"tokens": writer.tokens, "documents": writer.documents}
             files += writer.entries()
     for leftover in build.dir.glob(f"*.{_PROGRESS}"):
@@ -147,7 +146,7 @@ def _fill(build: publish.Build, source: Source, encoder: Encoder, num_workers: i
                "bos": encoder.bos, "eos": encoder.eos,
                "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
                "label_mask": None}
-    source.require_same()
+    dataset.require_same()
     build.publish(stage="04_train_fsdp.py", options={"num_workers": num_workers}, files=files,
                   summary=summary)
     return counts, began
@@ -167,11 +166,12 @@ class _SplitWriter:
     The files depend on nothing but documents and tokenizer, so where a run was cut leaves no trace.
     """
 
-    def __init__(self, directory: Path, name: str, dtype: str, source: Source) -> None:
+    def __init__(self, directory: Path, name: str, dtype: str, dataset: Dataset) -> None:
         self._progress = directory / f"{name}.{_PROGRESS}"
+        self._name, self._dataset = name, dataset
         self._dtype = np.dtype(dtype).newbyteorder("<")
         # Of a dataset made elsewhere the fingerprint knows only both ends of each shard.
-        self._text = "" if source.ours else stamps.fingerprint(source.stamps)
+        self._text = "" if dataset.ours else stamps.fingerprint(dataset.stamps)
         earlier = _read_progress(self._progress)
         if earlier.get("text", "") != self._text:
             earlier = {}
@@ -180,13 +180,13 @@ class _SplitWriter:
                                  self.tokens * self._dtype.itemsize)
         self._ends_sink = _Sink(directory / f"{name}.ends.bin", self.documents * 8)
 
-    def run(self, split_dir: Path, encoder: Encoder, bar: Progress) -> None:
+    def run(self, encoder: Encoder, bar: Progress) -> None:
         """Tokenise the documents that are not there yet."""
         if self.documents:
             log.info(f"  going on after {units.counted(self.documents, 'document')} of an "
                      "interrupted run")
         saved = time.monotonic()
-        for texts in sources.documents(split_dir, self.documents):
+        for texts in self._dataset.documents(self._name, self.documents):
             ids, lengths = encoder.encode(texts)
             self._token_sink.write(ids.astype(self._dtype))
             self._ends_sink.write((self.tokens + np.cumsum(lengths)).astype("<i8"))

@@ -16,9 +16,9 @@ import numpy as np
 
 from lib.core import hashing
 from lib.core.errors import Problems, UsageError
-from lib.tokens import order, source
+from lib.tokens import order
+from lib.tokens.dataset import Dataset, find_dataset, open_dataset
 from lib.tokens.samples import Rows, Samples
-from lib.tokens.source import Source
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Corpus:
     """A dataset of the mixture. weight: as it was given, None for the share of its size."""
 
     weight: Fraction | None
-    source: Source
+    dataset: Dataset
 
     def __str__(self) -> str:
-        return str(self.source.path) + (f" × {float(self.weight):g}" if self.weight else "")
+        return str(self.dataset.path) + (f" × {float(self.weight):g}" if self.weight else "")
 
 
 def open_corpora(arguments: Sequence[str]) -> list[Corpus]:
@@ -43,7 +43,7 @@ def open_corpora(arguments: Sequence[str]) -> list[Corpus]:
     if len({corpus.weight is None for corpus in corpora}) > 1:
         problems.add("some datasets have a weight and some have none",
                      expected="-d DIR=WEIGHT for each of them, or for none")
-    paths = [corpus.source.path.resolve() for corpus in corpora]
+    paths = [corpus.dataset.path.resolve() for corpus in corpora]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         problems.add(f"-d {path} is given twice", expected="each dataset once; a weight says how "
                      "much of it there is")
@@ -53,23 +53,23 @@ def open_corpora(arguments: Sequence[str]) -> list[Corpus]:
 
 def _open(argument: str) -> Corpus:
     name, equals, text = argument.rpartition("=")
-    if not equals or source.resolve(argument).exists():  # names may contain the sign
-        return Corpus(None, source.open_source(source.resolve(argument)))
+    if not equals or find_dataset(argument).exists():  # names may contain the sign
+        return Corpus(None, open_dataset(find_dataset(argument)))
     try:
         weight = Fraction(text)
     except (ValueError, ZeroDivisionError):
         weight = Fraction(0)
     if weight <= 0:
         raise UsageError(f"-d {argument}: {text!r} is not a weight", expected="a number above 0")
-    return Corpus(weight, source.open_source(source.resolve(name)))
+    return Corpus(weight, open_dataset(find_dataset(name)))
 
 
 def fingerprint(corpora: Sequence[Corpus]) -> str:
     """Identify the content and the proportions of some datasets, wherever they lie."""
     if len(corpora) == 1:
-        return corpora[0].source.fingerprint
+        return corpora[0].dataset.fingerprint
     weights = _whole([corpus.weight for corpus in corpora]) if corpora[0].weight else None
-    return hashing.fingerprint([[corpus.source.fingerprint for corpus in corpora], weights])
+    return hashing.fingerprint([[corpus.dataset.fingerprint for corpus in corpora], weights])
 
 
 def mix(corpora: Sequence[Corpus], samples: Sequence[Samples]) -> Samples:
@@ -82,7 +82,7 @@ def mix(corpora: Sequence[Corpus], samples: Sequence[Samples]) -> Samples:
     problems = Problems()
     for corpus, part in zip(corpora, samples, strict=True):
         if len(part) == 0:
-            problems.add(f"{corpus.source.path} is shorter than one sample",
+            problems.add(f"{corpus.dataset.path} is shorter than one sample",
                          expected="more text, a smaller --seq-length, or a mixture without it")
     problems.raise_if_any()
     weights = [corpus.weight or Fraction(len(part))
@@ -92,8 +92,8 @@ def mix(corpora: Sequence[Corpus], samples: Sequence[Samples]) -> Samples:
 
 def names(corpora: Sequence[Corpus]) -> list[str]:
     """Return what to call each: the name of its directory, or the path where that is not enough."""
-    short = [corpus.source.path.resolve().name for corpus in corpora]
-    return [name if short.count(name) == 1 else str(corpus.source.path)
+    short = [corpus.dataset.path.resolve().name for corpus in corpora]
+    return [name if short.count(name) == 1 else str(corpus.dataset.path)
             for name, corpus in zip(short, corpora, strict=True)]
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
 from lib.tokens import encode
-from lib.tokens.source import SPLITS, Source
+from lib.tokens.dataset import SPLITS, Dataset
 
 KIND = "tokens/1"
 
@@ -92,18 +92,18 @@ class TokenStore:
     reads: str
 
 
-def identity(source: Source, tokenizer_dir: Path) -> dict[str, Any]:
+def identity(dataset: Dataset, tokenizer_dir: Path) -> dict[str, Any]:
     """Return what decides a store's content, in the form publish.py compares."""
-    return {"options": {}, "inputs": {"dataset": source.fingerprint,
+    return {"options": {}, "inputs": {"dataset": dataset.fingerprint,
                                       "tokenizer": encode.tokenizer_fingerprint(tokenizer_dir)}}
 
 
-def directory(cache_dir: Path, source: Source, identity_: dict[str, Any]) -> Path:
+def directory(cache_dir: Path, dataset: Dataset, identity_: dict[str, Any]) -> Path:
     """Return where the store of a dataset and a tokenizer lies, whatever the dataset is called."""
     key = hashing.fingerprint([KIND, identity_["inputs"]])[:12]
     root = paths.tokens_root(cache_dir)
     there = sorted(root.glob(f"*-{key}"))
-    return there[0] if there else root / f"{source.path.resolve().name}-{key}"
+    return there[0] if there else root / f"{dataset.path.resolve().name}-{key}"
 
 
 def open_store(path: Path, reads: str = "mmap") -> TokenStore:

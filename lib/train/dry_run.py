@@ -77,11 +77,11 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
     """Return the data with its samples, or only an estimate of these where it is not prepared."""
     if inputs.shards:
         return Data(streaming.part(config, inputs.shards), []), None
-    targets = [store.directory(config.cache_dir, corpus.source,
-                               store.identity(corpus.source, inputs.model_dir))
+    targets = [store.directory(config.cache_dir, corpus.dataset,
+                               store.identity(corpus.dataset, inputs.model_dir))
                for corpus in inputs.corpora]
     if missing := [str(target) for target in targets if not target.exists()]:
-        tokens = sum(encode.estimated_tokens(corpus.source, inputs.model_dir)
+        tokens = sum(encode.estimated_tokens(corpus.dataset, inputs.model_dir)
                      for corpus in inputs.corpora)
         log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
                  f"or --prepare-only; {units.count(tokens)} are estimated from a sample of the "

@@ -17,10 +17,9 @@ from lib.optim.registry import OPTIMIZERS
 from lib.tokens import build, encode, mixture, packing, store
 from lib.tokens.mixture import Corpus, HeldOut
 from lib.tokens.raw_shards import RawShards
-from lib.tokens.samples import Samples
+from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import TokenStore
 from lib.tokens.streaming import Stream
-from lib.tokens.windows import Windows
 from lib.train import checks, earlier, from_scratch, streaming
 from lib.train import plan as plans
 from lib.train.config import AUTO, Config
@@ -211,7 +210,7 @@ def prepare_data(config: Config, inputs: Inputs, model: PreTrainedModel) -> Data
                                       model.config.get_text_config().vocab_size), [])
     stores, vocab_size = [], model.config.get_text_config().vocab_size
     for corpus in inputs.corpora:
-        path = build.prepare(corpus.source, inputs.model_dir, config.cache_dir, vocab_size,
+        path = build.prepare(corpus.dataset, inputs.model_dir, config.cache_dir, vocab_size,
                              config.num_workers, not config.no_progress, verify=config.prepare_only)
         tokens = store.open_store(path, config.token_reads)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
@@ -228,7 +227,7 @@ def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
     return Work(parameters, flops.per_token(model, config.seq_length),
                 parameters * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
                 inputs.scratch,
-                any("validation" in corpus.source.splits for corpus in inputs.corpora))
+                any("validation" in corpus.dataset.splits for corpus in inputs.corpora))
 
 
 def describe(plan: Plan, data: Data) -> dict[str, str]:

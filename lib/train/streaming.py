@@ -9,8 +9,9 @@ from typing import Any
 from lib.core import log
 from lib.core.paths import streaming_root
 from lib.hub.dataset import HubDataset
-from lib.tokens import raw_shards, source
+from lib.tokens import raw_shards
 from lib.tokens.build import require_vocabulary
+from lib.tokens.dataset import find_dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.raw_shards import RawShards
 from lib.tokens.streaming import Stream
@@ -25,7 +26,7 @@ def open_shards(config: Config, begun: dict[str, Any]) -> RawShards:
     """
     name = config.dataset_name[0]
     if not config.online:
-        return raw_shards.open_directory(source.resolve(name))
+        return raw_shards.open_directory(find_dataset(name))
     commit = begun.get("identity", {}).get("inputs", {}).get("commit", "main")
     root = streaming_root(config.cache_dir, name)
     dataset = HubDataset(name, commit, config.include or ["*"], root)

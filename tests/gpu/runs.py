@@ -190,7 +190,7 @@ def _validation(place: Place, rows: int, length: int) -> Any:
     import torch
 
     from lib.tokens import store
-    from lib.tokens.windows import Windows
+    from lib.tokens.samples import Windows
 
     path = next(path for path in (place.kit / ".cache/tokens").glob("data-*")
                 if ".packs-" not in path.name)

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from lib.core import lease, log
-from lib.tokens import build, source
+from lib.tokens import build
+from lib.tokens import dataset as datasets
 
 
 def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = "") -> None:
@@ -21,9 +22,9 @@ def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = ""
         lease._machine = lambda: node
         lease.BEAT_S, lease.PATIENCE_S, lease.SETTLE_S, lease._POLL_S = 0.1, 2.0, 0.3, 0.2
     if float(pause):
-        source._BATCH_ROWS, build._SAVE_PROGRESS_S = 5, 0
+        datasets._BATCH_ROWS, build._SAVE_PROGRESS_S = 5, 0
         write = build._Sink.write
         build._Sink.write = lambda self, array: (print("writing", flush=True),
                                                  time.sleep(float(pause)), write(self, array))
-    print(build.prepare(source.open_source(Path(dataset)), Path(tokenizer), Path(cache), 100_000, 1,
-                        False))
+    print(build.prepare(datasets.open_dataset(Path(dataset)), Path(tokenizer), Path(cache),
+                        100_000, 1, False))

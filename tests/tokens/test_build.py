@@ -17,8 +17,9 @@ import pytest
 
 from lib.core import reading, records
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.tokens import build, source, store
-from lib.tokens.windows import Windows
+from lib.tokens import build, dataset, store
+from lib.tokens.dataset import Dataset, open_dataset
+from lib.tokens.samples import Windows
 from tests import forks
 from tests.conftest import ROOT
 from tests.forks import Launch
@@ -29,7 +30,7 @@ FILES = [f"{split}.{kind}.bin" for split in ("train", "validation") for kind in 
 
 
 def prepare(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_000) -> Path:
-    return build.prepare(source.open_source(dataset), tokenizer, cache, model_vocab, 1, False)
+    return build.prepare(open_dataset(dataset), tokenizer, cache, model_vocab, 1, False)
 
 
 def expected(split: Path, tokenizer: Path) -> list[list[int]]:
@@ -187,10 +188,10 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path: Path, of_stage_02: P
 def test_a_disk_that_fails_to_read_costs_no_work(tmp_path: Path, of_stage_02: Path,
                                                  tokenizer: Path, caplog, monkeypatch) -> None:
     """What was tokenised before stays, as does a note of progress that cannot be read."""
-    monkeypatch.setattr(source, "_BATCH_ROWS", 5)
+    monkeypatch.setattr(dataset, "_BATCH_ROWS", 5)
     monkeypatch.setattr(build, "_SAVE_PROGRESS_S", 0)
     monkeypatch.setattr(reading, "_PAUSES_S", ())
-    cache, documents, read = tmp_path / ".cache", source.documents, records.read_json
+    cache, documents, read = tmp_path / ".cache", Dataset.documents, records.read_json
 
     def torn(*given: object) -> Iterator[list[bytes]]:
         yield from itertools.islice(documents(*given), 4)
@@ -201,7 +202,7 @@ def test_a_disk_that_fails_to_read_costs_no_work(tmp_path: Path, of_stage_02: Pa
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return read(path)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
-        patch.setattr(source, "documents", torn)
+        patch.setattr(Dataset, "documents", torn)
         prepare(of_stage_02, tokenizer, cache)
     with monkeypatch.context() as patch, pytest.raises(StageError, match=r"progress.json cannot"):
         patch.setattr(records, "read_json", failing)
@@ -263,12 +264,12 @@ def test_a_store_with_an_unknown_label_mask_is_refused(tmp_path: Path, of_stage_
 def test_preparing_again_verifies_every_byte(tmp_path: Path, of_stage_02: Path, tokenizer: Path,
                                              ) -> None:
     path = prepare(of_stage_02, tokenizer, tmp_path)
-    build.prepare(source.open_source(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
+    build.prepare(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
     damaged = bytearray((path / "train.tokens.bin").read_bytes())
     damaged[8] ^= 1
     (path / "train.tokens.bin").write_bytes(damaged)
     with pytest.raises(ArtifactError, match="damaged"):
-        build.prepare(source.open_source(of_stage_02), tokenizer, tmp_path, 9999, 1, False,
+        build.prepare(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False,
                       verify=True)
 
 
@@ -320,7 +321,7 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
     (other / "train").rename(other / "t")
     (other / "validation").rename(other / "train")
     (other / "t").rename(other / "validation")
-    act = getattr(source, moment)
+    act = getattr(Dataset, moment)
     shard = next((of_stage_02 / "validation").glob("*.arrow"))
 
     def disturbed(*arguments: object) -> object:
@@ -332,7 +333,7 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
             data = shard.read_bytes()
             shard.write_bytes(data[:-8] + b"01234567" * (way == "written"))
         return result
-    monkeypatch.setattr(source, moment, disturbed)
+    monkeypatch.setattr(Dataset, moment, disturbed)
     with pytest.raises((UsageError, ArtifactError)) as caught:
         prepare(of_stage_02, tokenizer, tmp_path / ".cache")
     assert "was replaced or changed while its tokens were prepared" in caught.value.problem \

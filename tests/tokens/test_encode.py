@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lib.core.errors import ArtifactError
-from lib.tokens import encode, engines
+from lib.tokens import encode
 from lib.tokens.encode import Encoder
 
 from .conftest import TEXTS, save_tokenizer
@@ -139,10 +139,10 @@ def test_gigatoken_is_taken_when_its_ids_are_equal_and_only_then(
     pytest.importorskip("gigatoken")
     encoder, sample = Encoder(tokenizer, 1), [text.encode() for text in TEXTS]
     encoder.tune(sample)
-    assert isinstance(encoder._engine, engines.Gigatoken)
+    assert isinstance(encoder._engine, encode.Gigatoken)
     assert ids_of(encoder, TEXTS) == ids_of(Encoder(tokenizer, 1), TEXTS)
-    honest = engines.Gigatoken._fast
-    monkeypatch.setattr(engines.Gigatoken, "_fast",
+    honest = encode.Gigatoken._fast
+    monkeypatch.setattr(encode.Gigatoken, "_fast",
                         lambda self, texts: (honest(self, texts)[0] + 1, honest(self, texts)[1]))
     encoder.tune(sample)
-    assert isinstance(encoder._engine, engines.HuggingFace)
+    assert isinstance(encoder._engine, encode.HuggingFace)

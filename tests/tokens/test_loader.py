@@ -10,7 +10,7 @@ import torch
 
 from lib.tokens import order
 from lib.tokens.loader import IGNORED, Division, Loader, MicroBatch, evaluation_batches
-from lib.tokens.windows import Windows
+from lib.tokens.samples import Windows
 
 CPU = torch.device("cpu")
 T = 4

@@ -10,9 +10,9 @@ import pytest
 
 from lib.core.errors import StageError, UsageError
 from lib.tokens import mixture, order
+from lib.tokens.dataset import Dataset
 from lib.tokens.mixture import Corpus, Mixture
-from lib.tokens.source import Source
-from lib.tokens.windows import Windows
+from lib.tokens.samples import Windows
 
 T = 4
 
@@ -24,7 +24,7 @@ def parts(*samples: int) -> list[Windows]:
 
 
 def corpora(*weights: str | None) -> list[Corpus]:
-    return [Corpus(weight and Fraction(weight), Source(Path(f"corpus_{i}"), f"f{i}", {}, True))
+    return [Corpus(weight and Fraction(weight), Dataset(Path(f"corpus_{i}"), f"f{i}", {}, True))
             for i, weight in enumerate(weights)]
 
 

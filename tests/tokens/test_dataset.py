@@ -13,13 +13,13 @@ import pytest
 
 from lib.core import reading, records
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.tokens import source
+from lib.tokens.dataset import Dataset, find_dataset, open_dataset
 
 from .conftest import TEXTS
 
 
-def texts(directory: Path) -> list[str]:
-    return [text.decode() for batch in source.documents(directory) for text in batch]
+def texts(dataset: Dataset, split: str = "train") -> list[str]:
+    return [text.decode() for batch in dataset.documents(split) for text in batch]
 
 
 def save_dict(path: Path, **splits: list[str]) -> Path:
@@ -30,31 +30,31 @@ def save_dict(path: Path, **splits: list[str]) -> Path:
 
 
 def test_a_dataset_of_stage_02(of_stage_02: Path) -> None:
-    found = source.open_source(of_stage_02)
+    found = open_dataset(of_stage_02)
     assert found.ours and list(found.splits) == ["train", "validation"]
-    source.check_content(found)
-    train, validation = (texts(directory) for directory in found.splits.values())
+    found.check_content()
+    train, validation = (texts(found, split) for split in found.splits)
     assert len(train) + len(validation) == 60 and validation
     assert all(text.startswith("document number ") for text in train + validation)
 
 
 def test_a_foreign_dataset_is_one_split(foreign: Path) -> None:
-    found = source.open_source(foreign)
+    found = open_dataset(foreign)
     assert found.splits == {"train": foreign} and not found.ours
-    assert texts(foreign) == TEXTS
-    source.check_content(found)
+    assert texts(found) == TEXTS
+    found.check_content()
 
 
 def test_a_foreign_dataset_dict_gives_train_and_validation(tmp_path: Path) -> None:
     path = save_dict(tmp_path / "d", train=["a", "b"], validation=["c"], test=["d"])
-    found = source.open_source(path)
+    found = open_dataset(path)
     assert list(found.splits) == ["train", "validation"]
-    assert [texts(directory) for directory in found.splits.values()] == [["a", "b"], ["c"]]
+    assert [texts(found, split) for split in found.splits] == [["a", "b"], ["c"]]
 
 
 def test_no_train_split(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no split `train`") as caught:
-        source.open_source(save_dict(tmp_path / "d", test=["d"]))
+        open_dataset(save_dict(tmp_path / "d", test=["d"]))
     assert "test" in caught.value.found
 
 
@@ -62,7 +62,7 @@ def test_text_in_many_shards_and_with_nulls_comes_in_order(tmp_path: Path) -> No
     import datasets
     rows = [None if n % 10 == 3 else f"row {n}" for n in range(3000)]
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "d"), num_shards=3)
-    assert texts(source.open_source(tmp_path / "d").splits["train"]) == [row or "" for row in rows]
+    assert texts(open_dataset(tmp_path / "d")) == [row or "" for row in rows]
 
 
 @pytest.mark.parametrize("columns", [{"content": ["a"]}, {"text": [1]}])
@@ -70,22 +70,22 @@ def test_no_column_of_text(tmp_path: Path, columns: dict) -> None:
     import datasets
     datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "d"))
     with pytest.raises(UsageError, match="no column `text` of strings") as caught:
-        source.open_source(tmp_path / "d")
+        open_dataset(tmp_path / "d")
     assert next(iter(columns)) in caught.value.found
 
 
 def test_missing_names_what_is_there_and_what_was_left(of_stage_02: Path, monkeypatch) -> None:
     monkeypatch.chdir(of_stage_02.parents[1])
     with pytest.raises(ArtifactError, match="does not exist") as caught:
-        source.open_source(source.resolve("other"))
+        open_dataset(find_dataset("other"))
     assert caught.value.found == "finished under hf_datasets/: corpus"
     assert caught.value.hint == "-d takes one of these"
     Path("hf_datasets/other.partial-1").mkdir()
     with pytest.raises(ArtifactError) as caught:
-        source.open_source(Path("hf_datasets/other"))
+        open_dataset(Path("hf_datasets/other"))
     assert "other.partial-1" in caught.value.found
-    assert source.resolve("corpus") == Path("hf_datasets/corpus")
-    assert source.resolve("hf_datasets/corpus") == Path("hf_datasets/corpus")
+    assert find_dataset("corpus") == Path("hf_datasets/corpus")
+    assert find_dataset("hf_datasets/corpus") == Path("hf_datasets/corpus")
 
 
 def test_an_unfinished_dataset_of_stage_02_is_none(of_stage_02: Path) -> None:
@@ -93,19 +93,19 @@ def test_an_unfinished_dataset_of_stage_02_is_none(of_stage_02: Path) -> None:
     partial = of_stage_02.rename(of_stage_02.with_name("corpus.partial-81f3"))
     (partial / "manifest.json").unlink()
     with pytest.raises(ArtifactError, match="not finished"):
-        source.open_source(partial)
+        open_dataset(partial)
 
 
 def test_another_artifact_is_no_dataset(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"kind": "splits/1", "files": []}')
     with pytest.raises(UsageError, match="is not a dataset"):
-        source.open_source(tmp_path)
+        open_dataset(tmp_path)
 
 
 def test_a_directory_of_text_is_no_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UsageError, match="is not a dataset directory") as caught:
-        source.open_source(tmp_path)
+        open_dataset(tmp_path)
     assert "a.txt" in caught.value.found and "02_build_hf_dataset.py" in caught.value.run
 
 
@@ -119,14 +119,14 @@ def test_a_truncated_shard_is_found_at_once_and_a_changed_one_by_its_digest(of_s
     data = bytearray(shard.read_bytes())
     shard.write_bytes(data[:-8])
     with pytest.raises(ArtifactError, match="is damaged") as caught:
-        source.open_source(of_stage_02)
+        open_dataset(of_stage_02)
     assert shard.name in caught.value.found
     assert "--data-folder raw " in caught.value.hint and "--overwrite" in caught.value.hint
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    found = source.open_source(of_stage_02)
+    found = open_dataset(of_stage_02)
     with pytest.raises(ArtifactError, match="is damaged"):
-        source.check_content(found)
+        found.check_content()
 
 
 @pytest.mark.parametrize("damage", ["no info", "no state", "torn state", "no shard", "torn dict"])
@@ -143,7 +143,7 @@ def test_a_damaged_foreign_dataset_is_told(tmp_path: Path, damage: str) -> None:
     else:
         (path / "dataset_dict.json").write_text('{"splits"')
     with pytest.raises(ArtifactError, match="is damaged"):
-        source.open_source(path)
+        open_dataset(path)
 
 
 def test_a_disk_that_fails_is_not_called_damage(tmp_path: Path, monkeypatch) -> None:
@@ -157,16 +157,16 @@ def test_a_disk_that_fails_is_not_called_damage(tmp_path: Path, monkeypatch) -> 
         return read(path)
     monkeypatch.setattr(records, "read_json", failing)
     monkeypatch.setattr(reading, "_PAUSES_S", (0.0,))
-    found = source.open_source(path)
+    found = open_dataset(path)
     fails[0] = 2
     with pytest.raises(StageError, match=r"state.json cannot be read .* not mean that it is da"):
-        source.open_source(path)
+        open_dataset(path)
 
     def lost(file: object) -> None:
         raise OSError(errno.ESTALE, "Error reading bytes from file")
     monkeypatch.setattr(pyarrow.ipc, "open_stream", lost)
     with pytest.raises(OSError, match=r"Stale file handle: .*train"):
-        texts(found.splits["train"])
+        texts(found)
 
 
 @pytest.mark.parametrize("name", ["../../mine/data-00000-of-00001.arrow", "data.bin"])
@@ -179,7 +179,7 @@ def test_no_text_is_read_that_is_not_of_the_dataset(tmp_path: Path, name: str) -
     state["_data_files"] = [{"filename": f"../{name}" if name.startswith(".") else name}]
     (path / "train/state.json").write_text(json.dumps(state))
     with pytest.raises(ArtifactError, match="is damaged"):
-        source.open_source(path)
+        open_dataset(path)
 
 
 def test_a_truncated_foreign_shard_is_told_when_it_is_read(tmp_path: Path) -> None:
@@ -187,25 +187,25 @@ def test_a_truncated_foreign_shard_is_told_when_it_is_read(tmp_path: Path) -> No
     shard = first_shard(path)
     shard.write_bytes(shard.read_bytes()[:-5000])
     with pytest.raises(ArtifactError, match="cannot be read"):
-        texts(source.open_source(path).splits["train"])
+        texts(open_dataset(path))
 
 
 def test_a_moved_dataset_has_the_same_fingerprint(of_stage_02: Path, foreign: Path) -> None:
     for path in (of_stage_02, foreign):
-        before = source.open_source(path).fingerprint
+        before = open_dataset(path).fingerprint
         moved = path.rename(path.with_name("moved"))
-        assert source.open_source(moved).fingerprint == before
+        assert open_dataset(moved).fingerprint == before
         copied = Path(shutil.copytree(moved, path.with_name("copied")))
-        assert source.open_source(copied).fingerprint == before
+        assert open_dataset(copied).fingerprint == before
 
 
 def test_other_text_has_another_fingerprint(tmp_path: Path, of_stage_02: Path) -> None:
-    marks = {source.open_source(save_dict(tmp_path / name, train=rows)).fingerprint
+    marks = {open_dataset(save_dict(tmp_path / name, train=rows)).fingerprint
              for name, rows in (("1", ["a"]), ("2", ["b"]), ("3", ["a", "a"]))}
     assert len(marks) == 3
     content = json.loads((of_stage_02 / "manifest.json").read_text())
-    before = source.open_source(of_stage_02).fingerprint
+    before = open_dataset(of_stage_02).fingerprint
     entry = next(e for e in content["files"] if e["path"].endswith(".arrow"))
     entry["digest"] = "xxh3:0"
     (of_stage_02 / "manifest.json").write_text(json.dumps(content))
-    assert source.open_source(of_stage_02).fingerprint != before
+    assert open_dataset(of_stage_02).fingerprint != before

@@ -1,4 +1,7 @@
-"""The text that is tokenised: an Arrow dataset of stage 02, or any `save_to_disk` directory."""
+"""The text that is tokenised: an Arrow dataset of stage 02, or any `save_to_disk` directory.
+
+It has a column `text`, and a split `train` and perhaps `validation`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _BATCH_BYTES, _BATCH_ROWS = 16 << 20, 100_000
 
 
 @dataclass(frozen=True)
-class Source:
+class Dataset:
     """A dataset on disk that has a `text` column.
 
     fingerprint: identifies the content wherever the directory lies. splits: split name → the
@@ -41,14 +44,70 @@ class Source:
         """Raise UsageError when the dataset is not the one any more that was fingerprinted."""
         stamps.require_same(self.stamps, f"the dataset {self.path}", "its tokens were prepared")
 
+    def check_content(self) -> None:
+        """Hash every shard of a dataset of stage 02; ArtifactError names what is damaged."""
+        if self.ours:
+            manifest.check(self.path, manifest.read(self.path, "dataset/1", "dataset"), "dataset",
+                           deep=True)
+        else:
+            log.info(f"{self.path} was not made by stage 02: no digests to check it against")
 
-def resolve(name: str) -> Path:
+    def total_bytes(self) -> int:
+        """Return how many bytes the shards of all splits have."""
+        return sum(path.stat().st_size for directory in self.splits.values()
+                   for path in directory.glob("*.arrow"))
+
+    def extent(self) -> tuple[int, int]:
+        """Return how many texts the training split has, and how many bytes of UTF-8 in all."""
+        count, size = 0, 0
+        for column in _columns(self.splits["train"], mapped=True):
+            offset_bytes = 8 if "large" in str(column.type) else 4
+            count, size = count + len(column), size + column.nbytes - offset_bytes * len(column)
+        return count, max(0, size)
+
+    def documents(self, split: str, first: int = 0) -> Iterator[list[bytes]]:
+        """Yield the texts of a split from row `first` on, as UTF-8, in lists of about 16 MB.
+
+        Read and not mapped: a shard that is cut meanwhile is an error then, and kills no process.
+        """
+        texts: list[bytes] = []
+        size = 0
+        for column in _columns(self.splits[split], mapped=False):
+            rest = column.slice(min(first, len(column)))
+            first -= len(column) - len(rest)
+            step = max(1, min(_BATCH_ROWS, len(rest) * _BATCH_BYTES // max(1, rest.nbytes)))
+            for start in range(0, len(rest), step):
+                part = rest.slice(start, step)
+                if texts and (size + part.nbytes > _BATCH_BYTES
+                              or len(texts) + len(part) > _BATCH_ROWS):
+                    yield texts
+                    texts, size = [], 0
+                texts += _texts(part)
+                size += part.nbytes
+        if texts:
+            yield texts
+
+    def sample(self, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
+        """Return the middles of texts that lie evenly over the training split."""
+        train = self.splits["train"]
+        step = max(1, sum(map(len, _columns(train, mapped=True))) // texts)
+        chosen, first = [], 0  # first: of the next text, in its batch
+        for column in _columns(train, mapped=True):
+            rows = range(first, len(column), step)
+            chosen += [text for row in rows for text in _texts(column.slice(row, 1))]
+            first += len(rows) * step - len(column)
+        cut = [text[max(0, len(text) - most_bytes) // 2:][:most_bytes] for text in chosen]
+        # A cut may fall inside a character: what is left of it is dropped.
+        return [text.decode("utf-8", "ignore").encode() for text in cut]
+
+
+def find_dataset(name: str) -> Path:
     """Return the directory that `-d` names: a path, or a dataset under hf_datasets/."""
     direct, prepared = Path(name), _DATASETS_ROOT / name
     return prepared if not direct.exists() and prepared.exists() else direct
 
 
-def open_source(path: Path) -> Source:
+def open_dataset(path: Path) -> Dataset:
     """Check a dataset directory without importing `datasets`, in milliseconds.
 
     Raises ArtifactError when it is missing, unfinished or truncated, UsageError when it is no
@@ -64,7 +123,7 @@ def open_source(path: Path) -> Source:
         _require_shards(directory)
     fingerprint = _fingerprint_ours(content) if content \
         else _fingerprint_foreign(splits)
-    found = Source(path, fingerprint, splits, content is not None, seen)
+    found = Dataset(path, fingerprint, splits, content is not None, seen)
     found.require_same()
     return found
 
@@ -134,66 +193,6 @@ def _raw(path: Path, problem: str, found: str = "") -> UsageError:
         hint, run = "stage 02 makes one of a directory of raw text", ""
     return UsageError(problem, found=found, expected="a dataset that stage 02 has made, or with "
                       "--streaming JSON Lines or Parquet", hint=hint, run=run)
-
-
-def extent(directory: Path) -> tuple[int, int]:
-    """Return how many texts a split has, and how many bytes of UTF-8 in all."""
-    count, size = 0, 0
-    for column in _columns(directory, mapped=True):
-        offset_bytes = 8 if "large" in str(column.type) else 4
-        count, size = count + len(column), size + column.nbytes - offset_bytes * len(column)
-    return count, max(0, size)
-
-
-def total_bytes(source: Source) -> int:
-    """Return how many bytes the shards of all splits have."""
-    return sum(path.stat().st_size for directory in source.splits.values()
-               for path in directory.glob("*.arrow"))
-
-
-def check_content(source: Source) -> None:
-    """Hash every shard of a stage 02 dataset; ArtifactError names what is damaged."""
-    if source.ours:
-        manifest.check(source.path, manifest.read(source.path, "dataset/1", "dataset"), "dataset",
-                       deep=True)
-    else:
-        log.info(f"{source.path} was not made by stage 02: no digests to check it against")
-
-
-def documents(directory: Path, first: int = 0) -> Iterator[list[bytes]]:
-    """Yield the texts of a split from row `first` on, as UTF-8, in lists of about 16 MB.
-
-    Read and not mapped: a shard that is cut meanwhile is an error then, and kills no process.
-    """
-    texts: list[bytes] = []
-    size = 0
-    for column in _columns(directory, mapped=False):
-        rest = column.slice(min(first, len(column)))
-        first -= len(column) - len(rest)
-        step = max(1, min(_BATCH_ROWS, len(rest) * _BATCH_BYTES // max(1, rest.nbytes)))
-        for start in range(0, len(rest), step):
-            part = rest.slice(start, step)
-            if texts and (size + part.nbytes > _BATCH_BYTES
-                          or len(texts) + len(part) > _BATCH_ROWS):
-                yield texts
-                texts, size = [], 0
-            texts += _texts(part)
-            size += part.nbytes
-    if texts:
-        yield texts
-
-
-def sample(directory: Path, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
-    """Return the middles of texts that lie evenly over a split."""
-    step = max(1, sum(map(len, _columns(directory, mapped=True))) // texts)
-    chosen, first = [], 0  # of the next text, in its batch
-    for column in _columns(directory, mapped=True):
-        rows = range(first, len(column), step)
-        chosen += [text for row in rows for text in _texts(column.slice(row, 1))]
-        first += len(rows) * step - len(column)
-    cut = [text[max(0, len(text) - most_bytes) // 2:][:most_bytes] for text in chosen]
-    # A cut may fall inside a character: what is left of it is dropped.
-    return [text.decode("utf-8", "ignore").encode() for text in cut]
 
 
 def _columns(directory: Path, mapped: bool) -> Iterator[Any]:
