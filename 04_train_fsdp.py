@@ -62,19 +62,19 @@ def plan_and_train(config: Config, experiment: Experiment, made: Path | None) ->
         return
 
     from lib.parallel.layout import meet, settle_allocator
-    from lib.train import batch_size, dry_run, memory_fit, model_files
+    from lib.train import dry_run, fitting, model_files
 
     settle_allocator()
     config, model = startup.build_model(config, experiment, inputs)
-    config = batch_size.settle(config, model)
+    config = fitting.settle(config, model)
 
     if config.dry_run:
         dry_run.print_plan(config, inputs, model)
-        memory_fit.warn(config, inputs, model)
+        fitting.warn(config, inputs, model)
         return
     if not config.prepare_only:
-        memory_fit.require(config, inputs, model)
-        batch_size.advise(config, model, has_begun=bool(inputs.begun))
+        fitting.require(config, inputs, model)
+        fitting.advise(config, model, has_begun=bool(inputs.begun))
         meeting = meet()
     model_files.require_whole(config, inputs)
     data = startup.prepare_data(config, inputs, model)

@@ -244,9 +244,9 @@ def trainer_rank(args: argparse.Namespace) -> None:
         TrainingArguments,
     )
 
+    from lib.planning import capacity as measured
     from lib.tokens import store
     from lib.tokens.samples import Windows
-    from lib.train import memory as measured
     from lib.train import precision
 
     on_gpu = torch.cuda.is_available()

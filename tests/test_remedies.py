@@ -300,7 +300,7 @@ def test_a_model_from_scratch(there: Terminal) -> None:
 
 
 def test_options_of_a_run(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lib.train.memory_plan.tell", lambda *options: None)  # takes seconds
+    monkeypatch.setattr("lib.planning.memory.tell", lambda *options: None)  # takes seconds
     dry = (*TRAIN, "--dry-run")
     there.follow(there.fails(*TRAIN[:5], "--dry-run", "--model-size", "tiny",
                              "--tokenizer", "model"))         # without --from-scratch
@@ -546,8 +546,8 @@ def test_a_remedy_is_a_command_and_no_sentence() -> None:
     assert not [site for site in sites() if not spelled.search(site[3])]
 
 
-# Other tests make these: of memory (test_memory_fit), images, clusters and bundles (test_launch_*).
-ELSEWHERE = re.compile(r"launch/|lib/train/memory_fit\.py|lib/parallel/loss\.py")
+# Other tests make these: of memory (test_fit), images, clusters and bundles (test_launch_*).
+ELSEWHERE = re.compile(r"launch/|lib/planning/fit\.py|lib/parallel/loss\.py")
 
 
 def test_every_remedy_was_made_here(notes: Path, request: pytest.FixtureRequest) -> None:

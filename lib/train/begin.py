@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import shutil
 import time
 from pathlib import Path
 
@@ -12,17 +10,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lib.checkpoints import commit
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.local import LocalTier
 from lib.checkpoints.tier import Tier
-from lib.core import failure, hashing, log, manifest, stamps, units
+from lib.core import log, units
 from lib.core.declared import Role
-from lib.core.errors import EXIT_BUG, UsageError
+from lib.core.errors import UsageError
 from lib.core.identity import differences
-from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
-from lib.models import float8, remote_code
+from lib.models import float8
 from lib.models.weights import initialise, load_pretrained
 from lib.optim import registry
 from lib.optim.guard import StepGuard
@@ -36,26 +32,25 @@ from lib.parallel import (
     parallelize,
 )
 from lib.parallel.compiling import Compiler
-from lib.parallel.layout import ParallelLayout, gather, on_rank_0
+from lib.parallel.layout import ParallelLayout, gather
 from lib.parallel.meeting import Meeting
-from lib.tokens.encode import TOKENIZER_FILES
+from lib.planning import capacity
+from lib.planning.estimate import MemoryEstimate
 from lib.train import (
-    batch_size,
     checks,
     feed,
+    fitting,
     flops,
     launches,
-    memory,
     model_files,
     outlook,
     resume,
     startup,
     watchdog,
 )
+from lib.train import experiment as experiments
 from lib.train.config import Config
 from lib.train.journal import Journal, read_config
-from lib.train.launches import Launch
-from lib.train.memory_estimate import MemoryEstimate
 from lib.train.outlook import Hardware, Work
 from lib.train.plan import Plan, degrees
 from lib.train.profiling import Profiler
@@ -66,9 +61,6 @@ from lib.train.signals import StopRequest
 from lib.train.startup import Data, Inputs
 from lib.train.timers import Timers
 from lib.train.watchdog import Watchdog
-
-_SHARED_WITHIN_S = 60.0
-_MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
 def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel,
@@ -83,15 +75,15 @@ def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
         determinism.require()
     layout = ParallelLayout.start(degrees(config), meeting,
                                   watchdog.longest(config.watchdog_minutes))
-    config = batch_size.agree(config, data.samples, layout)
+    config = fitting.agree(config, data.samples, layout)
     if estimate is not None:
-        estimate.begin(config, model, data.most_documents)
+        estimate.begin(fitting.case_here(config, model, data.most_documents))
     config, launch = launches.join(config, experiment, layout)
     run_plan = startup.make_plan(config, inputs, data.samples, layout.rank)
     checks.require_room(config, run_plan.total_steps, has_begun=bool(inputs.begun))
     journal = Journal(experiment, layout.rank)
     _require_agreement(config, run_plan, layout)
-    lease = _claim(config, experiment, run_plan, inputs, journal, launch, layout)
+    lease = experiments.claim(config, experiment, run_plan, inputs, journal, launch, layout)
     tier = _tier(config, read_config(experiment)["run"], layout, journal)
     log.add_file(experiment.rank_log(layout.rank))
     work = startup.work_of(config, inputs, model)
@@ -101,7 +93,7 @@ def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     if config.deterministic:
         log.info(f"deterministic: {determinism.cost(layout.device, config.precision)}")
     compiler = compiling.compiler(config.compile, layout.device)
-    before = memory.usage(layout.device)["memory/current_gib"]
+    before = capacity.usage(layout.device)["memory/current_gib"]
     offload = _shard(config, model, layout, compiler)
     adamw = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
                            config.weight_decay, compiler and compiler.wrap)
@@ -116,7 +108,7 @@ def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
               Profiler(config.profile, experiment.profile, layout.rank, layout.device), journal,
               work.flops, peak, estimate, before, lease)
     run.saves = Saves(config, experiment, journal, layout.saving, tier)
-    run.model_files = _digests(experiment.model) if layout.rank == 0 else {}
+    run.model_files = experiments.digests(experiment.model) if layout.rank == 0 else {}
     if not resume.resume(run, inputs.named):
         _first_weights(config, inputs, model, layout)
         journal.event("start", 0, ranks=layout.ranks)
@@ -164,7 +156,7 @@ def _shard(config: Config, model: PreTrainedModel, layout: ParallelLayout,
     if config.precision == "fp8":
         log.info("fp8: " + float8.convert(model, config.fp8_recipe, layout.fsdp.size(-1),
                                           not offload, emulate=layout.device.type != "cuda"))
-    small = not offload and parallelize.may_stay_gathered(model, memory.total(layout.device))
+    small = not offload and parallelize.may_stay_gathered(model, capacity.total(layout.device))
     log.info("sharded: " + parallelize.parallelize(
         model, layout.fsdp, config.precision, config.activation_checkpointing, compiler, offload,
         small))
@@ -201,85 +193,6 @@ def _require_agreement(config: Config, run_plan: Plan, layout: ParallelLayout) -
                              expected="the same command, dataset and model on every node")
 
 
-def _claim(config: Config, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
-           launch: Launch, layout: ParallelLayout) -> Lease | None:
-    """Make the directory ours, and see that every rank means the same one by it.
-
-    All ranks must call this. Returns what rank 0 holds it by. Raises ExperimentHeld when another
-    launch is at work there.
-    """
-    leases = []
-
-    def write() -> str:
-        leases.append(_lease(experiment))
-        if config.overwrite and not experiment.is_empty():
-            leases.pop().release()
-            _set_aside(experiment)
-            leases.append(_lease(experiment))
-        old = inputs.stop_request  # one that has come since is meant for this launch
-        if not launch.has_begun and old and old == stamps.of(old):
-            log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
-            experiment.stop_file.unlink(missing_ok=True)
-        start = f"{time.time_ns():x}"
-        journal.config(config.recorded(), run_plan.identity(), inputs.model_dir, start,
-                       read_config(experiment).get("run", start), launch.marks)
-        manifest.remove_temporary(experiment.root, [path.name for path in (
-            experiment.config, experiment.state, experiment.metrics)])
-        _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
-        model_files.require_same(inputs)
-        if left := commit.clean(experiment.checkpoints):
-            journal.event("clean", 0, paths=left)
-        return start
-
-    start = on_rank_0(write, layout.control)
-    deadline = time.monotonic() + _SHARED_WITHIN_S  # network file systems may show it late
-    while not (seen := read_config(experiment).get("launch") == start) \
-            and time.monotonic() < deadline:
-        time.sleep(0.5)
-    if not all(gather(seen, layout.control)):
-        raise UsageError(f"{experiment.root} is not the same directory on all nodes",
-                         expected="--save-dir on a file system that all nodes share")
-    return leases[0] if leases else None
-
-
-def _lease(experiment: Experiment) -> Lease:
-    """Hold the experiment's directory for as long as this process lives."""
-    def lost(text: str) -> None:
-        # At once: two launches must not write the same run.
-        failure.end_at_once(EXIT_BUG, lambda: os.write(2, f"error: {text}\n".encode()),
-                            lambda: log.error(text))
-
-    experiment.root.mkdir(parents=True, exist_ok=True)
-    try:
-        return Lease(experiment.lock, lost)
-    except Held as error:
-        raise ExperimentHeld(f"another launch is training {experiment.root} now",
-                             holder=error.holder, hint="wait for it, stop it, or use another "
-                                                       "--experiment-name") from None
-
-
-def _set_aside(experiment: Experiment) -> None:
-    """Move an experiment that --overwrite replaces out of the way; it is never deleted."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    aside = experiment.root.with_name(f"{experiment.root.name}.replaced-{stamp}")
-    experiment.root.rename(aside)
-    log.info(f"--overwrite: the earlier {experiment.root} is kept as {aside}")
-
-
-def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
-    """Keep config and tokenizer of this model, and no others, with the run: it stands alone."""
-    target.mkdir(exist_ok=True)
-    for name in _MODEL_FILES:
-        if not (model_dir / name).is_file():
-            (target / name).unlink(missing_ok=True)
-            continue
-        temporary = target / f"{name}.tmp"
-        shutil.copyfile(model_dir / name, temporary)
-        temporary.replace(target / name)
-    if with_code:
-        remote_code.carry(model_dir, target)
-
-
 def _print_head(config: Config, inputs: Inputs, run_plan: Plan, data: Data, work: Work,
                 hardware: Hardware) -> None:
     log.info(f"experiment {config.save_dir / config.experiment_name}")
@@ -293,11 +206,6 @@ def _print_head(config: Config, inputs: Inputs, run_plan: Plan, data: Data, work
         log.warn(unusual)
     if log.rank() == 0:
         startup.tell_doubts(run_plan, work, bool(data.held_out))
-
-
-def _digests(directory: Path) -> dict[str, str]:
-    return {path.name: hashing.file_digest(path, "sha256")
-            for path in sorted(directory.iterdir()) if path.is_file()}
 
 
 def _first_weights(config: Config, inputs: Inputs, model: nn.Module,

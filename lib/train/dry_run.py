@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from lib.core import log, units
 from lib.core.errors import Problems, UsageError
-from lib.planning import saving
+from lib.planning import memory, saving
 from lib.tokens import encode, packing, store
-from lib.train import batch_size, checks, flops, memory_plan, outlook, startup, streaming
+from lib.train import checks, fitting, flops, outlook, startup, streaming
 from lib.train import plan as plans
 from lib.train.config import Config
 from lib.train.outlook import Hardware
@@ -31,11 +31,11 @@ def print_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
                "weights": startup.weights_of(config, inputs), "dataset": startup.dataset_of(inputs),
                "precision": f"float32 masters, {config.precision} compute", **_ranks(config)})
     data, samples = _data(config, inputs)
-    asked = batch_size.planned(config, model) or {plans.launched_size(): config}
+    asked = fitting.planned(config, model) or {plans.launched_size(): config}
     for ranks, given in asked.items():
         if config.plan_gpus:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
-        asked[ranks] = given = batch_size.limit(given, samples, ranks)
+        asked[ranks] = given = fitting.limit(given, samples, ranks)
         plan = problems.collect(lambda ranks=ranks, given=given: startup.make_plan(
             given, inputs, samples, ranks=ranks))
         if plan is None:
@@ -115,7 +115,10 @@ def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config
                  most_documents: int) -> None:
     """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
     try:
-        memory_plan.tell(config, model, asked, most_documents)
+        has = config.plan_gpu_memory
+        cases = [plans.memory_case(given, model, ranks, True, has * (1 << 30), most_documents)
+                 for ranks, given in asked.items()]
+        memory.tell(model, cases, has, config.compile is not False, not config.no_progress)
     except UsageError:
         raise
     except Exception as error:  # the rest of the plan is worth having

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.optim import schedule
 from lib.optim.schedule import Schedule
 from lib.parallel.degrees import Degrees
+from lib.tokens import packing
 from lib.tokens.order import Division
 from lib.train.config import AUTO, Config
+
+if TYPE_CHECKING:  # imports torch
+    from transformers import PreTrainedModel
+
+    from lib.planning.trace import Case
 
 
 @dataclass(frozen=True)
@@ -121,3 +127,27 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
                          expected="more text, a smaller --seq-length or --global-batch-size, "
                                   "or more --num-epochs")
     return min(limits)
+
+
+def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, has: float,
+                most_documents: int = packing.FEWEST) -> Case:
+    """Return what decides the memory of a run on `ranks` devices that have so many bytes each.
+
+    most_documents: in a sample, where they are packed. Few packs hold more than the default, which
+    stands for their number until they are made.
+    """
+    from lib.parallel import parallelize
+    from lib.planning.trace import Case
+
+    offload = config.cpu_offload and on_gpu
+    shard_size = min(config.shard_size or ranks, ranks)
+    a_pass = config.batch_size * ranks
+    per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
+    is_packed = config.packing == "documents"
+    by_kernel = is_packed and on_gpu and config.precision != "fp32" and \
+        config.attention in ("auto", "varlen", "flash_attention_2")
+    by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
+    return Case(ranks, shard_size, config.batch_size, config.seq_length, config.precision,
+                config.activation_checkpointing, per_step > a_pass, offload,
+                not offload and parallelize.may_stay_gathered(model, has),
+                by_mask, most_documents * by_kernel, optimizer=config.optimizer, on_gpu=on_gpu)

@@ -21,12 +21,13 @@ from lib.core.paths import Experiment
 from lib.optim.guard import Skipped, StepGuard
 from lib.parallel.layout import ParallelLayout, gather
 from lib.parallel.loss import evaluate
+from lib.planning import capacity
+from lib.planning.estimate import MemoryEstimate
 from lib.tokens.loader import Step, evaluation_batches
-from lib.train import memory, metrics, symptoms
+from lib.train import metrics, symptoms
 from lib.train.config import Config
 from lib.train.feed import Feed
 from lib.train.journal import Journal
-from lib.train.memory_estimate import MemoryEstimate
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
 from lib.train.report import Report
@@ -115,7 +116,7 @@ class Run:
         times = self.timers.read()
         per_second = self.plan.tokens_per_step / (times["time/total"] / 1000)
         per_device = per_second / self.layout.ranks
-        in_use = memory.usage(self.layout.device)
+        in_use = capacity.usage(self.layout.device)
         self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
         in_use["memory/peak_gib"] = self.memory_peak
         return {"step": self.step, "epoch": self.feed.epoch(self.step),

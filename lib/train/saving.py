@@ -18,7 +18,7 @@ from lib.core import log, threads, units
 from lib.core.errors import DiskFullError, StageError
 from lib.core.paths import Experiment
 from lib.parallel.layout import gather, on_rank_0
-from lib.train import memory
+from lib.planning import capacity
 from lib.train.config import Config
 from lib.train.journal import Journal
 
@@ -40,7 +40,7 @@ class Saves:
                  group: dist.ProcessGroup, tier: Tier | None) -> None:
         self._config, self._experiment, self._journal = config, experiment, journal
         self._group, self.tier, self._local = group, tier, False
-        self.copies = HostCopies(lambda: memory.room(torch.device("cpu"))) if config.ckpt_async \
+        self.copies = HostCopies(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async \
             else None
         self._thread = threads.pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None

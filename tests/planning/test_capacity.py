@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from lib.train import memory
+from lib.planning import capacity
 
 
 def test_figures_of_this_process() -> None:
-    figures = memory.usage(torch.device("cpu"))
+    figures = capacity.usage(torch.device("cpu"))
     assert 0 < figures["memory/current_gib"] <= figures["memory/peak_gib"] \
         < figures["memory/total_gib"]
 
 
 def test_the_peak_is_that_since_the_last_look() -> None:
-    memory.usage(torch.device("cpu"))
+    capacity.usage(torch.device("cpu"))
     torch.ones(1 << 27).sum()  # half a gigabyte, for a moment
-    high, after = (memory.usage(torch.device("cpu"))["memory/peak_gib"] for _ in range(2))
+    high, after = (capacity.usage(torch.device("cpu"))["memory/peak_gib"] for _ in range(2))
     assert high - after > 0.4

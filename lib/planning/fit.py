@@ -7,7 +7,6 @@ the limit is told and started.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,35 +19,13 @@ from lib.core.errors import UsageError
 from lib.models import training_memory
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import compiling
+from lib.planning import capacity, memory
+from lib.planning.memory import USABLE, Estimates, Turn
 from lib.planning.trace import Case, Step
 from lib.planning.tracker import Bytes
-from lib.train import memory, memory_plan, plan
-from lib.train.config import Config
-from lib.train.memory_plan import USABLE, Estimates, Turn
-from lib.train.startup import Inputs
 
 _FLOAT32 = 4  # bytes
 _DOUBT = 4  # times what the shape of a model says of its activations: a trace is worth its seconds
-
-
-def require(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
-    """Raise UsageError, with the nearest setting that fits, when a run cannot fit on this rank.
-
-    Every rank finds out for itself, before there is a process group that could wait.
-    """
-    fit = Fit.of(config, model)
-    if needed := fit.excess():
-        raise fit.refusal(config, needed, has_begun=bool(inputs.begun))
-
-
-def warn(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
-    """Say in a dry run that the run itself would be refused on this machine."""
-    if config.plan_gpus:
-        return
-    fit = Fit.of(config, model)
-    if needed := fit.excess():
-        error = fit.refusal(config, needed, has_begun=bool(inputs.begun))
-        log.warn("on this machine, " + error.render().removeprefix("error: "))
 
 
 @dataclass
@@ -67,15 +44,11 @@ class Fit:
     estimates: Estimates | None = None
 
     @classmethod
-    def of(cls, config: Config, model: PreTrainedModel) -> Fit:
-        """Return what decides whether a run fits on this rank's device."""
-        on_gpu, cpu = torch.cuda.is_available(), torch.device("cpu")
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local_rank % torch.cuda.device_count()) if on_gpu else cpu
-        case = memory_plan.case_of(config, model, plan.launched_size(), on_gpu,
-                                   memory.total(device))
-        return cls(model, case, memory.room(device), memory.room(cpu), on_gpu,
-                   compiling.is_wanted(config.compile, device))
+    def of(cls, model: PreTrainedModel, case: Case, compile_: bool | None) -> Fit:
+        """Return what decides whether a run fits on this rank's device. compile_: --compile."""
+        device = capacity.device()
+        return cls(model, case, capacity.room(device), capacity.room(torch.device("cpu")),
+                   device.type == "cuda", compiling.is_wanted(compile_, device))
 
     def excess(self) -> Bytes:
         """Return by kind what the run needs where that is more than there is; else nothing."""
@@ -88,7 +61,7 @@ class Fit:
         if on_device + gathered + _DOUBT * kept <= USABLE * self.room:
             return {}
         try:
-            traced = memory_plan.apart(_trace, self.model, self.case)
+            traced = memory.apart(_trace, self.model, self.case)
         except Exception as error:  # a family that cannot be traced may fit all the same
             log.info(f"memory could not be estimated: {type(error).__name__}")
             return {}
@@ -99,8 +72,11 @@ class Fit:
                      f"can have {units.memory(self.room)}")
         return {}
 
-    def refusal(self, config: Config, needed: Bytes, has_begun: bool) -> UsageError:
-        """Return the error with the nearest settings that fit: on these ranks, and on more."""
+    def refusal(self, needed: Bytes, whole: int, has_begun: bool) -> UsageError:
+        """Return the error with the nearest settings that fit: on these ranks, and on more.
+
+        whole: samples of a step, which stay as many. has_begun: see _turned.
+        """
         near, wide = self._nearest(has_begun, False), self._nearest(has_begun, True)
         hints = []
         if wide:
@@ -119,7 +95,7 @@ class Fit:
             f"have {units.memory(place)} of {where}",
             found=f"{parts}, for {units.count(self._parameters())} parameters over {ranks} "
                   f"rank{'s' * (ranks > 1)}{without * ('activations' not in needed)}",
-            hint="\n".join(hints), run=self._command(near, config) if near else "")
+            hint="\n".join(hints), run=self._command(near, whole) if near else "")
 
     def _nearest(self, has_begun: bool, more_ranks: bool) -> Turn | None:
         """Return the least costly setting that fits well, on the ranks there are or on more."""
@@ -133,16 +109,15 @@ class Fit:
 
     def _turned(self, has_begun: bool, more_ranks: bool) -> Iterator[Turn]:
         """Yield the other settings. has_begun: what a run keeps for good cannot be turned."""
-        for turn in memory_plan.turned(self.case, self.on_gpu):
+        for turn in memory.turned(self.case, self.on_gpu):
             is_fixed = has_begun and not {"--optimizer", "-s"}.isdisjoint(turn.options)
             if turn.more_ranks == more_ranks and not is_fixed:
                 yield turn
 
-    def _command(self, near: Turn, config: Config) -> str:
+    def _command(self, near: Turn, whole: int) -> str:
         """Return the command that was typed with a setting that fits, and the same result."""
-        if "-b" not in near.options or int(near.options["-b"]) == config.batch_size:
+        if "-b" not in near.options or int(near.options["-b"]) == self.case.batch:
             return commands.again(*near.words())
-        whole = plan.divide(config, 0, plan.launched_size()).global_batch
         return commands.again(*near.words(), "--global-batch-size", whole,
                               drop=("--grad-accum-steps",))
 

@@ -6,7 +6,7 @@ import copy
 import math
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -19,11 +19,8 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
-from lib.parallel import parallelize
 from lib.planning import trace
 from lib.planning.trace import Case, Step
-from lib.tokens import packing
-from lib.train.config import Config
 
 _RECOMPUTE = ("none", "selective", "full")
 _BATCHES = (1, 2, 4)  # times --batch-size
@@ -32,27 +29,6 @@ _SHORT = 4  # blocks that stand for any number of them
 _GIB = 1 << 30
 
 Result = TypeVar("Result")
-
-
-def case_of(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, has: float,
-            most_documents: int = packing.FEWEST) -> Case:
-    """Return what decides the memory of a run on `ranks` devices that have so many bytes each.
-
-    most_documents: in a sample, where they are packed. Few packs hold more than the default, which
-    stands for their number until they are made.
-    """
-    offload = config.cpu_offload and on_gpu
-    shard_size = min(config.shard_size or ranks, ranks)
-    a_pass = config.batch_size * ranks
-    per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
-    is_packed = config.packing == "documents"
-    by_kernel = is_packed and on_gpu and config.precision != "fp32" and \
-        config.attention in ("auto", "varlen", "flash_attention_2")
-    by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
-    return Case(ranks, shard_size, config.batch_size, config.seq_length, config.precision,
-                config.activation_checkpointing, per_step > a_pass, offload,
-                not offload and parallelize.may_stay_gathered(model, has),
-                by_mask, most_documents * by_kernel, optimizer=config.optimizer, on_gpu=on_gpu)
 
 
 def apart(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -117,27 +93,23 @@ class Estimates:
         return sum(-(-shape[0] // case.shard_size) * math.prod(shape[1:]) for shape in self._sizes)
 
 
-def tell(config: Config, model: PreTrainedModel, asked: Mapping[int, Config],
-         most_documents: int = packing.FEWEST) -> None:
-    """Print what each of --plan-gpus would need, what fits, and the nearest that does.
+def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, compiled: bool,
+         shown: bool) -> None:
+    """Print what each case would need of a GPU, what fits, and the nearest that does.
 
-    asked: the options for so many GPUs. most_documents: as in `case_of`.
+    gpu_gib: memory of one. compiled: the runs will be. shown: that the tracing goes on.
     """
-    usable = config.plan_gpu_memory * USABLE
-    log.info(f"memory per GPU, traced row by row: {config.seq_length:,} tokens per sample, "
-             f"{config.precision}{', traced as bf16' * (config.precision == 'fp8')}; usable are "
-             f"{usable:.4g} of {config.plan_gpu_memory:g} GiB, the rest is for CUDA, NCCL, "
-             "fragments")
+    usable, first = gpu_gib * USABLE, cases[0]
+    log.info(f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
+             f"{first.precision}{', traced as bf16' * (first.precision == 'fp8')}; usable are "
+             f"{usable:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
-    if config.compile is not False:
+    if compiled:
         log.info("  traced as if not compiled, which needs somewhat more")
     # In a file the rows themselves show that it goes on.
-    shown = not config.no_progress and sys.stderr.isatty()
-    with Progress("tracing steps", None, " traces", shown) as progress:
+    with Progress("tracing steps", None, " traces", shown and sys.stderr.isatty()) as progress:
         estimates = Estimates(model, progress)
-        for ranks in config.plan_gpus:
-            case = case_of(asked[ranks], model, ranks, True, config.plan_gpu_memory * _GIB,
-                           most_documents)
+        for case in cases:
             _table(case, estimates, usable)
 
 

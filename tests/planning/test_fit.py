@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from lib.core.errors import UsageError
 from lib.models import training_memory
 from lib.optim.registry import OPTIMIZERS
+from lib.planning import capacity, fit
+from lib.planning.fit import Fit
 from lib.planning.trace import Case, Step
 from lib.planning.tracker import KINDS
-from lib.train import memory, memory_fit
-from lib.train.memory_fit import Fit
+from lib.train import fitting, plan
 from tests.conftest import run_stage
-from tests.train.test_memory_plan import ASKED, on_meta
+from tests.planning.test_memory import ASKED, on_meta
 
 MIB = 1 << 20
 
@@ -45,18 +46,18 @@ class Known:
 def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float = 0, ranks: int = 1,
             begun: bool = False, seq_length: int = 1024, **changes: Any) -> UsageError | None:
     """Return the refusal of a run whose ranks have so much memory of the host, and on a GPU."""
-    monkeypatch.setattr(memory_fit, "Estimates", Known)
+    monkeypatch.setattr(fit, "Estimates", Known)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_mib > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     rooms = {"cpu": round(room_mib * MIB), "cuda": round(gpu_mib * MIB)}
-    monkeypatch.setattr(memory, "room", lambda device: rooms[device.type])
-    monkeypatch.setattr(memory, "total", lambda device: rooms[device.type])
+    monkeypatch.setattr(capacity, "room", lambda device: rooms[device.type])
+    monkeypatch.setattr(capacity, "total", lambda device: rooms[device.type])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
     given = replace(ASKED, seq_length=seq_length, **{"compile": False, **changes})
     inputs = Namespace(begun={"identity": {}} if begun else {})
     try:
-        memory_fit.require(given, inputs, on_meta())
+        fitting.require(given, inputs, on_meta())
     except UsageError as error:
         return error
     return None
@@ -65,7 +66,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float 
 def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
         monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(memory_fit.log, "warn", warned.append)
+    monkeypatch.setattr(fit.log, "warn", warned.append)
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     need = states + 2 * 8  # two samples
     assert refused(monkeypatch, 100 * need) is None
@@ -90,7 +91,7 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
 def test_a_run_that_goes_on_was_traced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, the shards of a trace's rank 0 would be remembered as those of each rank."""
     warned, here = [], os.getpid()
-    monkeypatch.setattr(memory_fit.log, "warn", warned.append)
+    monkeypatch.setattr(fit.log, "warn", warned.append)
     monkeypatch.setattr(Known, "step", lambda known, case, step=Known.step: step(
         known, replace(case, batch=case.batch if os.getpid() != here else 1000 * case.batch)))
     need = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB + 2 * 8
@@ -129,7 +130,7 @@ def test_stage_03_says_the_same() -> None:
     advice = training_memory.estimate(model)
     assert 2 * 4 + OPTIMIZERS["adamw"].state_bytes == training_memory._STATE
     given = replace(ASKED, compile=False, batch_size=1, seq_length=advice.tokens, precision="bf16")
-    there = Fit.of(given, model)
+    there = Fit.of(model, plan.memory_case(given, model, 1, False, 1 << 40), given.compile)
     assert sum(there._states(there.case).values()) < advice.per_gpu[1]
     assert there._traced(there.case).total == pytest.approx(advice.per_gpu[1], rel=0.4)
 
@@ -149,9 +150,9 @@ def test_control_groups_limit_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    assert list(memory._free_in([line])) == free
-    assert 0 < memory.room(torch.device("cpu")) < 1 << 50
+    monkeypatch.setattr(capacity, "_CGROUPS", tmp_path)
+    assert list(capacity._free_in([line])) == free
+    assert 0 < capacity.room(torch.device("cpu")) < 1 << 50
 
 
 def test_a_run_that_cannot_fit_ends_before_the_tokens_are_made(project: Path) -> None:

@@ -14,6 +14,13 @@ _RESET_PEAK = "5"  # proc(5), clear_refs
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
+def device() -> torch.device:
+    """Return the device that this rank computes on."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 def total(device: torch.device) -> int:
     """Return the bytes of memory that this rank may count on."""
     if device.type == "cuda":

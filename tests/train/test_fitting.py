@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from lib.core.errors import UsageError
-from lib.train import batch_size, memory, startup
+from lib.planning import capacity
+from lib.train import fitting, startup
 from lib.train.startup import Inputs
-from tests.train.test_memory_fit import MIB, Known
-from tests.train.test_memory_plan import ASKED, on_meta
+from tests.planning.test_fit import MIB, Known
+from tests.planning.test_memory import ASKED, on_meta
 
 STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
 
@@ -24,9 +25,9 @@ STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what is told, the last of it last."""
     lines: list[str] = []
-    monkeypatch.setattr(batch_size.log, "info", lines.append)
-    monkeypatch.setattr(batch_size.log, "warn", lines.append)
-    monkeypatch.setattr(batch_size, "Estimates", Known)
+    monkeypatch.setattr(fitting.log, "info", lines.append)
+    monkeypatch.setattr(fitting.log, "warn", lines.append)
+    monkeypatch.setattr(fitting, "Estimates", Known)
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
     return lines
 
@@ -37,15 +38,15 @@ def here(monkeypatch: pytest.MonkeyPatch, samples: float, *, gpu: bool = False, 
     room = round((STATES_MIB / ranks + 8 * samples) * MIB / 0.9) + 1000
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(memory, "room", lambda device: room)
-    monkeypatch.setattr(memory, "total", lambda device: room)
+    monkeypatch.setattr(capacity, "room", lambda device: room)
+    monkeypatch.setattr(capacity, "total", lambda device: room)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
 
 
 def chosen(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> int:
     given = replace(ASKED, **{"batch_size": "auto", "seq_length": seq_length,
                               "precision": precision, **changes})
-    return batch_size.settle(given, on_meta()).batch_size
+    return fitting.settle(given, on_meta()).batch_size
 
 
 def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
@@ -53,7 +54,7 @@ def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) ->
     assert chosen() == 8 and "8,192 tokens in a pass, the largest that fits" in said[-1]
     assert chosen(batch_size=3) == 3
     here(monkeypatch, 0, gpu=True)
-    assert chosen() == 1  # memory_fit refuses it, with what would fit
+    assert chosen() == 1  # the check of a run refuses it, with what would fit
     here(monkeypatch, 1000, gpu=True)
     assert chosen() == 32 and chosen(seq_length=65536) == 1
     assert "no more than 32,768 tokens, from which on more are hardly faster" in said[-1]
@@ -77,14 +78,14 @@ def test_samples_of_a_step_are_divided_evenly(monkeypatch: pytest.MonkeyPatch, s
 
 def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """After the ranks have taken the smallest of theirs."""
-    monkeypatch.setattr(batch_size, "gather", lambda mine, group: [mine, 16])
+    monkeypatch.setattr(fitting, "gather", lambda mine, group: [mine, 16])
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
         said.clear()
         given = replace(ASKED, batch_size=32, seq_length=1000, precision="fp8", **changes)
         given = given.settled("memory plan", batch_size=32) if auto else given
         layout = Namespace(ranks=ranks, control=None)
-        return batch_size.agree(given, samples, layout).batch_size
+        return fitting.agree(given, samples, layout).batch_size
 
     assert agreed(1000) == 16 and agreed(320) == 16 and not said
     assert agreed(319) == 8
@@ -100,7 +101,7 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
 
 def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, 12, gpu=True)
-    monkeypatch.setattr(batch_size, "Estimates", lambda model: 1 / 0)
+    monkeypatch.setattr(fitting, "Estimates", lambda model: 1 / 0)
     assert chosen() == 1
 
 
@@ -111,9 +112,9 @@ def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
                     plan_gpu_memory=gib)
     model = on_meta()
     assert chosen(plan_gpus=[1, 64]) == "auto"
-    asked = batch_size.planned(given, model)
+    asked = fitting.planned(given, model)
     assert asked[1].batch_size == 4 and asked[64].batch_size == 8
-    three = batch_size.planned(replace(given, batch_size=3), model)
+    three = fitting.planned(replace(given, batch_size=3), model)
     assert [each.batch_size for each in three.values()] == [3, 3]
 
 
@@ -134,7 +135,7 @@ def test_too_few_tokens_are_told_with_what_fits(monkeypatch: pytest.MonkeyPatch,
         said.clear()
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, **changes})
         given = given.settled("memory plan", batch_size=1) if auto else given
-        batch_size.advise(given, on_meta(), has_begun)
+        fitting.advise(given, on_meta(), has_begun)
         return "".join(said)
 
     here(monkeypatch, 12, gpu=True)

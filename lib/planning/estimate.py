@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.core import log, units
-from lib.train import memory, memory_plan, plan
-from lib.train.config import Config
+from lib.planning import memory
+from lib.planning.trace import Case
 
 _GIB = 1 << 30
 _TOLD = 0.005  # the share of the whole from which on a kind of memory is named
@@ -37,7 +37,6 @@ class MemoryEstimate:
         self.gib: float | None = None
         self._traced = "estimated as for bf16" if precision == "fp8" else "estimated"
         self._on_gpu = torch.cuda.is_available()
-        self._has = memory.total(torch.device("cuda" if self._on_gpu else "cpu"))
         context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
         self._answer, question = context.Pipe()
         self._is_wanted = sum(p.numel() for p in model.parameters()) >= _ESTIMATED_FROM
@@ -56,12 +55,11 @@ class MemoryEstimate:
                 question.send(str(error))
         question.close()
 
-    def begin(self, config: Config, model: PreTrainedModel, most_documents: int) -> None:
-        """Start the trace of a run with these options. most_documents: see memory_plan.case_of."""
+    def begin(self, case: Case) -> None:
+        """Start the trace of a run."""
         if self._is_wanted:
             with suppress(OSError):  # of a process that is not there: `tell` has its last word
-                self._answer.send(memory_plan.case_of(config, model, plan.launched_size(),
-                                                      self._on_gpu, self._has, most_documents))
+                self._answer.send(case)
 
     def tell(self, wait_s: float = 0.0) -> None:
         """Print the estimate as soon as it is known, once. wait_s: for it, at most."""
@@ -111,7 +109,7 @@ def _trace(others: Connection, question: Connection, model: PreTrainedModel) -> 
     for stream in range(3):  # whoever reads the run's output must not wait for this process
         os.dup2(nowhere, stream)
     try:
-        question.send(memory_plan.Estimates(model).step(question.recv()).peak)
+        question.send(memory.Estimates(model).step(question.recv()).peak)
     except Exception as error:  # whatever it is, the run goes on
         first, *_ = str(error).splitlines() or [""]
         question.send(f"{type(error).__name__}: {first[:200]}")

@@ -1,4 +1,4 @@
-"""`--batch-size auto`, and what is said of a batch that leaves a GPU waiting for memory.
+"""What fits: a run at all, `--batch-size auto`, and a batch that leaves a GPU waiting for memory.
 
 The batch of a pass changes nothing that is learned as long as a step has the same samples. So it is
 what fits by the memory plan, up to as many tokens as keep a device busy, and to what the data has.
@@ -6,25 +6,59 @@ what fits by the memory plan, up to as many tokens as keep a device busy, and to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedModel
 
 from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.models import float8
 from lib.parallel.layout import ParallelLayout, gather
-from lib.train import memory, memory_plan, plan
+from lib.planning import capacity, memory
+from lib.planning.fit import Fit
+from lib.planning.memory import USABLE, Estimates
+from lib.planning.trace import Case
+from lib.tokens import packing
+from lib.train import plan
 from lib.train.config import AUTO, Config
-from lib.train.memory_plan import USABLE, Estimates
+from lib.train.startup import Inputs
 
 _FEW = 1 << 13  # tokens in a pass, below which a GPU waits
 _ENOUGH = {True: 1 << 15, False: 1 << 11}  # from here on more are hardly faster: on a GPU, a CPU
 _STEPS = 10  # so many a run has at least, where the data and the other options allow it
 _GIB = 1 << 30
+
+
+def require(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
+    """Raise UsageError, with the nearest setting that fits, when a run cannot fit on this rank.
+
+    Every rank finds out for itself, before there is a process group that could wait.
+    """
+    if error := _refusal(config, inputs, model):
+        raise error
+
+
+def warn(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
+    """Say in a dry run that the run itself would be refused on this machine."""
+    if not config.plan_gpus and (error := _refusal(config, inputs, model)):
+        log.warn("on this machine, " + error.render().removeprefix("error: "))
+
+
+def case_here(config: Config, model: PreTrainedModel,
+              most_documents: int = packing.FEWEST) -> Case:
+    """Return what decides the memory of this run on this rank's device; see plan.memory_case."""
+    device = capacity.device()
+    return plan.memory_case(config, model, plan.launched_size(), device.type == "cuda",
+                            capacity.total(device), most_documents)
+
+
+def _refusal(config: Config, inputs: Inputs, model: PreTrainedModel) -> UsageError | None:
+    fit = Fit.of(model, case_here(config, model), config.compile)
+    if not (needed := fit.excess()):
+        return None
+    whole = plan.divide(config, 0, plan.launched_size()).global_batch
+    return fit.refusal(needed, whole, has_begun=bool(inputs.begun))
 
 
 def settle(config: Config, model: PreTrainedModel) -> Config:
@@ -35,9 +69,10 @@ def settle(config: Config, model: PreTrainedModel) -> Config:
     """
     if config.batch_size != AUTO or config.plan_gpus:
         return config
-    on_gpu, device = _device()
-    batch, why = memory_plan.apart(_chosen, config, model, plan.launched_size(), on_gpu,
-                                   memory.total(device), memory.room(device))
+    device = capacity.device()
+    on_gpu = device.type == "cuda"
+    batch, why = memory.apart(_chosen, config, model, plan.launched_size(), on_gpu,
+                                   capacity.total(device), capacity.room(device))
     if log.rank() == 0:
         log.info(why)
     return config.settled("memory plan", batch_size=batch)
@@ -84,7 +119,7 @@ def planned(config: Config, model: PreTrainedModel) -> dict[int, Config]:
         asked[ranks] = config
         if config.batch_size == AUTO:
             has = config.plan_gpu_memory * _GIB
-            batch, why = memory_plan.apart(_chosen, config, model, ranks, True, has, has)
+            batch, why = memory.apart(_chosen, config, model, ranks, True, has, has)
             asked[ranks] = config.settled("memory plan", batch_size=batch)
             log.info(f"on {units.counted(ranks, 'GPU')}, {why}")
     return asked
@@ -92,7 +127,8 @@ def planned(config: Config, model: PreTrainedModel) -> dict[int, Config]:
 
 def advise(config: Config, model: PreTrainedModel, has_begun: bool) -> None:
     """Say once that a pass has too few tokens for a GPU, and which batch fits; on rank 0."""
-    on_gpu, device = _device()
+    device = capacity.device()
+    on_gpu = device.type == "cuda"
     tokens = config.batch_size * config.seq_length
     if not on_gpu or config.chose_batch or tokens >= _FEW or log.rank() != 0:
         return
@@ -101,20 +137,14 @@ def advise(config: Config, model: PreTrainedModel, has_begun: bool) -> None:
     whole = division.global_batch
     if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
         kept = replace(config, global_batch_size=whole, grad_accum_steps=None)
-    batch, _ = memory_plan.apart(_chosen, kept, model, ranks, on_gpu, memory.total(device),
-                                 memory.room(device))
+    batch, _ = memory.apart(_chosen, kept, model, ranks, on_gpu, capacity.total(device),
+                                 capacity.room(device))
     if batch > config.batch_size:
         step = f" with --global-batch-size {whole}" if kept.global_batch_size else \
             f", and makes a step of {batch * division.dp_size} samples instead of {whole}"
         log.warn(f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
                  f"{batch} fits by the memory plan ({batch * config.seq_length:,} tokens){step}; "
                  "--batch-size auto takes what fits")
-
-
-def _device() -> tuple[bool, torch.device]:
-    on_gpu, local_rank = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
-    return on_gpu, torch.device("cuda", local_rank % torch.cuda.device_count()) if on_gpu \
-        else torch.device("cpu")
 
 
 def _chosen(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, has: float,
@@ -130,7 +160,7 @@ def _chosen(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, ha
         given = replace(config, batch_size=batch)
         try:
             estimates[:] = estimates or [Estimates(model)]
-            step = estimates[0].step(memory_plan.case_of(given, model, ranks, on_gpu, has))
+            step = estimates[0].step(plan.memory_case(given, model, ranks, on_gpu, has))
         except Exception as error:  # a family that cannot be traced trains all the same
             log.info(f"memory could not be estimated: {type(error).__name__}")
             return False

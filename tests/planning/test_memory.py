@@ -27,12 +27,12 @@ from transformers import (
 
 from lib.models.sharded import local_tensor
 from lib.parallel import loss, parallelize
-from lib.planning import trace
+from lib.planning import estimate, memory, trace
+from lib.planning.memory import Estimates
 from lib.planning.trace import Case
 from lib.planning.tracker import Tracker
-from lib.train import memory_estimate, memory_plan
+from lib.train import plan
 from lib.train.config import Config
-from lib.train.memory_plan import Estimates
 from tests.conftest import run_stage
 from tests.training import save_tokenizer
 
@@ -124,7 +124,7 @@ def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
 def test_which_attention_is_planned(options: dict[str, Any], precision: str, on_gpu: bool,
                                     told: tuple[bool, int]) -> None:
     given = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
-    planned = memory_plan.case_of(given, on_meta(), 1, on_gpu, 1 << 40, 65)
+    planned = plan.memory_case(given, on_meta(), 1, on_gpu, 1 << 40, 65)
     assert (planned.masked, planned.documents) == told
 
 
@@ -185,16 +185,16 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
     def broken(*_: object) -> None:
         raise RuntimeError("no such operator\nmore")
     lines: list[str] = []
-    monkeypatch.setattr(memory_plan, "Estimates", broken)
-    monkeypatch.setattr(memory_estimate.log, "info", lines.append)
+    monkeypatch.setattr(memory, "Estimates", broken)
+    monkeypatch.setattr(estimate.log, "info", lines.append)
     model = on_meta()
-    small = memory_estimate.MemoryEstimate(model, "fp32")
-    small.begin(ASKED, model, 1)
+    small = estimate.MemoryEstimate(model, "fp32")
+    small.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
     assert "estimated" not in small.compared(1.0, 0.5)
     small.close()
-    monkeypatch.setattr(memory_estimate, "_ESTIMATED_FROM", 1)
-    told = memory_estimate.MemoryEstimate(model, "fp32")
-    told.begin(ASKED, model, 1)
+    monkeypatch.setattr(estimate, "_ESTIMATED_FROM", 1)
+    told = estimate.MemoryEstimate(model, "fp32")
+    told.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
     told.close()
@@ -203,13 +203,13 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
 def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
-    monkeypatch.setattr(memory_estimate, "_ESTIMATED_FROM", 1)
+    monkeypatch.setattr(estimate, "_ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     found, model = [], on_meta()
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
-        told = memory_estimate.MemoryEstimate(model, "fp32")
-        told.begin(ASKED, model, 1)
+        told = estimate.MemoryEstimate(model, "fp32")
+        told.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
         environ = Path(f"/proc/{told._child.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
@@ -269,11 +269,11 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
             return trace.Step(held, (held,), case.offload)
 
     lines: list[str] = []
-    monkeypatch.setattr(memory_plan, "Estimates", Known)
-    monkeypatch.setattr(memory_plan.log, "info", lines.append)
-    given = replace(ASKED, seq_length=1024, plan_gpus=[8], plan_gpu_memory=usable_gib / 0.9,
-                    compile=False, **options)
-    memory_plan.tell(given, on_meta(), {8: given})
+    monkeypatch.setattr(memory, "Estimates", Known)
+    monkeypatch.setattr(memory.log, "info", lines.append)
+    given, gib = replace(ASKED, seq_length=1024, **options), usable_gib / 0.9
+    memory.tell(on_meta(), [plan.memory_case(given, on_meta(), 8, True, gib * (1 << 30))], gib,
+                compiled=False, shown=False)
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
 

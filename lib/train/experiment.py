@@ -1,0 +1,111 @@
+"""The directory of a run: held by one launch, moved aside, described, given its model's files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from lib.checkpoints import commit
+from lib.core import failure, hashing, log, manifest, stamps
+from lib.core.errors import EXIT_BUG, UsageError
+from lib.core.lease import ExperimentHeld, Held, Lease
+from lib.core.paths import Experiment
+from lib.models import remote_code
+from lib.parallel.layout import ParallelLayout, gather, on_rank_0
+from lib.tokens.encode import TOKENIZER_FILES
+from lib.train import model_files
+from lib.train.config import Config
+from lib.train.journal import Journal, read_config
+from lib.train.launches import Launch
+from lib.train.plan import Plan
+from lib.train.startup import Inputs
+
+_SHARED_WITHIN_S = 60.0
+_MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
+
+
+def claim(config: Config, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
+          launch: Launch, layout: ParallelLayout) -> Lease | None:
+    """Make the directory ours, and see that every rank means the same one by it.
+
+    All ranks must call this. Returns what rank 0 holds it by. Raises ExperimentHeld when another
+    launch is at work there.
+    """
+    leases = []
+
+    def write() -> str:
+        leases.append(_lease(experiment))
+        if config.overwrite and not experiment.is_empty():
+            leases.pop().release()
+            _set_aside(experiment)
+            leases.append(_lease(experiment))
+        old = inputs.stop_request  # one that has come since is meant for this launch
+        if not launch.has_begun and old and old == stamps.of(old):
+            log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
+            experiment.stop_file.unlink(missing_ok=True)
+        start = f"{time.time_ns():x}"
+        journal.config(config.recorded(), run_plan.identity(), inputs.model_dir, start,
+                       read_config(experiment).get("run", start), launch.marks)
+        manifest.remove_temporary(experiment.root, [path.name for path in (
+            experiment.config, experiment.state, experiment.metrics)])
+        _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
+        model_files.require_same(inputs)
+        if left := commit.clean(experiment.checkpoints):
+            journal.event("clean", 0, paths=left)
+        return start
+
+    start = on_rank_0(write, layout.control)
+    deadline = time.monotonic() + _SHARED_WITHIN_S  # network file systems may show it late
+    while not (seen := read_config(experiment).get("launch") == start) \
+            and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if not all(gather(seen, layout.control)):
+        raise UsageError(f"{experiment.root} is not the same directory on all nodes",
+                         expected="--save-dir on a file system that all nodes share")
+    return leases[0] if leases else None
+
+
+def _lease(experiment: Experiment) -> Lease:
+    """Hold the experiment's directory for as long as this process lives."""
+    def lost(text: str) -> None:
+        # At once: two launches must not write the same run.
+        failure.end_at_once(EXIT_BUG, lambda: os.write(2, f"error: {text}\n".encode()),
+                            lambda: log.error(text))
+
+    experiment.root.mkdir(parents=True, exist_ok=True)
+    try:
+        return Lease(experiment.lock, lost)
+    except Held as error:
+        raise ExperimentHeld(f"another launch is training {experiment.root} now",
+                             holder=error.holder, hint="wait for it, stop it, or use another "
+                                                       "--experiment-name") from None
+
+
+def _set_aside(experiment: Experiment) -> None:
+    """Move an experiment that --overwrite replaces out of the way; it is never deleted."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    aside = experiment.root.with_name(f"{experiment.root.name}.replaced-{stamp}")
+    experiment.root.rename(aside)
+    log.info(f"--overwrite: the earlier {experiment.root} is kept as {aside}")
+
+
+def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
+    """Keep config and tokenizer of this model, and no others, with the run: it stands alone."""
+    target.mkdir(exist_ok=True)
+    for name in _MODEL_FILES:
+        if not (model_dir / name).is_file():
+            (target / name).unlink(missing_ok=True)
+            continue
+        temporary = target / f"{name}.tmp"
+        shutil.copyfile(model_dir / name, temporary)
+        temporary.replace(target / name)
+    if with_code:
+        remote_code.carry(model_dir, target)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Return the digests of the files in a directory, by name."""
+    return {path.name: hashing.file_digest(path, "sha256")
+            for path in sorted(directory.iterdir()) if path.is_file()}
