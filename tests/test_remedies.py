@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -372,7 +373,7 @@ def test_a_shell_takes_what_is_printed(trained: Terminal) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
         opts = load(TRAIN[0]).parse(words[1:])
-        opts.min_lr = 0.009
+        opts = replace(opts, min_lr=0.009)
         error = symptoms.diverged(4, 2, 3, opts, Experiment(opts.save_dir, "run"))
     done = subprocess.run(["bash", "-c", error.run], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -452,10 +453,10 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: layout._device(3)
     yield lambda: attention.choose("varlen", "documents", "fp32", None)
     patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-    opts.compile = False
+    uncompiled = replace(opts, compile=False, seq_length=SEQ_LENGTH)
     for capability in ((8, 0), (9, 0)):
         patch.setattr("torch.cuda.get_device_capability", lambda known=capability: known)
-        yield lambda: precision.require_float8(opts, SEQ_LENGTH)
+        yield lambda: precision.require_float8(uncompiled)
     no_blocks = Fake(config=Fake(model_type="x"), _no_split_modules=(), named_modules=list)
     yield lambda: float8.convert(no_blocks, "tensorwise", 1)
     patch.setattr("importlib.metadata.version", _not_installed)
