@@ -18,8 +18,8 @@ from lib.core import log, publish, units
 from lib.core.errors import ArtifactError, StageError
 from lib.models import architecture, keys, tokenizer, training_memory
 from lib.models.directory import INDEX, read_header, read_index, rename_in_errors
+from lib.models.tensors import FLOATING
 
-_FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
                "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _SHOWN = 20
@@ -170,13 +170,13 @@ def _wrong_dtypes(model: PreTrainedModel, plan: keys.LoadPlan, headers: TensorHe
         f"found {headers.dtypes[key]}"
         for name, recipe in plan.recipes.items()
         for is_float in [tensors[name].is_floating_point()]
-        for key in recipe.names() if (headers.dtypes[key] in _FLOATING) != is_float)
+        for key in recipe.names() if (headers.dtypes[key] in FLOATING) != is_float)
 
 
 def _main_dtype(headers: TensorHeaders, used: set[str]) -> str:
     """Return the dtype that most of the weights have, as torch calls it."""
     numbers: Counter[str] = Counter()
     for key in used:
-        numbers[_FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += \
+        numbers[FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += \
             math.prod(headers.shapes[key])
     return numbers.most_common(1)[0][0] if numbers else ""

@@ -23,6 +23,8 @@ from lib.models.directory import INDEX, WEIGHTS
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
           torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
           torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+FLOATING = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()
+            if dtype.is_floating_point}  # names in files → names in configs
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _BLOCK = 16 << 20  # bytes
 

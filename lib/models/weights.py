@@ -21,13 +21,12 @@ from lib.models import directory, keys
 from lib.models.architecture import decoder_layers
 from lib.models.recipes import Recipe
 from lib.models.sharded import local_slice, local_tensor, own_class, own_classes, tie_again
-from lib.models.tensors import HubTensors
+from lib.models.tensors import FLOATING, HubTensors
 
 Drawn = dict[str, tuple[nn.Parameter, nn.Parameter]]  # name → parameter (a shard), full size
 Kept = Set[tuple[type[nn.Module], str]]  # parameters by the class and attribute that hold them
 
 _READERS = 4  # threads; each holds one tensor's part at a time
-_FLOATING = {"F64", "F32", "F16", "BF16"}
 _SHOWN = 40
 
 
@@ -45,7 +44,7 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
         wrong_dtype = [f"{key}: holds {stored.dtypes[key]} instead of floating point numbers"
                        for name, recipe in plan.recipes.items()
                        if tensors[name].is_floating_point()
-                       for key in recipe.names() if stored.dtypes[key] not in _FLOATING]
+                       for key in recipe.names() if stored.dtypes[key] not in FLOATING]
         _raise_if_any(model_dir, stored.problems + plan.problems + wrong_dtype)
         restore_buffers(model)
         names_of = list(keys.group_tied(model).values())
