@@ -123,8 +123,8 @@ def train(run: Run) -> bool:
         step_loss = torch.zeros((), dtype=torch.float64, device=layout.device)
         with timers("data"):
             batch = next(steps)
-        # The loss is a sum over all label tokens of the step, and FSDP averages over the ranks.
-        scale = run.step_guard.loss_factor(layout.ranks / batch.label_tokens)
+        # The loss is a sum over all label tokens of the step, and gradients are over all ranks.
+        scale = run.step_guard.loss_factor(batch.label_tokens)
         for number, micro_batch in enumerate(batch.micro_batches, 1):
             # Replicas exchange gradients once per step (their shards are summed in each pass).
             model.set_requires_all_reduce(number == len(batch.micro_batches))

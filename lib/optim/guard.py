@@ -12,6 +12,7 @@ from lib.models.sharded import local_tensor
 
 _USUAL_OVER = 100  # good steps that the usual gradient norm is a running mean of
 _USUAL_AFTER = 20  # good steps before there is a usual one
+_NARROW = ("fp16", "fp8")  # precisions in which small gradients vanish
 
 
 class Skipped(NamedTuple):
@@ -35,9 +36,13 @@ class StepGuard:
     et al. 2018, "Mixed precision training".
     """
 
-    def __init__(self, precision: str, spike_factor: float, device: torch.device) -> None:
+    def __init__(self, precision: str, spike_factor: float, device: torch.device,
+                 ranks: int = 1) -> None:
+        """ranks: gradients are summed over so many."""
         self.dynamic = precision == "fp16"
         self.scale = 2.0**16 if self.dynamic else 1.0
+        # A rank's part of a sum is smaller the more ranks there are: it must not vanish.
+        self._lift = 2.0 ** math.floor(math.log2(ranks)) if precision in _NARROW else 1.0
         self._rest = 1.0  # what the loss was not scaled by: see loss_factor
         self.good_steps = 0
         self.grow_every = 2000
@@ -45,13 +50,15 @@ class StepGuard:
         self._in_a_row, self._skipped, self._spikes, self._good, self._usual = (
             torch.zeros((), dtype=torch.float64, device=device) for _ in range(5))
 
-    def loss_factor(self, mean: float) -> float:
-        """Return what to scale the loss by, for gradients of `mean` times the loss after `clip`.
+    def loss_factor(self, label_tokens: int) -> float:
+        """Return what to scale the loss by, for gradients of its mean over tokens after `clip`.
 
-        A power of two, which no dtype rounds. `clip` applies the rest to the float32 gradients:
-        bfloat16 would round it, by up to 0.4 %, and differently for other numbers of tokens.
+        label_tokens: of a step, on all ranks. A power of two, which no dtype rounds. `clip` applies
+        the rest to the float32 gradients: bfloat16 would round it, by up to 0.4 %, and differently
+        for other numbers of tokens.
         """
-        power = 2.0 ** math.floor(math.log2(mean))
+        mean = 1 / label_tokens
+        power = 2.0 ** math.floor(math.log2(mean)) * self._lift
         self._rest = mean / power
         return power * self.scale
 

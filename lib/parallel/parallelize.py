@@ -110,9 +110,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     Groups, bottom-up: each block of `_no_split_modules`; the input embedding; the final norm with
     the output layer (one group with the embedding when their weights are tied, since a shared
     parameter belongs to one group); the rest with the root. Masters, gradients and reductions are
-    float32, compute is `precision`. All ranks must call this, also when there is just one: the
-    mixed-precision policy acts through the sharding. Raises UsageError for a model without blocks:
-    sharding just the root would gather the whole model at once.
+    float32, compute is `precision`; gradients are summed over all ranks, not averaged. All ranks
+    must call this, also when there is just one: the mixed-precision policy acts through the
+    sharding. Raises UsageError for a model without blocks: sharding just the root would gather the
+    whole model at once.
     """
     compute = COMPUTE_DTYPES[precision]
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -137,11 +138,21 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     dtypes = {p.dtype for p in model.parameters()}
     assert dtypes == {torch.float32}, f"masters must be float32, got {dtypes}"
     _prefetch(embedding, blocks, last)
+    if mesh.size() > 1:  # a rank by itself sums nothing, and torch would divide by 1 in a copy
+        _sum_gradients(model)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
            f"{units.counted(mesh.size(-1), 'rank')}{replicas}; float32 masters and reductions" \
            f"{' in host memory' if offload else ''}, {precision} compute" \
            f"{'; small enough to stay gathered until backward' if keep_gathered else ''}"
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Have gradients summed over all ranks, not averaged: the loss has been divided already."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not multiply on the way
 
 
 def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Module]) -> None:

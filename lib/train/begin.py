@@ -101,7 +101,7 @@ def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
              + flops.described(model, config.seq_length))
     run = Run(config, experiment, run_plan, layout, model, adamw,
               StepGuard(config.precision, config.spike_factor,
-                        torch.device("cpu") if offload else layout.device),
+                        torch.device("cpu") if offload else layout.device, layout.ranks),
               data, feed.of(data.train, config.seed, config.seq_length, run_plan.division,
                             layout.device), Timers(layout.device),
               StopRequest(layout, experiment.stop_file, config.max_minutes),

@@ -273,7 +273,7 @@ def backward(model: nn.Module, batch: Any, guard: Any, samples: int = 1) -> None
     """Make the gradients of a mean over `samples` times a batch, as the training loop does."""
     from lib.parallel import loss
 
-    scale = guard.loss_factor(1 / (samples * batch.labels.numel()))
+    scale = guard.loss_factor(samples * batch.labels.numel())
     for number in range(samples):
         model.set_requires_all_reduce(number == samples - 1)
         loss.token_loss_sum(model, batch, scale).backward()

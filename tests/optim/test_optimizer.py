@@ -159,3 +159,16 @@ def test_a_resumed_run_takes_up_the_scale(model: nn.Module) -> None:
     resumed.restore(guard.state())
     assert (resumed.scale, resumed.good_steps) == (512.0, 7)
     assert guarded(model, "bf16")[0].scale == guarded(model, "fp32")[0].scale == 1.0
+
+
+def test_a_rank_of_many_scales_its_part_up_where_small_gradients_vanish(model: nn.Module) -> None:
+    """By a power of two, which the update does not see."""
+    for precision, lifted in (("fp16", 4), ("fp8", 4), ("bf16", 1), ("fp32", 1)):
+        alone, many = (StepGuard(precision, 30.0, torch.device("cpu"), ranks) for ranks in (1, 6))
+        factors = [guard.loss_factor(1000) for guard in (alone, many)]
+        assert factors[1] == lifted * factors[0]
+        norms = []
+        for guard, factor in zip((alone, many), factors, strict=True):
+            fill_gradients(model, factor)
+            norms.append(guard.clip(build("adamw", model, 1e-2, (0.9, 0.95), 0.1), 1.0).item())
+        assert norms[0] == norms[1] and alone.state() == many.state()

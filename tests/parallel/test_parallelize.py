@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,7 @@ from lib.core.errors import UsageError
 from lib.parallel import compiling, loss, parallelize
 from lib.parallel.compiling import Compiler
 from lib.tokens.loader import MicroBatch
+from tests.conftest import run_stage
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -176,3 +179,16 @@ def test_on_a_gpu_models_are_compiled_unless_asked_not_to() -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert [compiling.is_wanted(option, device) for option in (None, True, False)
             for device in (gpu, cpu)] == [True, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("ranks", [
+    2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
+def test_summed_gradients_train_as_averaged_ones(tmp_path: Path, ranks: int) -> None:
+    """A power of two of ranks changes no bit, whatever the precision, and with replicas too."""
+    run_stage("tests/parallel/summing.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == (9 if ranks == 4 else 3)
+    for case, (summed, averaged) in found.items():
+        assert ranks == 3 or summed == averaged, case
+        for one, other in zip(summed["steps"], averaged["steps"], strict=True):
+            assert one == pytest.approx(other, rel=2e-7 if "fp32" in case else 1e-3), case

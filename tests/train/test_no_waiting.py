@@ -62,7 +62,7 @@ def test_three_steps(group: dist.ProcessGroup, by_kernel: None, monkeypatch: pyt
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], *documents)
     for number in range(4):
         with Watched() if number else torch.enable_grad():  # the first step makes the states
-            scale = guard.loss_factor(1 / 48)
+            scale = guard.loss_factor(48)
             registry.set_learning_rate(steps, 1e-3 / (number + 1))
             value = loss.token_loss_sum(model, batch.to(CPU), scale)
             value.backward()

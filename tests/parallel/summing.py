@@ -1,0 +1,99 @@
+"""Run by each rank: trains a tiny model twice, with gradients summed and averaged over the ranks.
+
+argv: a file for what rank 0 found, {"<precision> <ranks per replica>": [summed, averaged]}, each
+the loss and the gradient norm of every step, the loss scale and a digest of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.optim import registry
+from lib.optim.guard import StepGuard
+from lib.parallel import parallelize
+from lib.parallel.layout import ParallelLayout
+from lib.parallel.loss import token_loss_sum
+from lib.tokens.loader import MicroBatch
+from lib.tokens.samples import IGNORED
+
+STEPS, SAMPLES, PASSES = 3, 24, 2
+
+
+class AveragingGuard(StepGuard):
+    """Scales the loss for gradients that are averaged over `ranks`, whose number it contains."""
+
+    def __init__(self, precision: str, ranks: int) -> None:
+        super().__init__(precision, 30.0, torch.device("cpu"))
+        self._ranks = ranks
+
+    def loss_factor(self, label_tokens: int) -> float:
+        mean = self._ranks / label_tokens
+        power = 2.0 ** math.floor(math.log2(mean))
+        self._rest = mean / power
+        return power * self.scale
+
+
+def train(layout: ParallelLayout, mesh: DeviceMesh, precision: str, guard: StepGuard,
+          ) -> dict[str, Any]:
+    """Return what `STEPS` steps of a sharded model give. All ranks must call this."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2))
+    parallelize.shard(model, mesh, precision)
+    adamw = registry.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    tokens = torch.randint(0, 96, (STEPS, SAMPLES, 17), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, :, 1:].clone()
+    labels[:, ::5, :3] = IGNORED
+    found = []
+    for step in range(STEPS):
+        count, total = int((labels[step] != IGNORED).sum()), 0.0
+        numbers = torch.arange(SAMPLES).reshape(PASSES, layout.dp_size, -1)[:, layout.dp_rank]
+        for number, part in enumerate(numbers, 1):
+            model.set_requires_all_reduce(number == PASSES)
+            batch = MicroBatch(tokens[step, part, :-1], labels[step, part])
+            loss = token_loss_sum(model, batch, guard.loss_factor(count))
+            loss.backward()
+            total += loss.item()
+        norm = guard.clip(adamw, 1.0).item()
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        found.append([layout.total([total])[0] / count, norm])
+    weights = b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters())
+    return {"steps": found, "scale": guard.scale, "skipped": guard.read().steps,
+            "weights": hashlib.sha256(weights).hexdigest()}
+
+
+def main() -> None:
+    """Train every case both ways."""
+    layout, found = ParallelLayout.start(), {}
+    ranks = layout.ranks
+    for precision in ("fp32", "bf16", "fp16"):
+        for shard in (4, 2, 1) if ranks == 4 else (ranks,):
+            shape = (ranks,) if shard == ranks else (ranks // shard, shard)
+            names = ("replicate", "shard")[-len(shape):]
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            summed = train(layout, mesh, precision,
+                           StepGuard(precision, 30.0, layout.device, ranks))
+            with mock.patch.object(parallelize, "_sum_gradients"):
+                averaged = train(layout, mesh, precision, AveragingGuard(precision, ranks))
+            found[f"{precision} {shard}"] = summed, averaged
+    if layout.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    layout.stop()
+
+
+if __name__ == "__main__":
+    main()
