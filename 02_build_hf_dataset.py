@@ -27,7 +27,7 @@ from lib.core import commands, log, options, publish, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, store, work
-from lib.corpus.dataset import PARTS, Dataset
+from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import Pool
 from lib.corpus.scan import identify
@@ -182,7 +182,7 @@ def build_split(opts: options.Options, build: publish.Build, files: Sequence[Inp
              f"{units.counted(len(files), 'file')}")
 
 
-def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.WorkUnit]) -> int:
+def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[work.WorkUnit]) -> int:
     """Add what the units give that are not in a dataset yet: read now, or kept for the merge.
 
     Returns the bytes of these units.
@@ -201,7 +201,7 @@ def add_units(opts: options.Options, dataset: Dataset, tasks: Sequence[work.Work
     return sum(task.bytes for task in left)
 
 
-def check_result(opts: options.Options, shape: Shape, dataset: Dataset, files: int,
+def check_result(opts: options.Options, shape: Shape, dataset: DatasetWriter, files: int,
                  build: publish.Build) -> None:
     """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
     tally, kept = dataset.tally, None
@@ -225,7 +225,7 @@ def check_result(opts: options.Options, shape: Shape, dataset: Dataset, files: i
         log.warn(text)
 
 
-def print_summary(opts: options.Options, dataset: Dataset, files: int, total: int, read: int,
+def print_summary(opts: options.Options, dataset: DatasetWriter, files: int, total: int, read: int,
                   seconds: float) -> None:
     """Print what went in, what came out, what did not, and what comes next.
 
@@ -299,7 +299,7 @@ def main(argv: list[str]) -> None:
         log.info("dry run: nothing was written")
         return
 
-    with build, Dataset(build.dir, shape) as dataset:
+    with build, DatasetWriter(build.dir, shape) as dataset:
         # Work.
         if not dataset.units:
             dataset.note_skipped(skipped)

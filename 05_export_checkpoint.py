@@ -27,7 +27,7 @@ from lib.core.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lib.checkpoints.export import Plan
+    from lib.checkpoints.export import ExportPlan
 
 KIND = "export/1"
 _DTYPES = ("bfloat16", "float32", "float16")
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
 
 
 def write(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
-          model: PreTrainedModel, plan: Plan, out: Path, identity: dict[str, Any]) -> None:
+          model: PreTrainedModel, plan: ExportPlan, out: Path, identity: dict[str, Any]) -> None:
     """Write the files, read them back, publish, and say how it went."""
     from lib.checkpoints import export
 

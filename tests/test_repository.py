@@ -103,6 +103,17 @@ def test_names_of_classes_in_launch_are_unique() -> None:
                 and any(path.startswith("launch/") for path in where)}
 
 
+def test_no_module_imports_itself_through_others() -> None:
+    """Lazy imports count too: they only hide what two modules should not know of each other."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in CODE}
+    graph = {name: {used for full in imports(path) for used in (full, full.rpartition(".")[0])
+                    if used in modules and used != name} for name, path in modules.items()}
+    left = set(graph)
+    while free := {name for name in left if not graph[name] & left}:
+        left -= free
+    assert not left, f"among these are circles: {sorted(left)}"
+
+
 @pytest.mark.parametrize("path", CODE, ids=name_of)
 def test_only_the_hub_opens_connections(path: Path) -> None:
     found = {name for name in imports(path) if name.split(".")[0] in NETWORK}

@@ -24,7 +24,7 @@ from lib.models.directory import INDEX, WEIGHTS
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """What will be read together, and what each file will hold, both in the order of writing.
 
     groups: of the module's names. files: entries by file name.
@@ -42,7 +42,7 @@ class Plan:
         return sum(entry.bytes for entry in self.entries)
 
 
-def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Plan:
+def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> ExportPlan:
     """Return what is to be written.
 
     model: on meta. dtype: of floating-point tensors; others keep theirs. A tensor larger than
@@ -62,10 +62,10 @@ def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Pl
                 size = 0
             shards[-1].append(entry)
             size += entry.bytes
-    return Plan(groups, dict(zip(_file_names(len(shards)), shards, strict=True)))
+    return ExportPlan(groups, dict(zip(_file_names(len(shards)), shards, strict=True)))
 
 
-def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: Plan, out: Path,
+def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: ExportPlan, out: Path,
           advance: Callable[[int], None]) -> list[dict[str, Any]]:
     """Write the planned files into `out`, read them back, and return their manifest entries.
 
@@ -164,7 +164,7 @@ def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
     return saved
 
 
-def _write_index(model: PreTrainedModel, planned: Plan, path: Path) -> None:
+def _write_index(model: PreTrainedModel, planned: ExportPlan, path: Path) -> None:
     where = {entry.key: name for name, entries in planned.files.items() for entry in entries}
     manifest.write_json(path, {"metadata": {"total_parameters": model.num_parameters(),
                                             "total_size": planned.bytes},

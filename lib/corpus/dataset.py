@@ -33,12 +33,12 @@ NOTE_BYTES, NOTE_SECONDS = 256_000_000, 10.0
 _PROGRESS, _DIGESTS = f"{WORK}/progress.json", f"{WORK}/digests"
 
 
-class Dataset:
+class DatasetWriter:
     """Makes a dataset: one split lies in the directory itself, two in one each.
 
     units: how many of them are in it already. duplicates: rows dropped by --dedup.
 
-    >>> with Dataset(directory, shape) as dataset:
+    >>> with DatasetWriter(directory, shape) as dataset:
     ...     for done in pool.run(units[dataset.units:]):
     ...         dataset.add(done)
     ...     files = dataset.finish()
@@ -62,7 +62,7 @@ class Dataset:
         self._seen = _DigestLog(directory / _DIGESTS) if shape.dedup != "none" else None
         self._unnoted, self._noted_at = 0, time.monotonic()
 
-    def __enter__(self) -> Dataset:
+    def __enter__(self) -> DatasetWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,

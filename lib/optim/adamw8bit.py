@@ -16,7 +16,7 @@ Vectors (norms, biases) keep float32 moments.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lib.core import log
 from lib.models.sharded import local_tensor
-from lib.optim.registry import Wrap
 
 BLOCK = 256  # numbers
 _FLOAT8 = torch.float8_e4m3fn
@@ -51,7 +50,7 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float],
-                 wrap: Wrap | None = None) -> None:
+                 wrap: Callable[..., Callable[..., None]] | None = None) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
         self.found_inf: Tensor | None = None
         self._update = _in_slices if wrap is None else _Fused(wrap)
@@ -138,7 +137,7 @@ class _Fused:
     graph is tried, on the first rows that it is for.
     """
 
-    def __init__(self, wrap: Wrap) -> None:
+    def __init__(self, wrap: Callable[..., Callable[..., None]]) -> None:
         self._update = wrap(_at_once, instead=_in_slices)
         self._is_right: dict[int, bool] = {}  # by dimensions
 

@@ -21,7 +21,7 @@ from lib.optim.registry import OPTIMIZERS
 from lib.parallel import compiling
 from lib.planning import capacity, memory
 from lib.planning.memory import USABLE, Estimates, Turn
-from lib.planning.trace import Case, Step
+from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import Bytes
 
 _FLOAT32 = 4  # bytes
@@ -135,10 +135,10 @@ class Fit:
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def _traced(self, case: Case) -> Step:
+    def _traced(self, case: Case) -> StepMemory:
         self.estimates = self.estimates or Estimates(self.model)
         return self.estimates.step(case)
 
 
-def _trace(model: PreTrainedModel, case: Case) -> Step:
+def _trace(model: PreTrainedModel, case: Case) -> StepMemory:
     return Estimates(model).step(case)

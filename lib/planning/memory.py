@@ -20,7 +20,7 @@ from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
 from lib.planning import trace
-from lib.planning.trace import Case, Step
+from lib.planning.trace import Case, StepMemory
 
 _RECOMPUTE = ("none", "selective", "full")
 _BATCHES = (1, 2, 4)  # times --batch-size
@@ -55,7 +55,7 @@ class Estimates:
         self._models = [copy.deepcopy(model)] if None in short else short
         self._chunked = trace.makes_loss(self._models[0])
         self._sizes = [p.shape for p in model.parameters()]
-        self._traced: dict[Case, Step] = {}
+        self._traced: dict[Case, StepMemory] = {}
         self._progress = progress
 
     @property
@@ -63,7 +63,7 @@ class Estimates:
         """Return how many parameters the model has."""
         return sum(map(math.prod, self._sizes))
 
-    def step(self, case: Case) -> Step:
+    def step(self, case: Case) -> StepMemory:
         """Return the memory of a step on rank 0, which has the largest shards.
 
         Whatever the number of ranks, the same weights are gathered and the same activations kept:
@@ -78,7 +78,7 @@ class Estimates:
         self._traced[case] = self._trace(case)
         return self._traced[case]
 
-    def _trace(self, case: Case) -> Step:
+    def _trace(self, case: Case) -> StepMemory:
         case = replace(case, chunked=self._chunked)
         if self._progress is not None:
             self._progress.tell(f"batch {case.batch}, {case.recompute}")
@@ -215,5 +215,5 @@ def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
         yield Turn({**given, "-s": str(case.seq_length)}, case)
 
 
-def _peak(step: Step) -> float:
+def _peak(step: StepMemory) -> float:
     return step.total / _GIB

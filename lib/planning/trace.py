@@ -68,7 +68,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMemory:
     """largest: of each kind. moments: what there is of all kinds where a phase has its peak."""
 
     largest: Bytes
@@ -87,7 +87,7 @@ class Step:
         """Return the bytes on the device when there is most."""
         return sum(self.peak.values())
 
-    def extended(self, longer: Step, by: int) -> Step:
+    def extended(self, longer: StepMemory, by: int) -> StepMemory:
         """Return the step of a model with `by` more blocks; `longer` has one more.
 
         Exact where blocks are alike: at the same place, counted from the beginning or the end of a
@@ -95,15 +95,15 @@ class Step:
         """
         def further(one: Bytes, other: Bytes) -> Bytes:
             return {kind: size + by * (other[kind] - size) for kind, size in one.items()}
-        return Step(further(self.largest, longer.largest),
+        return StepMemory(further(self.largest, longer.largest),
                     tuple(map(further, self.moments, longer.moments)), self.offload)
 
-    def resharded(self, factor: float) -> Step:
+    def resharded(self, factor: float) -> StepMemory:
         """Return the step with other shards: what is gathered from them does not change."""
         def other(sizes: Bytes) -> Bytes:
             return {kind: round(size * factor) if kind in SHARDED else size
                     for kind, size in sizes.items()}
-        return Step(other(self.largest), tuple(map(other, self.moments)), self.offload)
+        return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
+def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> StepMemory:
     """Return the memory of a step of a model on the meta device, which stays as it is."""
     model = copy.deepcopy(model)
     parallelize.parallelize(model, mesh, case.precision, case.recompute,
@@ -134,7 +134,7 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> Step:
             return record(model, case, tracker)
 
 
-def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
+def record(model: nn.Module, case: Case, tracker: Tracker) -> StepMemory:
     """Run a step of a sharded model, fake or real, and return what was counted."""
     adamw = registry.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
     _mark(model, tracker)
@@ -160,7 +160,7 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> Step:
     forward, backward = passes[:half], passes[half:]
     # The output layer and the loss come last in forward and first in backward; between the others
     # there are blocks alike, where memory rises or falls steadily.
-    return Step(tracker.largest, (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:],
+    return StepMemory(tracker.largest, (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:],
                                   *tracker.phases), case.offload)
 
 

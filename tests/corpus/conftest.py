@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from lib.corpus import inputs, work
-from lib.corpus.dataset import PARTS, Dataset
+from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.tally import Shape
 
 
@@ -21,7 +21,7 @@ class Outcome:
 
     rows: list[str]
     problems: list[dict]
-    dataset: Dataset
+    dataset: DatasetWriter
     splits: dict[str, list[str]] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ def read(tmp_path: Path) -> Read:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data if isinstance(data, bytes) else data.encode())
         found, skipped = inputs.find(folder, False)
-        with Dataset(out, Shape(**shape)) as dataset:
+        with DatasetWriter(out, Shape(**shape)) as dataset:
             dataset.note_skipped(skipped)
             for unit in work.cut(folder, found, out / PARTS, Shape(**shape)):
                 dataset.add(work.process(unit))

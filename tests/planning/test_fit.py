@@ -18,7 +18,7 @@ from lib.models import training_memory
 from lib.optim.registry import OPTIMIZERS
 from lib.planning import capacity, fit
 from lib.planning.fit import Fit
-from lib.planning.trace import Case, Step
+from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import KINDS
 from lib.train import fitting, plan
 from tests.conftest import run_stage
@@ -33,14 +33,14 @@ class Known:
     def __init__(self, model: PreTrainedModel) -> None:
         self.parameters = sum(p.numel() for p in model.parameters())
 
-    def step(self, case: Case) -> Step:
+    def step(self, case: Case) -> StepMemory:
         each = {"none": 8, "selective": 6, "full": 2}[case.recompute] * MIB
         share = self.parameters / case.shard_size
         held = dict.fromkeys(KINDS, 0) | {
             "gradients": round(8 * share),
             "optimizer": round(share * (8 if case.optimizer == "adamw" else 2)),
             "activations": each * case.batch * case.seq_length // 1024}
-        return Step(held, (held,), case.offload)
+        return StepMemory(held, (held,), case.offload)
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float = 0, ranks: int = 1,

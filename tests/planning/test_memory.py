@@ -53,7 +53,7 @@ def case(**changes: Any) -> Case:
                    "precision": "bf16", "recompute": "none", **changes})
 
 
-def traced(model: PreTrainedModel, wanted: Case) -> trace.Step:
+def traced(model: PreTrainedModel, wanted: Case) -> trace.StepMemory:
     with trace.fake_mesh(wanted.ranks, wanted.shard_size) as mesh:
         return trace.trace(model, wanted, mesh)
 
@@ -261,12 +261,12 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
 
         def __init__(self, *_: object) -> None: ...
 
-        def step(self, case: Case) -> trace.Step:
+        def step(self, case: Case) -> trace.StepMemory:
             each = {"none": 3, "selective": 2.5, "full": 0.5}[case.recompute]
             held = dict.fromkeys(trace.KINDS, 0) | {
                 "gradients": (8 << 30) // case.ranks, "optimizer": (24 << 30) // case.ranks,
                 "activations": int(each * case.batch * case.seq_length / 1024 * (1 << 30))}
-            return trace.Step(held, (held,), case.offload)
+            return trace.StepMemory(held, (held,), case.offload)
 
     lines: list[str] = []
     monkeypatch.setattr(memory, "Estimates", Known)
