@@ -112,7 +112,7 @@ def train(run: Run) -> bool:
     from lib.parallel.loss import token_loss_sum
 
     plan, layout, model, timers = run.plan, run.layout, run.model, run.timers
-    steps = run.feed.steps(run.step, plan.total_steps)
+    steps = run.stream.steps(run.position, plan.total_steps - run.step)
     window_loss, window_tokens = torch.zeros((), dtype=torch.float64, device=layout.device), 0
     timers.restart()
     for step in range(run.step, plan.total_steps):
@@ -125,9 +125,9 @@ def train(run: Run) -> bool:
             batch = next(steps)
         # The loss is a sum over all label tokens of the step, and gradients are over all ranks.
         scale = run.step_guard.loss_factor(batch.label_tokens)
-        for number, micro_batch in enumerate(batch.micro_batches, 1):
+        for number, micro_batch in enumerate(batch.batches, 1):
             # Replicas exchange gradients once per step (their shards are summed in each pass).
-            model.set_requires_all_reduce(number == len(batch.micro_batches))
+            model.set_requires_all_reduce(number == len(batch.batches))
             with timers("data"):
                 on_device = micro_batch.to(layout.device)
             with timers("forward"):

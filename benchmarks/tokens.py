@@ -90,7 +90,7 @@ def loading(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     import numpy as np
     import torch
 
-    from lib.tokens.loader import Loader
+    from lib.tokens.batches import Position, SampleStream
     from lib.tokens.order import Division
     from lib.tokens.samples import Windows
 
@@ -105,8 +105,8 @@ def loading(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             take_s, _ = timed(lambda w=windows, c=chosen: [len(w.take(some)) for some in c])
             found.append((f"random windows of {length}",
                           f"{steps * 16 * length / take_s / 1e6:,.0f} M tokens/s"))
-            batches = iter(Loader(windows, 0, Division(16, 1, 0, 1), 0, steps,
-                                  torch.device("cpu")))
+            batches = SampleStream(windows, 0, Division(16, 1, 0, 1),
+                                   torch.device("cpu")).steps(Position(), steps)
             first_s, _ = timed(lambda it=batches: next(it))
             rest_s, _ = timed(lambda it=batches: [None for _ in it])
             rate = (steps - 1) * 16 * length / rest_s / 1e6

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, 
 
 from lib.core import commands
 from lib.core.errors import UsageError
-from lib.tokens.loader import MicroBatch
+from lib.tokens.batches import MicroBatch
 
 VARLEN = "varlen"
 _FLASH = "flash_attention_2"

@@ -20,7 +20,7 @@ from lib.core.errors import UsageError
 from lib.parallel import attention, parallelize
 from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
-from lib.tokens.loader import MicroBatch, boundaries
+from lib.tokens.batches import MicroBatch, boundaries
 from lib.tokens.samples import IGNORED
 
 # Logits that exist at a time, by device. With their copies they take 2 GiB on a GPU, where small

@@ -32,7 +32,7 @@ from lib.optim import adamw8bit, registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
 from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
-from lib.tokens.loader import MicroBatch
+from lib.tokens.batches import MicroBatch
 
 _ROWS_PER_DOCUMENT = 128
 

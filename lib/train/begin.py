@@ -38,7 +38,6 @@ from lib.planning import capacity
 from lib.planning.estimate import MemoryEstimate
 from lib.train import (
     checks,
-    feed,
     fitting,
     flops,
     launches,
@@ -102,8 +101,8 @@ def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     run = Run(config, experiment, run_plan, layout, model, adamw,
               StepGuard(config.precision, config.spike_factor,
                         torch.device("cpu") if offload else layout.device, layout.ranks),
-              data, feed.of(data.train, config.seed, config.seq_length, run_plan.division,
-                            layout.device), Timers(layout.device),
+              data, data.stream(config.seed, config.seq_length, run_plan.division, layout.device),
+              Timers(layout.device),
               StopRequest(layout, experiment.stop_file, config.max_minutes),
               Profiler(config.profile, experiment.profile, layout.rank, layout.device), journal,
               work.flops, peak, estimate, before, lease)

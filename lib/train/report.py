@@ -13,7 +13,7 @@ import torch
 from lib.core import log, units
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.tokens.loader import MicroBatch
+from lib.tokens.batches import MicroBatch
 from lib.train import console, metrics
 from lib.train.config import Config
 from lib.train.metrics import Metrics

@@ -13,6 +13,7 @@ from lib.models import float8
 from lib.models.sharded import tie_again
 from lib.models.weights import restore_buffers
 from lib.parallel.layout import on_rank_0
+from lib.tokens.batches import BEGINNING, Cursor, Position
 from lib.train import earlier, symptoms
 from lib.train.run import Run
 
@@ -45,7 +46,7 @@ def resume(run: Run, named: Checkpoint | None) -> bool:
     tie_again(run.model)
     restore_buffers(run.model)
     state = _load(run, checkpoint)
-    run.feed.restore(state | ({"samples": 0} if earlier.is_other_data(changes) else {}), run.step)
+    run.position = BEGINNING if earlier.is_other_data(changes) else _position(run, state)
     run.rollbacks = state["rollbacks"]
     if checkpoint is named and run.layout.rank == 0:
         is_own = named.path.parent == experiment.checkpoints.resolve()
@@ -74,7 +75,7 @@ def roll_back(run: Run) -> None:
     All ranks must call this. Raises UsageError when there is no such checkpoint, or when that was
     done several times already.
     """
-    control, bad = run.layout.control, run.step_guard.in_a_row
+    bad = run.step_guard.in_a_row
     run.saves.finish(wait=True)
     checkpoint = None
     if run.rollbacks < _MOST_ROLLBACKS:
@@ -84,10 +85,9 @@ def roll_back(run: Run) -> None:
             log.warn(error.render())
     if checkpoint is None:
         raise symptoms.diverged(run.step, bad, run.rollbacks, run.config, run.experiment)
-    diverged_at, position = run.step, run.feed.state(run.step, control)
-    _load(run, checkpoint)
+    diverged_at = run.step
+    _load(run, checkpoint)  # and keep the position
     float8.rescale(run.model)
-    run.feed.restore(position, run.step)
     run.rollbacks += 1
     why = f"the steps up to {diverged_at} were rolled back"
     if run.layout.rank == 0:
@@ -146,3 +146,10 @@ def _load(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     run.step_guard.restore(state["loss_scale"])
     run.step, run.tokens = checkpoint.step, state["tokens"]
     return state
+
+
+def _position(run: Run, state: dict[str, Any]) -> Position:
+    """Return where the data stood, for this rank."""
+    cursors = state.get("cursors")
+    return Position(state["samples"],
+                    Cursor(**cursors[run.plan.division.dp_rank]) if cursors else None)

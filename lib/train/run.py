@@ -23,10 +23,9 @@ from lib.parallel.layout import ParallelLayout, gather
 from lib.parallel.loss import evaluate
 from lib.planning import capacity
 from lib.planning.estimate import MemoryEstimate
-from lib.tokens.loader import Step, evaluation_batches
+from lib.tokens.batches import BEGINNING, DataStream, Position, Step, evaluation_batches
 from lib.train import metrics, symptoms
 from lib.train.config import Config
-from lib.train.feed import Feed
 from lib.train.journal import Journal
 from lib.train.plan import Plan
 from lib.train.profiling import Profiler
@@ -45,10 +44,10 @@ _LOCAL_PER_SHARED = 10  # checkpoints of the other tier for one that all share
 class Run:
     """step: optimizer steps done. tokens: seen in them, without padding. rollbacks: see resume.py.
 
-    flops: per token, forward and backward. peak: FLOP/s per rank.
-    resumed_from, resumed_path: digest and place of the checkpoint that a person named with
-    --resume, here or in an earlier launch that this one goes on from. estimate, lease: rank 0 has
-    them. memory_before: GiB in use before the model had memory. memory_peak: the most since then.
+    flops: per token, forward and backward. peak: FLOP/s per rank. resumed_from, resumed_path:
+    digest and place of the checkpoint that a person named with --resume, here or in an earlier
+    launch. estimate, lease: on rank 0. memory_before: GiB in use before the model had memory.
+    memory_peak: the most since then.
     """
 
     config: Config
@@ -59,7 +58,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     step_guard: StepGuard
     data: Data
-    feed: Feed
+    stream: DataStream
     timers: Timers
     stop_request: StopRequest
     profiler: Profiler
@@ -72,6 +71,7 @@ class Run:
     memory_peak: float = 0.0
     step: int = 0
     tokens: int = 0
+    position: Position = BEGINNING
     rollbacks: int = 0
     resumed_from: str | None = None
     resumed_path: str | None = None
@@ -96,7 +96,7 @@ class Run:
     def step_done(self, step: Step) -> None:
         """Count a step and its tokens, and do what comes after every one."""
         self.step, self.tokens = self.step + 1, self.tokens + step.tokens
-        self.feed.took(step)
+        self.position = step.after
         self.timers.step_done()
         self.report.step_done(self.step)
         self.profiler.after(self.step)
@@ -119,7 +119,7 @@ class Run:
         in_use = capacity.usage(self.layout.device)
         self.memory_peak = max(self.memory_peak, in_use["memory/peak_gib"])
         in_use["memory/peak_gib"] = self.memory_peak
-        return {"step": self.step, "epoch": self.feed.epoch(self.step),
+        return {"step": self.step, "epoch": self.stream.epoch(self.position),
                 "train/loss": loss, "train/loss_mean": mean_loss,
                 "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": learning_rate,
@@ -128,7 +128,7 @@ class Run:
                 "perf/tflops": per_device * self.flops / 1e12,
                 "perf/mfu": per_device * self.flops / self.peak,
                 **self.report.speeds(self.step), **times, **self._slowest(times),
-                **self.feed.costs(times), **in_use}
+                **self.stream.costs(times), **in_use}
 
     def _slowest(self, times: dict[str, float]) -> dict[str, float]:
         """Return which rank is slowest in what no rank waits for others in, and by how much.
@@ -147,8 +147,7 @@ class Run:
         began = time.monotonic()
         held_out, losses = self.data.held_out, {}
         for part in held_out:
-            batches = evaluation_batches(part.samples, self.config.eval_batches,
-                                         self.plan.division)
+            batches = evaluation_batches(part.samples, self.config.eval_batches, self.plan.division)
             losses[part.name] = evaluate(self.model, self.report.validating(batches), self.layout)
         loss = sum(part.weight * losses[part.name] for part in held_out) \
             / sum(part.weight for part in held_out)
@@ -241,7 +240,7 @@ class Run:
         logged = self.last if self.last.get("step") == self.step else {}
         logged = {key: value for key, value in logged.items() if math.isfinite(value)}
         return {"step": self.step, "tokens": self.tokens,
-                **self.feed.state(self.step, self.layout.control),
+                **self._position_record(),
                 "seed": self.config.seed, "total_steps": self.plan.total_steps,
                 "samples_per_epoch": self.plan.samples, "resumed_from": self.resumed_from,
                 "resumed_path": self.resumed_path,
@@ -249,6 +248,13 @@ class Run:
                 "loss": logged.get("train/loss"), "eval_loss": logged.get("eval/loss"),
                 "bad_steps": self.step_guard.in_a_row, "rollbacks": self.rollbacks,
                 "loss_scale": self.step_guard.state(), "model_files": self.model_files}
+
+    def _position_record(self) -> dict[str, Any]:
+        """Return where the data stands, as train_state.json says it; all ranks must call this."""
+        samples, cursor = self.position
+        each = cursor and gather(cursor._asdict(), self.layout.control)  # one reader, one cursor
+        return {"samples": samples} | (
+            {"cursors": each[::len(each) // self.plan.division.dp_size]} if each else {})
 
     def note_quarantine(self, step: int, why: str) -> None:
         """Note in events.jsonl that a checkpoint was set aside."""
@@ -266,7 +272,7 @@ class Run:
     def _facts(self) -> dict[str, int]:
         """Return what state.json says of this step."""
         return {"step": self.step, "total_steps": self.plan.total_steps, "tokens": self.tokens,
-                "sample_cursor": self.feed.samples(self.step), "samples": self.plan.samples}
+                "sample_cursor": self.position.samples, "samples": self.plan.samples}
 
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
@@ -300,7 +306,7 @@ class Run:
     def close(self, in_order: bool) -> None:
         """Flush the logs and leave the process group; in_order: all ranks got here."""
         self.watchdog.enter("end")
-        self.feed.close()
+        self.stream.close()
         if self.estimate is not None:
             self.estimate.close()
         self.report.close()

@@ -15,11 +15,13 @@ from lib.core.paths import Experiment
 from lib.models import directory
 from lib.optim.registry import OPTIMIZERS
 from lib.tokens import build, encode, mixture, packing, store
+from lib.tokens.batches import DataStream, SampleStream
 from lib.tokens.mixture import Corpus, HeldOut
+from lib.tokens.order import Division
 from lib.tokens.raw_shards import RawShards
+from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import TokenStore
-from lib.tokens.streaming import Stream
 from lib.train import checks, earlier, from_scratch, streaming
 from lib.train import plan as plans
 from lib.train.config import AUTO, Config
@@ -27,6 +29,7 @@ from lib.train.outlook import Work
 from lib.train.plan import Plan
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 _SEQ_LENGTH = 1024
@@ -62,18 +65,25 @@ class Inputs:
 class Data:
     """What a run learns from, and what its validation loss is measured on."""
 
-    train: Samples | Stream
+    train: Samples | RawDocuments
     held_out: list[HeldOut]
 
     @property
     def samples(self) -> int | None:
         """Return the samples of an epoch, None where it has no known length."""
-        return None if isinstance(self.train, Stream) else len(self.train)
+        return None if isinstance(self.train, RawDocuments) else len(self.train)
 
     @property
     def most_documents(self) -> int:
         """Return the most documents of a sample, where they are packed."""
-        return 1 if isinstance(self.train, Stream) else self.train.most_documents
+        return 1 if isinstance(self.train, RawDocuments) else self.train.most_documents
+
+    def stream(self, seed: int, seq_length: int, division: Division, device: torch.device,
+               ) -> DataStream:
+        """Return the steps of this rank; see Division for its part of each."""
+        if isinstance(self.train, RawDocuments):
+            return RawStream(self.train, seq_length, division, device)
+        return SampleStream(self.train, seed, division, device)
 
 
 def find_inputs(config: Config, experiment: Experiment, made: Path | None) -> Inputs:
@@ -236,9 +246,9 @@ def describe(plan: Plan, data: Data) -> dict[str, str]:
     return plan.describe() | data.train.describe(numbers) | _without_padding(numbers, data.train)
 
 
-def _without_padding(numbers: int, train: Samples | Stream) -> dict[str, str]:
+def _without_padding(numbers: int, train: Samples | RawDocuments) -> dict[str, str]:
     """Return how many of the tokens of so many samples are text, where that is not all of them."""
-    if isinstance(train, Stream):
+    if isinstance(train, RawDocuments):
         return {}
     labels, tokens = train.means()
     return {"without padding": f"about {numbers * tokens:,.0f} tokens, {numbers * labels:,.0f} of "

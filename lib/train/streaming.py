@@ -14,7 +14,7 @@ from lib.tokens.build import require_vocabulary
 from lib.tokens.dataset import find_dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.raw_shards import RawShards
-from lib.tokens.streaming import Stream
+from lib.tokens.raw_stream import RawDocuments
 from lib.train import plan
 from lib.train.config import Config
 
@@ -46,14 +46,14 @@ def text_field(config: Config) -> str:
     return config.text_field or "text"
 
 
-def part(config: Config, found: RawShards) -> Stream:
+def part(config: Config, found: RawShards) -> RawDocuments:
     """Return this rank's part of the shards, nothing of it read yet."""
     degrees = plan.degrees(config)
-    return Stream(found, text_field(config), config.seed, degrees.dp_rank(log.rank()),
-                  degrees.dp_size(plan.launched_size()))
+    return RawDocuments(found, text_field(config), config.seed, degrees.dp_rank(log.rank()),
+                        degrees.dp_size(plan.launched_size()))
 
 
-def prepare(config: Config, found: RawShards, model_dir: Path, vocab_size: int) -> Stream:
+def prepare(config: Config, found: RawShards, model_dir: Path, vocab_size: int) -> RawDocuments:
     """Return this rank's part, with processes that are about to tokenise it.
 
     Raises UsageError when the tokenizer does not fit the model or no document has the text field,
@@ -61,13 +61,13 @@ def prepare(config: Config, found: RawShards, model_dir: Path, vocab_size: int) 
     """
     encoder = Encoder(model_dir, 1)
     require_vocabulary(encoder.vocab_size, vocab_size, model_dir)
-    stream = part(config, found)
-    sample = stream.sample()
+    documents = part(config, found)
+    sample = documents.sample()
     encoder.tune(sample)
     workers = max(1, config.num_workers // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    stream.start(workers, model_dir, sample)
+    documents.start(workers, model_dir, sample)
     log.info(f"streaming: {workers} worker process{'es' * (workers > 1)} per rank tokenise "
              f"{found.name} while training. This is for trying things out: a dataset of stages 01 "
              "and 02 costs a step next to nothing, is shuffled as a whole and may have a "
              "validation split")
-    return stream
+    return documents

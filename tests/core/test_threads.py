@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import filesystem
 from lib.checkpoints.staging import HostCopies
 from lib.checkpoints.storage import HashingWriter, StrictReader
 from lib.core import threads
-from lib.tokens.loader import read_ahead
+from lib.tokens.batches import read_ahead
 
 GPU = 3
 

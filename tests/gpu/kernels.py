@@ -261,7 +261,7 @@ def trained(place: Place, precision: str, kind: str = "adamw", **changes: Any,
 
 def tokens(place: Place, rows: int, model: nn.Module) -> Any:
     """Return the same made-up batch each time."""
-    from lib.tokens.loader import MicroBatch
+    from lib.tokens.batches import MicroBatch
 
     ids = torch.randint(0, model.config.vocab_size, (rows, place.size(1025, 65)),
                         generator=torch.Generator().manual_seed(0))

@@ -224,7 +224,7 @@ def eight_ranks(place: Place) -> None:
     from lib.parallel import loss, parallelize
     from lib.planning import trace
     from lib.planning.memory import Estimates
-    from lib.tokens.loader import MicroBatch
+    from lib.tokens.batches import MicroBatch
 
     directory = place.model("8b-wide", num_hidden_layers=place.size(32, 6))
     case = trace.Case(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")

@@ -25,7 +25,7 @@ from lib.optim.guard import StepGuard
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.loss import token_loss_sum
-from lib.tokens.loader import MicroBatch
+from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
 
 STEPS, SAMPLES, PASSES = 3, 24, 2

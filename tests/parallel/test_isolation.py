@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lib.core.errors import UsageError
 from lib.parallel import attention, loss
-from lib.tokens.loader import MicroBatch, boundaries
+from lib.tokens.batches import MicroBatch, boundaries
 from tests.models.families import FAMILIES
 from tests.train.test_no_waiting import Watched
 

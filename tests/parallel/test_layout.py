@@ -20,7 +20,7 @@ from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.parallel import loss, parallelize
 from lib.parallel.layout import Degrees, ParallelLayout, _stay_near
-from lib.tokens.loader import MicroBatch
+from lib.tokens.batches import MicroBatch
 from lib.train import startup, watchdog
 
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from lib.optim.guard import StepGuard
 from lib.parallel import loss
-from lib.tokens.loader import MicroBatch
+from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
 
 TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

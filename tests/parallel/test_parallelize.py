@@ -25,7 +25,7 @@ from transformers import (
 from lib.core.errors import UsageError
 from lib.parallel import compiling, loss, parallelize
 from lib.parallel.compiling import Compiler
-from lib.tokens.loader import MicroBatch
+from lib.tokens.batches import MicroBatch
 from tests.conftest import run_stage
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -15,7 +15,7 @@ from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import ParallelLayout
-from lib.tokens.loader import MicroBatch, boundaries
+from lib.tokens.batches import MicroBatch, boundaries
 
 CPU = torch.device("cpu")
 # What hands a number, or a size that depends on numbers, to the host.

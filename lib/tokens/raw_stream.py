@@ -1,11 +1,11 @@
 """Raw shards as an endless stream of windows, tokenised while training: `--streaming`.
 
-1. The spans of an epoch have an order drawn from seed and epoch; rank r of W takes the places
+1. The spans of an epoch have an order drawn from seed and epoch; dp rank r of W takes the places
    r, r + W, … of it, so an epoch of all ranks holds every document once.
 2. Worker processes tokenise blocks of a span, a block each ahead; results come in their order.
 3. The documents of a rank follow each other, and are cut into windows across them.
-Each rank starts its next epoch when it is through with its own part. So the state is a cursor per
-rank, and belongs to that number of ranks.
+Each rank starts its next epoch when it is through with its own part. So the position is a cursor
+per rank, and belongs to that number of ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,38 +23,36 @@ from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
 from lib.tokens import order, raw_reader
+from lib.tokens.batches import Cursor, DataStream, Position, Step, micro_batch, read_ahead
+from lib.tokens.order import Division
 from lib.tokens.raw_reader import Block, Encoded, LeftOut
 from lib.tokens.raw_shards import RawShards, Span
+from lib.tokens.samples import Rows
+
+if TYPE_CHECKING:
+    import torch
 
 _SAMPLED_SPANS, _SAMPLED_TEXTS, _SAMPLED_BYTES = 16, 200, 20_000
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """Where a rank stands: the next token is number `token` of the document at `place`.
+class OwnSpan(NamedTuple):
+    """A span that a rank reads, the number of it among the rank's own of the epoch."""
 
-    piece: number of the span among the rank's own of the epoch. place: as in Block, None for the
-    first.
-    """
-
-    epoch: int = 0
-    piece: int = 0
-    place: int | None = None
-    token: int = 0
+    epoch: int
+    number: int
+    span: Span
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """A block in the stream: the number of its first token, and where its documents are from."""
 
     first: int
-    epoch: int
-    span: int
+    own: OwnSpan
     block: Encoded
 
 
-class Stream:
-    """The part of the shards that one rank reads, and the processes that tokenise it.
+class RawDocuments:
+    """The documents of the part of the shards that one rank reads, tokenised by processes.
 
     Raises UsageError when there are fewer spans than ranks.
     """
@@ -71,13 +69,15 @@ class Stream:
         self.left, self._told = LeftOut(), 0
         self._tokens, self._reading, self._encoding = 0, 1e-9, 0.0  # seconds
         self._workers: list[Worker] = []
+        # What has been asked for and not yet come: of the workers, and paths of the fetcher.
+        self._encoding_now: deque[tuple[OwnSpan, Worker]] = deque()
+        self._fetching_now = 0
 
     def spans(self, epoch: int) -> list[Span]:
         """Return this rank's spans of an epoch, in their order."""
         count = len(self.shards.spans)
         numbers = order.permute(np.arange(count), count, self.seed, epoch)
-        own = numbers[self.dp_rank::self.dp_size]
-        return [self.shards.spans[number] for number in own]
+        return [self.shards.spans[number] for number in numbers[self.dp_rank::self.dp_size]]
 
     def sample(self) -> list[bytes]:
         """Return the beginnings of some documents: from all over the shards where they are here,
@@ -92,7 +92,7 @@ class Stream:
         for span in spans:
             try:
                 blocks = raw_reader.read(self._fetched(span), span, None, self.text_field,
-                                           lambda place: left.add("too long"))
+                                         lambda place: left.add("too long"))
                 if block := next(blocks, None):
                     found, _ = raw_reader.find_texts(block, self.text_field, left)
                     texts += found[:-(-_SAMPLED_TEXTS // len(spans))]
@@ -122,28 +122,31 @@ class Stream:
     def encoded(self, cursor: Cursor) -> Iterator[Origin]:
         """Yield the rank's documents from a cursor on (from the first token of its document).
 
-        Raises ArtifactError when a whole epoch gave no document.
+        Only one at a time can be used: what an earlier one has asked for is thrown away. Raises
+        ArtifactError when a whole epoch gave no document.
         """
-        busy: deque[tuple[int, int, Span, Worker]] = deque()
+        while self._encoding_now:
+            self._encoding_now.popleft()[1].receive()
         first, with_text, workers = 0, cursor.epoch, itertools.cycle(self._workers)
         blocks = self._blocks(cursor)
         while True:
-            while len(busy) < len(self._workers):
+            while len(self._encoding_now) < len(self._workers):
                 began = time.perf_counter()
-                epoch, number, span, block = next(blocks)
+                own, block = next(blocks)
                 self._reading += time.perf_counter() - began
-                busy.append((epoch, number, span, next(workers)))
-                busy[-1][-1].send(block)
-            epoch, number, span, worker = busy.popleft()
+                self._encoding_now.append((own, worker := next(workers)))
+                worker.send(block)
+            own, worker = self._encoding_now[0]
             done: Encoded = worker.receive()
-            self._note(done, span)
+            self._encoding_now.popleft()
+            self._note(done, own.span)
             if len(done.ids):
-                yield Origin(first, epoch, number, done)
-                first, with_text = first + len(done.ids), epoch
-            elif epoch > with_text + 1:
+                yield Origin(first, own, done)
+                first, with_text = first + len(done.ids), own.epoch
+            elif own.epoch > with_text + 1:
                 raise self._nothing(with_text + 1)
 
-    def tell(self) -> None:
+    def tell_left_out(self) -> None:
         """Log what was left out, if there is more of it than at the last call."""
         if (total := sum(self.left.counts.values())) == self._told:
             return
@@ -153,14 +156,10 @@ class Stream:
         log.warn(f"left out so far: {reasons}")
 
     def speed(self) -> float:
-        """Return how many tokens per second this rank's loader can make, about: reading goes on in
+        """Return how many tokens per second can be made for this rank, about: reading goes on in
         one thread, encoding in all workers.
         """
         return self._tokens / (self._reading + self._encoding / max(len(self._workers), 1))
-
-    def epoch_at(self, cursor: Cursor) -> float:
-        """Return how often this rank's part has been gone through, in whole spans."""
-        return cursor.epoch + cursor.piece / len(self.spans(cursor.epoch))
 
     def describe(self, numbers: int) -> dict[str, str]:
         """Return what a plan says of the spans, whatever the number of samples."""
@@ -169,50 +168,59 @@ class Stream:
                           f"{units.size(self.shards.bytes // count)} / "
                           f"{units.counted(self.dp_size, 'rank')}"}
 
-    def _sequence(self, cursor: Cursor) -> Iterator[tuple[int, int, Span]]:
-        """Yield epoch, number and span from the cursor's on, without end."""
+    def _sequence(self, cursor: Cursor) -> Iterator[OwnSpan]:
+        """Yield the spans from the cursor's on, without end."""
         for epoch in itertools.count(cursor.epoch):
-            spans = self.spans(epoch)
             start = cursor.piece if epoch == cursor.epoch else 0
-            yield from ((epoch, number, spans[number]) for number in range(start, len(spans)))
+            for number, span in enumerate(self.spans(epoch)[start:], start):
+                yield OwnSpan(epoch, number, span)
 
-    def _blocks(self, cursor: Cursor) -> Iterator[tuple[int, int, Span, Block]]:
+    def _blocks(self, cursor: Cursor) -> Iterator[tuple[OwnSpan, Block]]:
         """Yield the blocks from the cursor's document on; what cannot be read is told and left out.
         """
         place, with_block = cursor.place, cursor.epoch
-        for (epoch, number, span), path in self._at_hand(self._sequence(cursor)):
-            if epoch > with_block + 1:
+        for own, path in self._at_hand(self._sequence(cursor)):
+            if own.epoch > with_block + 1:
                 raise self._nothing(with_block + 1)
-            def too_long(at: int, span: Span = span) -> None:
+            def too_long(at: int, span: Span = own.span) -> None:
                 self.left.add("a line longer than 16 MB", f"{span.path} at {at:,}")
             try:
-                for block in raw_reader.read(path, span, place, self.text_field, too_long):
-                    with_block = epoch
-                    yield epoch, number, span, block
+                for block in raw_reader.read(path, own.span, place, self.text_field, too_long):
+                    with_block = own.epoch
+                    yield own, block
             except raw_reader.DAMAGE as error:
                 self.left.add("a file, or the rest of it, that cannot be read",
-                              f"{span.path}: {error}")
+                              f"{own.span.path}: {error}")
             place = None
 
-    def _at_hand(self, sequence: Iterator[tuple[int, int, Span]],
-                 ) -> Iterator[tuple[tuple[int, int, Span], Path]]:
+    def _at_hand(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
         """Yield what the sequence has with the path of the shard, fetched one ahead."""
-        if (fetcher := self.shards.fetcher) is None:
-            yield from ((entry, self.shards.root / entry[2].path) for entry in sequence)
+        if self.shards.fetcher is None:
+            yield from ((own, self.shards.root / own.span.path) for own in sequence)
             return
+        while self._fetching_now:
+            self._receive()
         ahead = next(sequence)
-        fetcher.send(ahead[2].path)
+        self._send(ahead.span)
         for following in sequence:
-            path = fetcher.receive()
-            fetcher.send(following[2].path)
+            path = self._receive()
+            self._send(following.span)
             yield ahead, path
             ahead = following
+
+    def _send(self, span: Span) -> None:
+        self.shards.fetcher.send(span.path)
+        self._fetching_now += 1
+
+    def _receive(self) -> Path:
+        self._fetching_now -= 1
+        return self.shards.fetcher.receive()
 
     def _fetched(self, span: Span) -> Path:
         if self.shards.fetcher is None:
             return self.shards.root / span.path
-        self.shards.fetcher.send(span.path)
-        return self.shards.fetcher.receive()
+        self._send(span)
+        return self._receive()
 
     def _note(self, done: Encoded, span: Span) -> None:
         self._tokens += len(done.ids)
@@ -221,6 +229,76 @@ class Stream:
             self.left.add(reason, f"{span.path} {done.left.first[reason]}", count)
 
     def _nothing(self, epoch: int) -> ArtifactError:
-        self.tell()
+        self.tell_left_out()
         return ArtifactError(f"the part of rank {self.dp_rank} gave no document in epoch {epoch}",
                              found=str(self.shards), expected="other files, or fewer ranks")
+
+
+class TokenRuns:
+    """The tokens of documents, taken in runs that overlap by the token that is only a label."""
+
+    def __init__(self, documents: RawDocuments, cursor: Cursor) -> None:
+        self._encoded, self._origins = documents.encoded(cursor), deque[Origin]()
+        self._tokens, self._first = np.empty(0, np.uint32), 0
+        if cursor.token:
+            self.take(cursor.token)
+
+    def take(self, count: int) -> tuple[np.ndarray, Cursor]:
+        """Return the next tokens and the one after them (int64 [count + 1]), and where that is."""
+        parts, there = [self._tokens], len(self._tokens)
+        while there <= count:
+            origin = next(self._encoded)
+            self._origins.append(origin)
+            parts.append(origin.block.ids)
+            there += len(origin.block.ids)
+        tokens = np.concatenate(parts) if len(parts) > 1 else self._tokens
+        self._tokens, self._first = tokens[count:], self._first + count
+        while self._origins[0].first + len(self._origins[0].block.ids) <= self._first:
+            self._origins.popleft()
+        return tokens[:count + 1].astype(np.int64), self._cursor()
+
+    def _cursor(self) -> Cursor:
+        origin = self._origins[0]
+        offset, block = self._first - origin.first, origin.block
+        document = int(np.searchsorted(block.ends, offset, side="right"))
+        begin = int(block.ends[document - 1]) if document else 0
+        return Cursor(origin.own.epoch, origin.own.number, int(block.places[document]),
+                      offset - begin)
+
+
+class RawStream(DataStream):
+    """Windows across the documents of raw shards, of which every rank reads its own part."""
+
+    def __init__(self, documents: RawDocuments, seq_length: int, division: Division,
+                 device: torch.device) -> None:
+        self._documents, self._seq_length, self._division = documents, seq_length, division
+        self._pin = device.type == "cuda"
+
+    def steps(self, position: Position, count: int) -> Iterator[Step]:
+        runs = TokenRuns(self._documents, position.cursor or Cursor())
+        size = self._division.global_batch
+        return read_ahead(self._read(runs, position.samples + number * size)
+                          for number in range(1, count + 1))
+
+    def epoch(self, position: Position) -> float:
+        """Return how often this rank's part has been gone through, in whole spans."""
+        cursor = position.cursor or Cursor()
+        return cursor.epoch + cursor.piece / len(self._documents.spans(cursor.epoch))
+
+    def costs(self, times: dict[str, float]) -> dict[str, float]:
+        self._documents.tell_left_out()
+        return {"perf/loader_share": times["time/data"] / times["time/total"],
+                "perf/loader_tokens_per_sec_per_device": self._documents.speed()}
+
+    def close(self) -> None:
+        self._documents.close()
+
+    def _read(self, runs: TokenRuns, samples_after: int) -> Step:
+        d, length = self._division, self._seq_length
+        tokens, cursor = runs.take(d.accumulation * d.micro_batch * length)
+        inputs, labels = (part.reshape(d.accumulation, d.micro_batch, length)
+                          for part in (tokens[:-1], tokens[1:]))
+        batches = [micro_batch(Rows(*part, None), self._pin)
+                   for part in zip(inputs, labels, strict=True)]
+        total = d.global_batch * length
+        return Step(batches, total, total, Position(samples_after, cursor))

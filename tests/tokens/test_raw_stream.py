@@ -10,6 +10,8 @@ import lzma
 import os
 import random
 import signal
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +22,14 @@ import torch
 
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.workers import Worker
-from lib.tokens import raw_reader, raw_shards, streaming
+from lib.tokens import raw_reader, raw_shards, raw_stream
+from lib.tokens.batches import BEGINNING, Cursor
 from lib.tokens.order import Division
 from lib.tokens.raw_reader import Encoded, LeftOut, encode_block
 from lib.tokens.raw_shards import Span
-from lib.tokens.stream_loader import StreamLoader, Windows
-from lib.tokens.streaming import Cursor, Stream
+from lib.tokens.raw_stream import RawDocuments, RawStream, TokenRuns
+
+CPU = torch.device("cpu")
 
 
 class Letters:
@@ -37,16 +41,16 @@ class Letters:
 
 
 class Inline:
-    """Stands for a worker process."""
+    """Stands for a worker process, which answers in the order in which it is asked."""
 
     def __init__(self, field: str = "text") -> None:
-        self.field = field
+        self.field, self.answers = field, deque[Encoded]()
 
     def send(self, block: raw_reader.Block) -> None:
-        self.answer = encode_block(Letters(), self.field, block)
+        self.answers.append(encode_block(Letters(), self.field, block))
 
     def receive(self) -> Encoded:
-        return self.answer
+        return self.answers.popleft()
 
     def close(self) -> None:
         pass
@@ -86,17 +90,18 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[s
     return root, there
 
 
-def stream_of(root: Path, rank: int = 0, ranks: int = 1, workers: int = 2, **how: object) -> Stream:
-    stream = Stream(raw_shards.open_directory(root), how.get("field", "text"), 3, rank, ranks)
-    stream._workers = [Inline(stream.text_field) for _ in range(workers)]
-    return stream
+def part_of(root: Path, dp_rank: int = 0, dp_size: int = 1, workers: int = 2, field: str = "text",
+            ) -> RawDocuments:
+    part = RawDocuments(raw_shards.open_directory(root), field, 3, dp_rank, dp_size)
+    part._workers = [Inline(field) for _ in range(workers)]
+    return part
 
 
-def documents(stream: Stream, epoch: int = 0) -> list[str]:
+def documents(part: RawDocuments, epoch: int = 0) -> list[str]:
     """Return the texts of an epoch."""
     found = []
-    for origin in stream.encoded(Cursor(epoch)):
-        if origin.epoch > epoch:
+    for origin in part.encoded(Cursor(epoch)):
+        if origin.own.epoch > epoch:
             return found
         found += bytes(origin.block.ids.astype(np.uint8)).decode().split("\0")[:-1]
     return found
@@ -105,62 +110,94 @@ def documents(stream: Stream, epoch: int = 0) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_epoch_of_all_ranks_holds_every_document_once(mixed, ranks: int):
     root, there = mixed
-    parts = [documents(stream_of(root, rank, ranks)) for rank in range(ranks)]
+    parts = [documents(part_of(root, rank, ranks)) for rank in range(ranks)]
     assert sorted(itertools.chain(*parts)) == sorted(there)
     assert all(len(part) > len(there) // (2 * ranks) for part in parts)
-    again = stream_of(root, 0, ranks)
+    again = part_of(root, 0, ranks)
     assert documents(again, 1) != parts[0]
 
 
 def test_the_order_does_not_depend_on_the_number_of_workers(mixed):
-    one, many = (documents(stream_of(mixed[0], workers=n)) for n in (1, 5))
+    one, many = (documents(part_of(mixed[0], workers=n)) for n in (1, 5))
     assert one == many
 
 
 def test_a_cursor_goes_on_to_the_token(mixed):
     root, _ = mixed
-    windows, taken = Windows(stream_of(root), Cursor()), []
+    runs, taken = TokenRuns(part_of(root), Cursor()), []
     for _ in range(300):  # several epochs of some 25,000 tokens
-        taken.append(windows.take(257))
+        taken.append(runs.take(257))
     assert taken[-1][1].epoch >= 2
     for at in (0, 1, 50, 99, 180, 250):
         cursor = taken[at][1]
-        restored = Windows(stream_of(root), Cursor(**json.loads(json.dumps(vars(cursor)))))
+        restored = TokenRuns(part_of(root), Cursor(**json.loads(json.dumps(cursor._asdict()))))
         for tokens, then in taken[at + 1:at + 40]:
             mine, here = restored.take(257)
             assert np.array_equal(mine, tokens) and here == then
     flat = np.concatenate([tokens[:-1] for tokens, _ in taken])
     assert all(taken[i][0][-1] == taken[i + 1][0][0] for i in range(299))
     assert bytes(flat.astype(np.uint8)).decode().split("\0")[:50] == \
-        documents(stream_of(root))[:50]
+        documents(part_of(root))[:50]
 
 
 def test_resume_opens_only_the_span_at_hand(mixed, monkeypatch: pytest.MonkeyPatch):
     root, _ = mixed
-    windows = Windows(stream_of(root), Cursor())
+    runs = TokenRuns(part_of(root), Cursor())
     for _ in range(40):
-        _, cursor = windows.take(257)
+        _, cursor = runs.take(257)
     opened, read = [], raw_reader.read
     def noted(path, span, place, *more):
         opened.append((span, place))
         return read(path, span, place, *more)
     monkeypatch.setattr(raw_reader, "read", noted)
-    restored = stream_of(root, workers=1)
-    Windows(restored, cursor).take(1)
+    restored = part_of(root, workers=1)
+    TokenRuns(restored, cursor).take(1)
     assert opened == [(restored.spans(0)[cursor.piece], cursor.place)]
 
 
 def test_steps_are_windows_labelled_with_the_next_token(mixed):
     division = Division(micro_batch=2, accumulation=3, dp_rank=1, dp_size=2)
-    loader = StreamLoader(stream_of(mixed[0], 1, 2), Cursor(), 16, division, 5,
-                          torch.device("cpu"))
-    steps = list(loader)
-    rows = [row for step in steps for batch in step.micro_batches for row in batch.input_ids]
-    labels = [row for step in steps for batch in step.micro_batches for row in batch.labels]
-    expected = Windows(stream_of(mixed[0], 1, 2), Cursor()).take(5 * 6 * 16)[0]
+    stream = RawStream(part_of(mixed[0], 1, 2), 16, division, CPU)
+    steps = list(stream.steps(BEGINNING, 5))
+    rows = [row for step in steps for batch in step.batches for row in batch.input_ids]
+    labels = [row for step in steps for batch in step.batches for row in batch.labels]
+    expected = TokenRuns(part_of(mixed[0], 1, 2), Cursor()).take(5 * 6 * 16)[0]
     assert len(steps) == 5 and np.array_equal(torch.cat(rows).numpy(), expected[:-1])
     assert np.array_equal(torch.cat(labels).numpy(), expected[1:])
     assert {(step.label_tokens, step.tokens) for step in steps} == {(2 * 6 * 16,) * 2}
+    assert [step.after.samples for step in steps] == [12, 24, 36, 48, 60]
+
+
+class InlineFetcher:
+    """Stands for the process that fetches shards, in the order in which it is asked."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.asked = root, deque[str]()
+
+    def send(self, path: str) -> None:
+        self.asked.append(path)
+
+    def receive(self) -> Path:
+        return self.root / self.asked.popleft()
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_other_steps_may_be_asked_for_at_any_time(mixed, fetched: bool):
+    """What was read ahead for steps that nobody wants any more, as in a rollback, is not mixed in.
+    """
+    root, _ = mixed
+    part = part_of(root, workers=3)
+    if fetched:
+        part.shards = replace(part.shards, fetcher=InlineFetcher(root))
+    stream = RawStream(part, 64, Division(2, 1, 0, 1), CPU)
+    whole = list(stream.steps(BEGINNING, 60))
+    for at in (3, 40, 10):
+        again = stream.steps(whole[at].after, 15)
+        for expected in whole[at + 1:at + 6]:
+            step = next(again)
+            assert step.after == expected.after
+            assert torch.equal(step.batches[0].labels, expected.batches[0].labels)
+        again.close()
 
 
 def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatch):
@@ -177,21 +214,21 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
     (root / "c.parquet").write_bytes(b"PAR1 and nothing else")
     pq.write_table(pa.table({"text": ["row", None, ""]}), root / "d.parquet")
     pq.write_table(pa.table({"words": ["row"]}), root / "e.parquet")
-    stream = stream_of(root)
-    found = documents(stream)
+    part = part_of(root)
+    found = documents(part)
     assert {"first", "last", "row", "half ��� of a pair"} <= set(found)
     whole = [text for text in texts("b", 500) if text in set(found)]
     assert 100 < len(whole) < 400 and whole == texts("b", 500)[:len(whole)]
-    counts = stream.left.counts
+    counts = part.left.counts
     assert counts["a line that is not a JSON object"] == counts["no field `text`"] == 1
     assert counts["`text` that is not a string"] == counts["a line longer than 16 MB"] == 1
     assert counts["an empty text"] == 3
     assert counts["a line that is not JSON"] == 2  # the line that the damage of b cuts, too
     unreadable = "a file, or the rest of it, that cannot be read"
     assert counts[unreadable] >= 3
-    monkeypatch.setattr(streaming.log, "warn", lambda text: caplog.records.append(text))
-    stream.tell()
-    stream.tell()
+    monkeypatch.setattr(raw_stream.log, "warn", lambda text: caplog.records.append(text))
+    part.tell_left_out()
+    part.tell_left_out()
     assert len(caplog.records) == 1 and "a.jsonl at" in caplog.records[0]
 
 
@@ -223,13 +260,13 @@ def test_a_shard_that_shrank_is_told(tmp_path: Path):
 
 def test_a_disk_that_fails_to_read_costs_no_document(mixed, failing_reads):
     """For a moment: the same documents. For good: the run ends, and passes nothing over."""
-    expected = documents(stream_of(mixed[0]))
+    expected = documents(part_of(mixed[0]))
     failing_reads(2)
-    stream = stream_of(mixed[0])
-    assert documents(stream) == expected and not stream.left.counts
+    part = part_of(mixed[0])
+    assert documents(part) == expected and not part.left.counts
     failing_reads(1000)
     with pytest.raises(StageError, match="does not mean that it is damaged"):
-        documents(stream_of(mixed[0]))
+        documents(part_of(mixed[0]))
 
 
 def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -256,23 +293,23 @@ def test_nothing_to_read_is_refused(tmp_path: Path):
         raw_shards.open_directory(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}\n')
     with pytest.raises(UsageError, match="no readable document") as told:
-        stream_of(tmp_path).sample()
+        part_of(tmp_path).sample()
     assert "it has content, url" in told.value.found
-    assert stream_of(tmp_path, field="content").sample() == [b"x"]
+    assert part_of(tmp_path, field="content").sample() == [b"x"]
     with pytest.raises(UsageError, match="1 piece for 2 ranks"):
-        stream_of(tmp_path, ranks=2)
+        part_of(tmp_path, dp_size=2)
     with pytest.raises(ArtifactError, match="gave no document"):
-        documents(stream_of(tmp_path))
+        documents(part_of(tmp_path))
     (tmp_path / "a.jsonl").unlink()
     pq.write_table(pa.table({"words": ["row"]}), tmp_path / "a.parquet")
     with pytest.raises(UsageError, match="no readable document") as told:
-        stream_of(tmp_path).sample()
+        part_of(tmp_path).sample()
     assert "it has words (a.parquet)" in told.value.found
     (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
     with pytest.raises(ArtifactError, match="no readable document"):
-        stream_of(tmp_path).sample()
+        part_of(tmp_path).sample()
     with pytest.raises(ArtifactError, match="gave no document"):
-        documents(stream_of(tmp_path))
+        documents(part_of(tmp_path))
     (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(UsageError, match="prepared"):
         raw_shards.open_directory(tmp_path)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from lib.tokens import order
-from lib.tokens.loader import IGNORED, Division, Loader, MicroBatch, evaluation_batches
-from lib.tokens.samples import Windows
+from lib.tokens import batches, order
+from lib.tokens.batches import MicroBatch, Position, SampleStream, Step, evaluation_batches
+from lib.tokens.order import Division
+from lib.tokens.samples import IGNORED, Windows
 
 CPU = torch.device("cpu")
 T = 4
@@ -26,6 +28,12 @@ def divisions(global_batch: int) -> list[tuple[int, int, int]]:
     return [(micro, rest // ranks, ranks) for micro in range(1, global_batch + 1)
             if global_batch % micro == 0 for rest in [global_batch // micro]
             for ranks in range(1, rest + 1) if rest % ranks == 0]
+
+
+def steps(samples: Windows, seed: int, division: Division, count: int, first: int = 0,
+          ) -> Iterator[Step]:
+    """Return steps from sample number `first` on."""
+    return SampleStream(samples, seed, division, CPU).steps(Position(first), count)
 
 
 def starts(batch: MicroBatch) -> list[int]:
@@ -52,61 +60,74 @@ def test_large_ids_stay_positive() -> None:
 
 
 def test_a_batch_is_inputs_and_the_tokens_after_them() -> None:
-    [[batch]] = [step.micro_batches for step in Loader(windows(5), 0, Division(2, 1, 0, 1), 0, 1,
-                                                       CPU)]
+    [[batch]] = [step.batches for step in steps(windows(5), 0, Division(2, 1, 0, 1), 1)]
     assert batch.input_ids.shape == batch.labels.shape == (2, T)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert torch.equal(batch.labels, batch.input_ids + 1)
 
 
 def test_ranks_and_micro_batches_only_divide_the_samples_of_a_step() -> None:
-    w, steps, size = windows(19), 9, 12  # 108 numbers: across five epochs, never at their ends
-    expected = [sorted(order.sample_numbers(step * size, size, 19, 3)) for step in range(steps)]
+    w, count, size = windows(19), 9, 12  # 108 numbers: across five epochs, never at their ends
+    expected = [sorted(order.sample_numbers(step * size, size, 19, 3)) for step in range(count)]
     assert len(divisions(size)) > 15
     for micro, accumulation, ranks in divisions(size):
-        loaders = [Loader(w, 3, Division(micro, accumulation, rank, ranks), 0, steps, CPU)
-                   for rank in range(ranks)]
-        for step, of_ranks in enumerate(zip(*loaders, strict=True)):
-            assert all(len(rank.micro_batches) == accumulation for rank in of_ranks)
-            seen = [s for rank in of_ranks for batch in rank.micro_batches for s in starts(batch)]
+        shares = [steps(w, 3, Division(micro, accumulation, rank, ranks), count)
+                  for rank in range(ranks)]
+        for step, of_ranks in enumerate(zip(*shares, strict=True)):
+            assert all(len(rank.batches) == accumulation for rank in of_ranks)
+            seen = [s for rank in of_ranks for batch in rank.batches for s in starts(batch)]
             assert sorted(seen) == expected[step]
 
 
-@pytest.mark.parametrize("k", [0, 1, 4, 5])
-def test_a_resume_goes_on_where_the_run_stood(k: int) -> None:
+def test_a_resume_goes_on_where_the_run_stood() -> None:
     division = Division(2, 2, 1, 2)
-    whole = [[starts(b) for b in step.micro_batches]
-             for step in Loader(windows(11), 0, division, 0, 6, CPU)]
-    rest = [[starts(b) for b in step.micro_batches]
-            for step in Loader(windows(11), 0, division, k, 6, CPU)]
-    assert rest == whole[k:]
+    whole = list(steps(windows(11), 0, division, 6))
+    assert [step.after for step in whole] == [Position(8 * k) for k in range(1, 7)]
+    for k in (1, 4, 5):
+        rest = steps(windows(11), 0, division, 6 - k, whole[k - 1].after.samples)
+        assert [[starts(b) for b in step.batches] for step in rest] == \
+            [[starts(b) for b in step.batches] for step in whole[k:]]
+
+
+def test_a_run_may_stand_at_any_sample() -> None:
+    """A global batch that changes leaves the run where no step of the new size begins."""
+    seen = [s for step in steps(windows(24), 3, Division(2, 1, 0, 1), 3, 5)
+            for batch in step.batches for s in starts(batch)]
+    assert seen == order.sample_numbers(5, 6, 24, 3).tolist()
+
+
+def test_the_order_does_not_depend_on_how_much_is_worked_out_at_once(monkeypatch) -> None:
+    whole = [starts(step.batches[0]) for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)]
+    monkeypatch.setattr(batches, "_ORDERED_AT_ONCE", 9)
+    assert whole == [starts(step.batches[0])
+                     for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)]
 
 
 def test_an_epoch_reads_every_sample_once() -> None:
-    seen = Counter(s for step in Loader(windows(24), 0, Division(2, 3, 0, 1), 0, 4, CPU)
-                   for batch in step.micro_batches for s in starts(batch))
+    seen = Counter(s for step in steps(windows(24), 0, Division(2, 3, 0, 1), 4)
+                   for batch in step.batches for s in starts(batch))
     assert seen == Counter(range(24))
 
 
-def test_a_loader_left_early_ends_its_thread() -> None:
+def test_steps_left_early_end_their_thread() -> None:
     import threading
-    batches = iter(Loader(windows(11), 0, Division(1, 1, 0, 1), 0, 100, CPU))
-    next(batches)
-    batches.close()
+    left = steps(windows(11), 0, Division(1, 1, 0, 1), 100)
+    next(left)
+    left.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("loader")]
 
 
 def test_no_step_is_left() -> None:
-    assert list(Loader(windows(3), 0, Division(1, 1, 0, 1), 5, 5, CPU)) == []
+    assert list(steps(windows(3), 0, Division(1, 1, 0, 1), 0, 5)) == []
 
 
 @pytest.mark.parametrize("samples", [1, 5, 12, 13, 23, 24, 25, 40])
-@pytest.mark.parametrize("batches", [1, 2, 100])
-def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, batches: int) -> None:
+@pytest.mark.parametrize("rounds", [1, 2, 100])
+def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, rounds: int) -> None:
     w, size = windows(samples, tail=2), 12
-    expected = list(range(1, min(batches * size, samples) * T + 1))
+    expected = list(range(1, min(rounds * size, samples) * T + 1))
     for micro, accumulation, ranks in divisions(size):
-        shares = [list(evaluation_batches(w, batches, Division(micro, accumulation, rank, ranks)))
+        shares = [list(evaluation_batches(w, rounds, Division(micro, accumulation, rank, ranks)))
                   for rank in range(ranks)]
         assert len({len(share) for share in shares}) == 1  # forwards are collective
         labels = torch.cat([b.labels.ravel() for share in shares for b in share])
@@ -117,11 +138,3 @@ def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, batches: i
 
 def test_nothing_to_evaluate() -> None:
     assert list(evaluation_batches(windows(0), 3, Division(1, 1, 0, 1))) == []
-
-
-def test_an_offset_moves_all_samples() -> None:
-    plain = Loader(windows(24), 3, Division(2, 1, 0, 1), 5, 8, CPU)
-    moved = Loader(windows(24), 3, Division(2, 1, 0, 1), 2, 5, CPU, offset=6)
-    for expected, got in zip(plain, moved, strict=True):
-        for one, other in zip(expected.micro_batches, got.micro_batches, strict=True):
-            assert torch.equal(one.input_ids, other.input_ids)

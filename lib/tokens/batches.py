@@ -1,0 +1,191 @@
+"""The steps of a run: this rank's share of each global batch, read ahead by a thread.
+
+1. A step from position g on takes the sample numbers [g, g + G) of the endless stream, G the global
+   batch.
+2. Micro-batch a of dp rank r is numbers g + (a·W + r)·B … + B of them (W dp ranks, B for each).
+3. A thread reads the samples of the next step while this one computes.
+So ranks and micro-batches only divide a range that is the same for every number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lib.core import threads
+from lib.tokens.order import Division
+from lib.tokens.samples import IGNORED, Rows, Samples
+
+if TYPE_CHECKING:  # who only finds a run's data does not wait for it
+    import torch
+
+_ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out than many
+
+
+class MicroBatch(NamedTuple):
+    """The samples that one rank passes through the model at once.
+
+    input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t], or IGNORED.
+    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32,
+    where documents begin and end in the B·T tokens, and the end again and again behind them, so
+    that all batches of a stream have as many; None without position_ids.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor | None = None
+    boundaries: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return a copy on a device; from pinned memory it does not wait."""
+        return MicroBatch(*(None if part is None else part.to(device, non_blocking=True)
+                            for part in self))
+
+
+class Cursor(NamedTuple):
+    """Where a rank stands in its raw shards: at token `token` of the document at `place`.
+
+    piece: number of the span among the rank's own of the epoch. place: as in Block, None for the
+    first.
+    """
+
+    epoch: int = 0
+    piece: int = 0
+    place: int | None = None
+    token: int = 0
+
+
+class Position(NamedTuple):
+    """Where the data of a run stands.
+
+    samples: number of the next sample, on all ranks. cursor: of this rank, with --streaming alone.
+    """
+
+    samples: int = 0
+    cursor: Cursor | None = None
+
+
+BEGINNING = Position()
+
+
+class Step(NamedTuple):
+    """This rank's part of a step, and the step's counts over all ranks.
+
+    label_tokens: what the loss is divided by. tokens: without padding. after: where the data stands
+    when the step is done.
+    """
+
+    batches: list[MicroBatch]
+    label_tokens: int
+    tokens: int
+    after: Position
+
+
+class DataStream(ABC):
+    """The data of a run. It holds no position: a resume and a rollback ask for other steps."""
+
+    @abstractmethod
+    def steps(self, position: Position, count: int) -> Iterator[Step]:
+        """Return this rank's part of `count` steps from a position on, in host memory.
+
+        The steps that were asked for before must not be used any more.
+        """
+
+    @abstractmethod
+    def epoch(self, position: Position) -> float:
+        """Return how often all data has been seen at a position."""
+
+    def costs(self, times: dict[str, float]) -> dict[str, float]:
+        """Return figures about the loading itself; times: see Timers.read."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what works in the background."""
+
+
+class SampleStream(DataStream):
+    """Samples by number, the same whatever the number of ranks."""
+
+    def __init__(self, samples: Samples, seed: int, division: Division, device: torch.device,
+                 ) -> None:
+        self._samples, self._seed, self._division = samples, seed, division
+        self._pin = device.type == "cuda"
+
+    def steps(self, position: Position, count: int) -> Iterator[Step]:
+        return read_ahead(self._read(position.samples, count))
+
+    def epoch(self, position: Position) -> float:
+        return position.samples / len(self._samples)
+
+    def close(self) -> None:
+        """Nothing works in the background between steps."""
+
+    def _read(self, first: int, count: int) -> Iterator[Step]:
+        """Yield steps, the numbers of their samples worked out for many at once."""
+        d, size = self._division, self._division.global_batch
+        at_once = max(1, _ORDERED_AT_ONCE // size)
+        for begun in range(0, count, at_once):
+            steps = min(at_once, count - begun)
+            ordered = self._samples.stream(first, steps * size, self._seed).reshape(steps, size)
+            for numbers in ordered:
+                parts = numbers.reshape(d.accumulation, d.dp_size, d.micro_batch)[:, d.dp_rank]
+                batches = [micro_batch(self._samples.rows(part), self._pin,
+                                       self._samples.most_documents) for part in parts]
+                first += size
+                yield Step(batches, *self._samples.counts(numbers), Position(first))
+
+
+def read_ahead(steps: Iterator[Step]) -> Iterator[Step]:
+    """Yield steps, the next one being made by a thread while one is in use."""
+    with threads.pool(name="loader") as reader:
+        ahead = reader.submit(next, steps, None)
+        while (ready := ahead.result()) is not None:
+            ahead = reader.submit(next, steps, None)
+            yield ready
+
+
+def evaluation_batches(samples: Samples, batches: int, division: Division) -> Iterator[MicroBatch]:
+    """Yield this rank's share of the first `batches` global batches, in the stored order.
+
+    All ranks get the same number of micro-batches (sharded forwards are collective); where the
+    samples run out, labels are all ignored, so the loss over them is that of any number of ranks.
+    """
+    import torch
+
+    d = division
+    total = min(batches * d.global_batch, len(samples))
+    per_round = d.micro_batch * d.dp_size
+    for start in range(0, total, per_round):
+        numbers = start + d.dp_rank * d.micro_batch + np.arange(d.micro_batch)
+        batch = micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), False,
+                            samples.most_documents)
+        # A copy: labels and inputs of a window are views of the same tokens.
+        left_out = torch.from_numpy(numbers >= total)[:, None]
+        yield batch._replace(labels=batch.labels.masked_fill(left_out, IGNORED))
+
+
+def boundaries(positions: np.ndarray, documents: int) -> np.ndarray:
+    """Return where documents begin and end in the tokens of rows, from positions that restart.
+
+    int32 [documents + 1]: where there are fewer, the others are empty and at the end. A kernel
+    compiled for one number would be compiled again for another, and then for any.
+    """
+    begins = np.flatnonzero(positions == 0)
+    return np.pad(begins, (0, documents + 1 - len(begins)), constant_values=positions.size
+                  ).astype(np.int32)
+
+
+def micro_batch(rows: Rows, pin: bool, most_documents: int = 1) -> MicroBatch:
+    """Return rows as tensors, in pinned memory if asked for. most_documents: in a row."""
+    import torch
+
+    ends = None if rows.positions is None else \
+        boundaries(rows.positions, len(rows.positions) * most_documents)
+    tensors = (None if part is None else torch.from_numpy(part) for part in (*rows, ends))
+    # Contiguous where it is pinned: a copy to the device of anything else would wait.
+    return MicroBatch(*(part.contiguous().pin_memory() if pin and part is not None else part
+                        for part in tensors))
