@@ -142,13 +142,9 @@ def _fill(build: publish.Build, dataset: Dataset, encoder: Encoder, num_workers:
             files += writer.entries()
     for leftover in build.dir.glob(f"*.{_PROGRESS}"):
         leftover.unlink()
-    summary = {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
-               "bos": encoder.bos, "eos": encoder.eos,
-               "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
-               "label_mask": None}
     dataset.require_same()
     build.publish(stage="04_train_fsdp.py", options={"num_workers": num_workers}, files=files,
-                  summary=summary)
+                  summary=store.summarise(dtype, encoder, counts))
     return counts, began
 
 

@@ -8,8 +8,8 @@
 
 The key is made of the dataset's content and the tokenizer's files. Little-endian throughout.
 The manifest's `label_mask` is null: every token is a label of the one before it. It is the place
-to name a further file per split, uint8 [tokens], 0 for a token that no loss is computed for; a
-reader that does not know such a file refuses the store rather than train on those tokens.
+to name a further file per split, uint8 [tokens], 0 for a token that no loss is computed for; until
+this module reads such a file, it refuses the store rather than have those tokens trained on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import numpy as np
 
 from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
-from lib.tokens import encode
 from lib.tokens.dataset import SPLITS, Dataset
+from lib.tokens.encode import Encoder, tokenizer_fingerprint
 
 KIND = "tokens/1"
-
 
 READS = ("mmap", "pread")
 
@@ -95,7 +94,7 @@ class TokenStore:
 def identity(dataset: Dataset, tokenizer_dir: Path) -> dict[str, Any]:
     """Return what decides a store's content, in the form publish.py compares."""
     return {"options": {}, "inputs": {"dataset": dataset.fingerprint,
-                                      "tokenizer": encode.tokenizer_fingerprint(tokenizer_dir)}}
+                                      "tokenizer": tokenizer_fingerprint(tokenizer_dir)}}
 
 
 def directory(cache_dir: Path, dataset: Dataset, identity_: dict[str, Any]) -> Path:
@@ -104,6 +103,14 @@ def directory(cache_dir: Path, dataset: Dataset, identity_: dict[str, Any]) -> P
     root = paths.tokens_root(cache_dir)
     there = sorted(root.glob(f"*-{key}"))
     return there[0] if there else root / f"{dataset.path.resolve().name}-{key}"
+
+
+def summarise(dtype: str, encoder: Encoder, counts: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """Return what the manifest of a store says beside its files; counts: by split."""
+    return {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
+            "bos": encoder.bos, "eos": encoder.eos,
+            "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
+            "label_mask": None}
 
 
 def open_store(path: Path, reads: str = "mmap") -> TokenStore:
