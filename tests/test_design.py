@@ -1,0 +1,72 @@
+"""The recipes of docs/design.md, followed on a throw-away copy of the code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.training import prepare
+
+pytestmark = pytest.mark.slow
+
+
+def blocks(heading: str) -> list[str]:
+    """Return the code that a section of docs/design.md shows."""
+    section = (ROOT / "docs/design.md").read_text("utf-8").partition(f"## {heading}\n")[2]
+    return re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Return a copy of the code."""
+    for name in ("lib", "launch"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copyfile(ROOT / "04_train_fsdp.py", tmp_path / "04_train_fsdp.py")
+    return tmp_path
+
+
+def run(*words: object, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_an_option(copy: Path) -> None:
+    path = copy / "lib/train/config.py"
+    text, (field,) = path.read_text("utf-8"), blocks("How to add an option")
+    before = "    config: Path | None = option("
+    assert before in text
+    path.write_text(text.replace(before, field + before))
+    assert "--greeting GREETING" in run("04_train_fsdp.py", "--help-all", cwd=copy)
+
+
+def test_an_optimizer(copy: Path) -> None:
+    row, module = blocks("How to add an optimizer")
+    with (copy / "lib/optim/registry.py").open("a") as file:
+        file.write("\n\n" + row)
+    (copy / "lib/optim/signs.py").write_text(module)
+    prepare(copy)
+    train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--precision", "fp32",
+             "--optimizer", "signs", "-s", 64, "-b", 2, "--ckpt-freq", 2, "--eval-freq", 0)
+    run(*train, "--max-steps", 2, cwd=copy)
+    assert "step 2 of 4" in run(*train, "--max-steps", 4, cwd=copy)
+    assert "signs" in (copy / "outputs/x/checkpoints/step_00000004/COMMIT.json").read_text()
+
+
+def test_a_kind_of_job(copy: Path) -> None:
+    (row,) = blocks("How to add a kind of job on Kubernetes")
+    with (copy / "launch/kube/kinds.py").open("a") as file:
+        file.write("\n\nfrom dataclasses import replace\n\n" + row)
+    folder = copy / "launch/kubernetes"
+    shutil.copyfile(folder / "pytorchjob.yaml", folder / "otherjob.yaml")
+    said = run("launch/kubernetes.py", "render", "--kind", "otherjob", "--job-name", "j", "--image",
+               "repo/image:1", "--instance-type", "p5.48xlarge", "--", "-e", "x", "-d", "corpus",
+               cwd=copy)
+    assert "kind: PyTorchJob" in said and "p5.48xlarge" in said
