@@ -1,4 +1,7 @@
-"""The recipes of docs/design.md, followed on a throw-away copy of the code."""
+"""The recipes of docs/design.md, followed on a throw-away copy of the code.
+
+That of a kind of job: test_launch_kubernetes_render.py.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +61,3 @@ def test_an_optimizer(copy: Path) -> None:
     run(*train, "--max-steps", 2, cwd=copy)
     assert "step 2 of 4" in run(*train, "--max-steps", 4, cwd=copy)
     assert "signs" in (copy / "outputs/x/checkpoints/step_00000004/COMMIT.json").read_text()
-
-
-def test_a_kind_of_job(copy: Path) -> None:
-    (row,) = blocks("How to add a kind of job on Kubernetes")
-    with (copy / "launch/kube/kinds.py").open("a") as file:
-        file.write("\n\nfrom dataclasses import replace\n\n" + row)
-    folder = copy / "launch/kubernetes"
-    shutil.copyfile(folder / "pytorchjob.yaml", folder / "otherjob.yaml")
-    said = run("launch/kubernetes.py", "render", "--kind", "otherjob", "--job-name", "j", "--image",
-               "repo/image:1", "--instance-type", "p5.48xlarge", "--", "-e", "x", "-d", "corpus",
-               cwd=copy)
-    assert "kind: PyTorchJob" in said and "p5.48xlarge" in said

@@ -30,6 +30,7 @@ from lib.core.errors import UsageError
 from lib.train import console
 from tests import kube_schemas
 from tests.kube_cluster import ASKED, ROOT, SCRIPT, TRAIN, launch
+from tests.test_design import blocks
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SHAPES = {
@@ -361,10 +362,8 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
                     ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "lib").symlink_to(ROOT / "lib")
     kinds, templates = tmp_path / "launch/kube/kinds.py", tmp_path / "launch/kubernetes"
-    kinds.write_text(kinds.read_text().replace("\nKINDS = {", """
-KINDS = {
-    "other": JobKind("Other operator", "otherjobs.example.com", "v1", "other-operator",
-                     "install the other operator", "main", ("torch", 29500)),""", 1))
+    (row,) = blocks("How to add a kind of job on Kubernetes")
+    kinds.write_text(kinds.read_text().replace("\nKINDS = {\n", "\nKINDS = {\n" + row, 1))
     (templates / "other.yaml").write_text(
         (templates / "pytorchjob.yaml").read_text().replace("PyTorchJob", "OtherJob"))
 
