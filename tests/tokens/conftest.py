@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,14 @@ def foreign(tmp_path: Path) -> Path:
     datasets.Dataset.from_dict({"n": list(range(len(TEXTS))), "text": TEXTS}).save_to_disk(
         str(tmp_path / "foreign"))
     return tmp_path / "foreign"
+
+
+def texts(name: str, count: int = 60) -> list[str]:
+    """Return short texts, the same for the same name."""
+    draw = random.Random(name)
+    return [f"{name} {i} " + "x" * draw.randrange(40) for i in range(count)]
+
+
+def lines(some: list[str]) -> bytes:
+    """Return texts as JSON Lines."""
+    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in some)

@@ -7,9 +7,6 @@ import gzip
 import itertools
 import json
 import lzma
-import os
-import random
-import signal
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +18,13 @@ import pytest
 import torch
 
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.core.workers import Worker
 from lib.tokens import raw_reader, raw_shards, raw_stream
 from lib.tokens.batches import BEGINNING, Cursor
 from lib.tokens.order import Division
-from lib.tokens.raw_reader import Encoded, LeftOut, encode_block
-from lib.tokens.raw_shards import Span
+from lib.tokens.raw_reader import Encoded, encode_block
 from lib.tokens.raw_stream import RawDocuments, RawStream, TokenRuns
+
+from .conftest import lines, texts
 
 CPU = torch.device("cpu")
 
@@ -54,16 +51,6 @@ class Inline:
 
     def close(self) -> None:
         pass
-
-
-def texts(name: str, count: int = 60) -> list[str]:
-    draw = random.Random(name)
-    return [f"{name} {i} " + "x" * draw.randrange(40) for i in range(count)]
-
-
-def lines(some: list[str]) -> bytes:
-    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in some)
-
 
 
 @pytest.fixture
@@ -232,32 +219,6 @@ def test_what_is_left_out_is_counted_and_told(tmp_path: Path, caplog, monkeypatc
     assert len(caplog.records) == 1 and "a.jsonl at" in caplog.records[0]
 
 
-@pytest.mark.parametrize("ending", [b"\n", b""])
-def test_a_line_belongs_to_the_span_it_begins_in(tmp_path: Path, ending: bytes):
-    content = lines(texts("a", 30))[:-1] + ending
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    for size in (1, 7, 50, 64, 1000):
-        spans = [Span("a.jsonl", at, min(at + size, len(content)))
-                  for at in range(0, len(content), size)]
-        read = [b"".join(block.content for block in
-                         raw_reader.read(path, span, None, "text", print)) for span in spans]
-        assert b"".join(read) == content
-
-
-def test_a_shard_that_shrank_is_told(tmp_path: Path):
-    """What was there of a span comes first; of the spans behind the end nothing does."""
-    content = lines(texts("a", 30))
-    path, half = tmp_path / "a.jsonl", len(content) // 2
-    path.write_bytes(content[:half])
-    for start, end, there in ((0, len(content), half), (half + 1, len(content), 0)):
-        read: list[bytes] = []
-        blocks = raw_reader.read(path, Span("a.jsonl", start, end), None, "text", print)
-        with pytest.raises(EOFError, match=f"and had {len(content):,} when the run began"):
-            read.extend(block.content for block in blocks)
-        assert sum(map(len, read)) == there
-
-
 def test_a_disk_that_fails_to_read_costs_no_document(mixed, failing_reads):
     """For a moment: the same documents. For good: the run ends, and passes nothing over."""
     expected = documents(part_of(mixed[0]))
@@ -323,41 +284,3 @@ def test_the_fingerprint_is_of_the_content(mixed, tmp_path: Path):
     content = (tmp_path / "moved/a.jsonl").read_bytes()
     (tmp_path / "moved/a.jsonl").write_bytes(content.replace(b"x", b"y", 1))
     assert raw_shards.open_directory(tmp_path / "moved").fingerprint != before
-
-
-def answer(task: object) -> object:
-    if task == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if task == "fail":
-        raise UsageError("not so", found="this")
-    return os.getpid() if task == "pid" else 1 / task
-
-
-def make() -> object:
-    return answer
-
-
-def test_a_worker_answers_tells_errors_and_its_death():
-    worker = Worker("test", make)
-    worker.send(4)
-    assert worker.receive() == 0.25
-    worker.send("fail")
-    with pytest.raises(UsageError, match="not so") as told:
-        worker.receive()
-    assert told.value.found == "this"
-    worker.send(0)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        worker.receive()
-    worker.send("die")
-    with pytest.raises(StageError, match="has died \\(signal 9\\)"):
-        worker.receive()
-    with pytest.raises(StageError, match="has died"):
-        worker.send(1)
-    worker.close()
-
-
-def test_left_adds_up():
-    left = LeftOut()
-    left.add("a", "one")
-    left.add("a", "two", 3)
-    assert (left.counts, left.first) == ({"a": 4}, {"a": "one"})
