@@ -1,4 +1,4 @@
-"""Attention over packed documents: which implementation, and what it has to be told.
+"""Attention over packed documents: which implementation computes it, and which inputs it needs.
 
 `varlen` is torch's own kernel for rows of documents, under the name that transformers' attention
 interface knows it by here. On a CPU, which has no such kernel, it goes document by document.
@@ -22,7 +22,7 @@ from lib.tokens.batches import MicroBatch
 
 VARLEN = "varlen"
 _FLASH = "flash_attention_2"
-_BY_BOUNDARIES = (VARLEN, _FLASH)  # told where documents end, instead of a mask
+_BY_BOUNDARIES = (VARLEN, _FLASH)  # these are given where documents end, instead of a mask
 _WIDEST = 256  # numbers per head that the kernel for packed documents takes, a multiple of _ALIGNED
 _ALIGNED = 8
 
@@ -72,7 +72,7 @@ def lacks_varlen(precision: str, config: PretrainedConfig) -> str:
 
 
 def head_sizes(config: PretrainedConfig) -> HeadSizes:
-    """Return how wide the heads of a model are, as its config tells it, whatever the layer."""
+    """Return how wide the heads of a model are by its config, the widest of all layers."""
     text = config.get_text_config()
     found: dict[str, int] = {}
     _collect_sizes(text.to_dict(), found)
@@ -96,7 +96,7 @@ def ask_no_device(model: nn.Module, packing: str, seq_length: int) -> None:
     """Spare transformers questions to the device in each pass, for whose answers the host waits.
 
     To make a mask it asks whether documents are packed. Rows of one document need no mask, nor do
-    kernels that are told where documents end. For packed documents and a mask the question stays:
+    kernels that are given where documents end. For packed documents and a mask the question stays:
     a pass whose rows are one document each then goes without, and fast. Some kinds of RoPE ask how
     far positions go, and GPT-2 asks whether tokens are padding, for a warning.
     """
@@ -124,10 +124,10 @@ def _settle_rope(rope: nn.Module, packing: str, seq_length: int) -> None:
 
 
 def _unasked(*_: Tensor | None) -> None:
-    """Stand for a function of transformers that reads numbers: there is nothing to be found."""
+    """Do nothing, in the place of a function of transformers that reads numbers from the device."""
 
 
-def inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
+def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     """Return the arguments of the model for a micro-batch.
 
     Without a mask, and with positions that restart, transformers keeps documents apart.
@@ -159,7 +159,7 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     """Attend within documents. query: [B, H, T, D]; key, value: [B, H or fewer, T, D].
 
     cu_seq_lens_q: int32 [documents + 1], where they begin and end in the B·T tokens; None: a row
-    is one. Returns [B, T, H, D]. Raises UsageError for what the kernel does not know.
+    is one. Returns [B, T, H, D]. Raises UsageError for what the kernel does not support.
     """
     if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
         raise UsageError("--attention varlen knows no dropout, cap or sink of attention, which "
@@ -190,15 +190,15 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
     wide += -wide % _ALIGNED
     parts = [F.pad(part, (0, wide - part.shape[-1])) if part.shape[-1] < wide else part
              for part in (query, key, value)]
-    # torch 2.11 has no word for fewer heads of keys than of queries, and the kernel takes them.
-    has_word = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    groups = {"enable_gqa": True} if has_word else {}
+    # torch 2.11 has no argument for fewer heads of keys than of queries; its kernel takes them.
+    has_argument = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    groups = {"enable_gqa": True} if has_argument else {}
     out = varlen_attn(*parts, boundaries, boundaries, longest, longest, scale=scaling,
                       window_size=(window - 1, 0) if window else (-1, 0), **groups)
     return out[..., :value.shape[-1]]
 
 
-@torch.compiler.disable  # or each way in which documents share a row were compiled anew
+@torch.compiler.disable  # or each division of a row into documents would be compiled anew
 def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor,
                  scaling: float | None, window: int) -> Tensor:
     """Attend within each document by itself. query, key, value: [B·T, H, D]."""

@@ -1,6 +1,6 @@
 """Which kernel computes attention: FlashAttention 3 where its package is and it computes the same.
 
-torch takes that one in the place of its own FlashAttention 2 when it is told to. It is tried first,
+torch takes it in the place of its own FlashAttention 2 when it is asked to. It is tried first,
 forward and backward, on heads like the model's.
 """
 
@@ -43,28 +43,28 @@ def settle(model: nn.Module, packing: str, precision: str, device: torch.device)
     config = model.config.get_text_config()
     name = config._attn_implementation
     by_mask = packing == "documents" and name == "sdpa"
-    called = "sdpa with a mask" if by_mask else name
+    label = "sdpa with a mask" if by_mask else name
     if name in _OTHERS:
         return _OTHERS[name]
     if device.type != "cuda":
-        return f"{called}, by torch's " + (
+        return f"{label}, by torch's " + (
             "kernel for CPUs" if name == "sdpa" else "kernel for CPUs, document by document")
     heads = _heads(config, COMPUTE_DTYPES[precision], device)
     if not heads:
-        return called
+        return label
     takes = SDPBackend.FLASH_ATTENTION if name == attention.VARLEN else _torch_takes(heads, by_mask)
     if by_mask:
         why = attention.lacks_varlen(precision, config)
-        return f"{called}, by {_KERNELS[takes]}" \
+        return f"{label}, by {_KERNELS[takes]}" \
             + (f", since {why}; that is several times slower" if why else "")
     if takes not in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        return f"{called}, by {_KERNELS[takes]}"
+        return f"{label}, by {_KERNELS[takes]}"
     without = _lacks_flash_3(config, device) or take_flash_3(name, heads)
     if without:
-        return f"{called}, by {_KERNELS[takes]} ({without})"
+        return f"{label}, by {_KERNELS[takes]} ({without})"
     if name == "sdpa":
         _prefer_flash()
-    return f"{called}, by FlashAttention 3 of flash_attn_3"
+    return f"{label}, by FlashAttention 3 of flash_attn_3"
 
 
 def take_flash_3(name: str, heads: list[Tensor]) -> str:
@@ -88,7 +88,10 @@ def take_flash_3(name: str, heads: list[Tensor]) -> str:
 
 
 def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return queries, keys and values like a model's: [1, H or fewer, T, D]; none if untold."""
+    """Return queries, keys and values like a model's: [1, H or fewer, T, D].
+
+    Empty where the config does not say how many heads there are, and how wide.
+    """
     sizes, count = attention.head_sizes(config), getattr(config, "num_attention_heads", None)
     shared = getattr(config, "num_key_value_heads", None) or count
     if not sizes.query or not isinstance(shared, int) or count % shared:

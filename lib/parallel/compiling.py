@@ -99,6 +99,6 @@ def is_wanted(option: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" if option is None else option
 
 
-def compiler(option: bool | None, device: torch.device) -> Compiler | None:
+def make_compiler(option: bool | None, device: torch.device) -> Compiler | None:
     """Return what compiles as --compile asks for it; None to compile nothing."""
     return Compiler(required=bool(option)) if is_wanted(option, device) else None

@@ -17,7 +17,7 @@ _SHAPE, _TRIES = (1, 16, 4096, 128), 5  # of the attention that is timed: [B, H,
 
 
 def require() -> None:
-    """Let torch use only what gives the same bits each time, and raise for what has no such way.
+    """Let torch use only what gives the same bits each time, and raise where there is no such way.
 
     Must come before anything is computed on a GPU. A processor gives the same bits anyway.
     """
@@ -30,8 +30,8 @@ def require() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def cost(device: torch.device, precision: str) -> str:
-    """Return in words what it costs on a device, where attention is what pays; after `require`."""
+def measure_cost(device: torch.device, precision: str) -> str:
+    """Return in words what determinism costs on a device, by timing attention; after `require`."""
     if device.type != "cuda":
         return "as a processor does anyway"
     query = torch.ones(_SHAPE, device=device, dtype=COMPUTE_DTYPES[precision], requires_grad=True)

@@ -64,10 +64,7 @@ class ParallelLayout:
         timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
         _join(device, timeout, meeting or meet())
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        shape, names = (ranks,), ("shard",)
-        if (replicas := degrees.replicas(ranks)) > 1:
-            shape, names = (replicas, ranks // replicas), ("replicate", "shard")
-        fsdp = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
         for group in fsdp.get_all_groups():  # torch gives NCCL's ten minutes
             dist.distributed_c10d._set_pg_timeout(timeout, group)
         control, saving = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
@@ -87,10 +84,16 @@ class ParallelLayout:
         dist.destroy_process_group()
 
 
+def make_mesh(device_type: str, ranks: int, replicas: int) -> DeviceMesh:
+    """Return the mesh of parameters, (shard) or (replicate, shard); all ranks must call this."""
+    shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape):])
+
+
 def meet() -> Meeting | None:
     """Tell the other ranks, before the long preparation, that this one has started.
 
-    None for a process that was started by itself, without torchrun.
+    Returns None for a process that was started by itself, without torchrun.
     """
     return Meeting() if "RANK" in os.environ else None
 
@@ -129,6 +132,7 @@ def _keep_to_loopback() -> None:
 
 
 def _device(local_rank: int) -> torch.device:
+    """Return the device of a process of this machine, after setting its threads and cores."""
     # torchrun sets OMP_NUM_THREADS=1. On a CPU the cores are the device; beside a GPU they take the
     # optimizer's steps of --cpu-offload.
     cores = len(os.sched_getaffinity(0))
@@ -194,7 +198,10 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def together(action: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
-    """Return what the action returned on each rank, or raise on all what it raised on any."""
+    """Return what the action returned on each rank, or raise on all what it raised on any.
+
+    All ranks must call this.
+    """
     try:
         mine: tuple[Any, Any] = (action(), None)
     except (Exception, CheckpointException) as error:  # the latter is not an Exception

@@ -39,7 +39,7 @@ def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> T
     are rounded to half precision: afterwards, small ones would have vanished in float16. A
     micro-batch whose labels are all ignored gives a zero that is still part of the graph.
     """
-    inputs = attention.inputs(model, batch)
+    inputs = attention.make_inputs(model, batch)
     head = model.get_output_embeddings()
     if isinstance(head.__dict__.get("forward"), LossHead):
         return head.forward.loss_sum(model, inputs, batch.labels, scale)
@@ -81,7 +81,7 @@ class LossHead:
         if self._labels is None:
             return self._logits(hidden)
         head = self._head
-        # Told here: within a Function the weight says that it requires a gradient all the same.
+        # Decided here: within a Function the weight says that it requires a gradient all the same.
         gradient = self._gradient if torch.is_grad_enabled() else None
         return _ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, head.bias,
                                   self._labels.flatten(), self._scale, self._at_once, gradient)
@@ -168,7 +168,7 @@ def _gradient(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor,
 
 def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor,
            ) -> tuple[Tensor, Tensor]:
-    """Return the same as `_gradient`, in the words that a compiler makes two passes of."""
+    """Return the same as `_gradient`, in operations that a compiler makes two passes of."""
     numbers = logits.float()
     normaliser = torch.logsumexp(numbers, 1)
     picked = numbers.gather(1, target[:, None])[:, 0]
@@ -242,7 +242,7 @@ def require_isolation(model: nn.Module, layout: ParallelLayout) -> None:
     with trial(model):
         batches = [MicroBatch(row[None], row[None], positions, ends).to(layout.device)
                    for row in tokens]
-        second = [model(**attention.inputs(model, batch)).logits[0, _LENGTHS[0]:].float()
+        second = [model(**attention.make_inputs(model, batch)).logits[0, _LENGTHS[0]:].float()
                   for batch in batches]
     moved = (second[0] - second[1]).abs().max()
     if moved > _LEAK * second[0].std():

@@ -29,7 +29,7 @@ _TELL_AFTER_S, _TELL_EVERY_S = 20.0, 300.0
 
 
 class Meeting:
-    """This rank's part of it, in the store that RANK, WORLD_SIZE and MASTER_ADDR lead to."""
+    """Brings the ranks together, in the store that RANK, WORLD_SIZE and MASTER_ADDR lead to."""
 
     def __init__(self) -> None:
         """Tell the others that this process has started, and go on telling that it is alive."""

@@ -37,8 +37,8 @@ _SMALL_SHARE = 0.05
 # With fp8, all but the linears of the blocks computes in bf16: see lib/models/float8.py.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
                   "fp8": torch.bfloat16}
-# What selective checkpointing keeps: the results that are dear to compute again. The rest (norms,
-# activations, rotations) costs memory traffic alone.
+# What selective checkpointing keeps: the results that are expensive to recompute. The rest
+# (norms, activations, rotations) costs memory traffic alone.
 _KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
          "aten::_scaled_mm", "torch_attn::_varlen_attn",
          "aten::_scaled_dot_product_flash_attention",

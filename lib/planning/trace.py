@@ -20,7 +20,7 @@ import torch.distributed._tools.fake_collectives  # how collectives treat fake t
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -31,6 +31,7 @@ from lib.models.architecture import decoder_layers
 from lib.optim import adamw8bit, registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
+from lib.parallel.layout import make_mesh
 from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
 from lib.tokens.batches import MicroBatch
 
@@ -111,9 +112,7 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
     """Join a process group of `ranks` of which this process is the only one, for the while."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        replicas = ranks // shard_size
-        yield init_device_mesh("cpu", (replicas, shard_size) if replicas > 1 else (ranks,),
-                               mesh_dim_names=("replicate", "shard")[replicas == 1:])
+        yield make_mesh("cpu", ranks, ranks // shard_size)
     finally:
         dist.destroy_process_group()
 

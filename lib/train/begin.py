@@ -90,8 +90,8 @@ def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     _print_head(config, inputs, run_plan, data, work, Hardware(
         layout.ranks, peak, where, "GPU" if layout.device.type == "cuda" else "rank"))
     if config.deterministic:
-        log.info(f"deterministic: {determinism.cost(layout.device, config.precision)}")
-    compiler = compiling.compiler(config.compile, layout.device)
+        log.info(f"deterministic: {determinism.measure_cost(layout.device, config.precision)}")
+    compiler = compiling.make_compiler(config.compile, layout.device)
     before = capacity.usage(layout.device)["memory/current_gib"]
     offload = _shard(config, model, layout, compiler)
     adamw = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),

@@ -141,7 +141,7 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
 
     offload = config.cpu_offload and on_gpu
     shard_size = min(config.shard_size or ranks, ranks)
-    a_pass = config.batch_size * ranks
+    a_pass = config.batch_size * degrees(config).dp_size(ranks)
     per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
     is_packed = config.packing == "documents"
     by_kernel = is_packed and on_gpu and config.precision != "fp32" and \

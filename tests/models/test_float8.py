@@ -40,7 +40,7 @@ def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False) 
     if recipe:
         float8.convert(model, recipe, 1, emulate=True)
     parallelize.parallelize(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16",
-                            compiler=compiling.compiler(compiled, CPU))
+                            compiler=compiling.make_compiler(compiled, CPU))
     parallelize.materialise(model, CPU, offload=False)
     initialise(model, 0)
     return model

@@ -163,7 +163,7 @@ def test_two_graphs_update_all_parameters_alike(backend: str, monkeypatch: pytes
     torch._dynamo.utils.counters.clear()
     shapes = (96, 256), (8, 1024), (40, 300), (3, 4, 64), (7,), (256,), (2, 256), (0, 256)
     models = model_of(*shapes), model_of(*shapes)
-    compiler = compiling.compiler(True, torch.device("cpu"))
+    compiler = compiling.make_compiler(True, torch.device("cpu"))
     steps = [registry.build("adamw8bit", model, 0.0, BETAS, 0.1, made)
              for model, made in zip(models, (None, compiler.wrap), strict=True)]
     for seed in range(4):
@@ -192,7 +192,7 @@ def test_an_update_that_is_compiled_wrongly_is_not_used(monkeypatch: pytest.Monk
 
     models = model_of((8, 256), (9,)), model_of((8, 256), (9,))
     monkeypatch.setattr(torch, "compile", wrongly)
-    for model, made in zip(models, (None, compiling.compiler(True, torch.device("cpu")).wrap),
+    for model, made in zip(models, (None, compiling.make_compiler(True, torch.device("cpu")).wrap),
                            strict=True):
         fill_gradients(model, 1)
         registry.build("adamw8bit", model, 1e-2, BETAS, 0.1, made).step()

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import parallelize
-from lib.parallel.layout import ParallelLayout
+from lib.parallel.layout import ParallelLayout, make_mesh
 from lib.parallel.loss import token_loss_sum
 from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
@@ -82,9 +82,7 @@ def main() -> None:
     ranks = layout.ranks
     for precision in ("fp32", "bf16", "fp16"):
         for shard in (4, 2, 1) if ranks == 4 else (ranks,):
-            shape = (ranks,) if shard == ranks else (ranks // shard, shard)
-            names = ("replicate", "shard")[-len(shape):]
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            mesh = make_mesh("cpu", ranks, ranks // shard)
             summed = train(layout, mesh, precision,
                            StepGuard(precision, 30.0, layout.device, ranks))
             with mock.patch.object(parallelize, "_sum_gradients"):

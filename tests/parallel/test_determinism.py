@@ -72,11 +72,11 @@ def test_torch_and_cublas_are_asked_strictly(monkeypatch: pytest.MonkeyPatch, gi
 
 
 def test_the_price_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "processor" in determinism.cost(torch.device("cpu"), "fp32")
+    assert "processor" in determinism.measure_cost(torch.device("cpu"), "fp32")
     seconds = iter([0.3, 0.2])
     monkeypatch.setattr(determinism, "_seconds", lambda _: next(seconds))
     monkeypatch.setattr(determinism.torch, "ones", lambda *_, device, **named: None)
-    said = determinism.cost(torch.device("cuda", 0), "bf16")
+    said = determinism.measure_cost(torch.device("cuda", 0), "bf16")
     assert "1.50 times" in said and torch.are_deterministic_algorithms_enabled()
 
 

@@ -48,7 +48,7 @@ def test_a_packed_document_is_read_as_if_alone(family: str, implementation: str)
     positions = torch.cat([torch.arange(10), torch.arange(9), torch.arange(5)])[None]
     batch = MicroBatch(ids, ids, positions, torch.from_numpy(boundaries(positions.numpy(), 5)))
     with torch.no_grad():
-        packed = model(**attention.inputs(model, batch)).logits[:, 10:19]
+        packed = model(**attention.make_inputs(model, batch)).logits[:, 10:19]
         alone = model(input_ids=ids[:, 10:19], use_cache=False).logits
     assert torch.allclose(packed, alone, atol=1e-5)
 
@@ -64,7 +64,7 @@ def test_windows_ask_the_device_nothing(family: str, monkeypatch: pytest.MonkeyP
         asked = model(input_ids=ids, use_cache=False).logits
         attention.ask_no_device(model, "concat", 24)
         with Watched():
-            logits = model(**attention.inputs(model, MicroBatch(ids, ids))).logits
+            logits = model(**attention.make_inputs(model, MicroBatch(ids, ids))).logits
     assert torch.equal(asked, logits)
 
 
@@ -105,7 +105,7 @@ def test_flash_attention_is_told_where_rows_end() -> None:
     """Without that, transformers asks the device in each layer."""
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
     ids = torch.zeros(3, 8, dtype=torch.int64)
-    given = attention.inputs(model, MicroBatch(ids, ids))
+    given = attention.make_inputs(model, MicroBatch(ids, ids))
     assert given["cu_seq_lens_q"].tolist() == [0, 8, 16, 24] and given["max_length_q"] == 8
     assert given["cu_seq_lens_q"].dtype == torch.int32 and "position_ids" not in given
 
