@@ -85,7 +85,7 @@ def test_a_run_of_experts(prepared_once: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared_once / "model", tmp_path / "mixtral")
     save_model(tmp_path / "mixtral", FAMILIES["mixtral"](VOCABULARY))
     common = ("-d", prepared_once / "hf_datasets" / "corpus", "-m", tmp_path / "mixtral",
-              "--cache-dir", prepared_once / ".cache", "--precision", "fp32", "--log-freq", 1,
+              "--cache-dir", tmp_path / ".cache", "--precision", "fp32", "--log-freq", 1,
               "-s", 64, "--lr-scheduler", "constant")
     strict = ("-e", "strict", "--deterministic", "on")
     for more in (("-e", "plain", "--max-steps", 3), (*strict, "--max-steps", 2),
