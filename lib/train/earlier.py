@@ -11,7 +11,7 @@ from typing import Any
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, log, manifest, paths
+from lib.core import commands, declared, log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, differences, in_lines
 from lib.core.paths import Experiment
@@ -19,8 +19,9 @@ from lib.train import journal
 from lib.train.config import Config
 
 _SAMPLES = "samples in an epoch"
-# What decides which sample bears which number.
-_OF_SAMPLES = {"dataset", "tokenizer", "seed", "seq_length", "packing", _SAMPLES}
+# What decides which sample bears which number: inputs, and options that are declared so.
+_OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
+    field.name for field in declared.fields(Config) if field.metadata["renumbers"]}
 
 
 def has_begun(experiment: Experiment) -> bool:
