@@ -15,7 +15,7 @@ import pytest
 from lib.core import publish
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, work
-from lib.corpus.dataset import PARTS, Dataset
+from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.tally import Shape
 from tests.conftest import stage_command
 
@@ -109,7 +109,7 @@ def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> No
     """Build a dataset in this process; of `units` only so many, as if killed after them."""
     files, _ = inputs.find(folder, False)
     out.mkdir(exist_ok=True)
-    with Dataset(out, shape) as dataset:
+    with DatasetWriter(out, shape) as dataset:
         tasks = work.cut(folder, files, out / PARTS, shape)
         for task in tasks[dataset.units:units]:
             dataset.add(work.process(task))
