@@ -22,6 +22,7 @@ def fetched_all(where: Path, hub: HubServer) -> bool:
                if name != "manifest.json")
 
 
+@pytest.mark.slow
 def test_busy_answers_and_broken_streams_are_waited_out(hub, stage: StageRunner, tmp_path):
     repo = hub.repos[NAME]
     repo.busy = {"": [(503, {})], SHARDS[0]: [(429, {"Retry-After": "3"}), (500, {})],
