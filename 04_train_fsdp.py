@@ -17,7 +17,7 @@ network (but with --online). Writes outputs/<exp>/.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lib.core import commands, declared, log, options, stage
 from lib.core.errors import Preempted, UsageError
@@ -47,16 +47,19 @@ def main(argv: list[str]) -> None:
     experiment = Experiment(config.save_dir, config.experiment_name)
     if launches.has_begun(experiment):
         config = launches.act_once(config)
-    checks.require_sound(config, not config.overwrite and bool(earlier.read(experiment)))
+    begun = {} if config.overwrite else earlier.read(experiment)
+    checks.require_sound(config, has_begun=bool(begun))
     with from_scratch.model(config) as made:
-        plan_and_train(config, experiment, made)
+        plan_and_train(config, experiment, made, begun)
 
 
-def plan_and_train(config: Config, experiment: Experiment, made: Path | None) -> None:
-    """Do what the options say. made: the directory of the model of --model-size."""
+def plan_and_train(config: Config, experiment: Experiment, made: Path | None,
+                   begun: dict[str, Any]) -> None:
+    """Do what the options say. made: the directory of the model of --model-size. begun: see Inputs.
+    """
     from lib.train import startup
 
-    inputs = startup.find_inputs(config, experiment, made)
+    inputs = startup.find_inputs(config, experiment, made, begun)
     config = startup.settle(config, inputs)
     if startup.is_complete(config, experiment, inputs):
         return

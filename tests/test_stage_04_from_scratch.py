@@ -73,7 +73,7 @@ def found(*given: object) -> tuple[float, bool]:
     parser = options.Parser("")
     add_options(parser)
     config = read_options(parser, [*map(str, given)])
-    inputs = startup.find_inputs(config, paths.experiment(config.experiment_name), None)
+    inputs = startup.find_inputs(config, paths.experiment(config.experiment_name), None, {})
     return startup.settle(config, inputs).lr, inputs.scratch
 
 

@@ -280,8 +280,7 @@ def _client(address: str, namespace: str, rank: int, ranks: int) -> InMemoryChec
 def _safetensors(tensors: dict[str, torch.Tensor]) -> bytes:
     """Return tensors as the content of a safetensors file, with one copy of it in memory."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = make_header((name, tensor.shape, tensor.dtype)
-                                     for name, tensor in on_cpu.items())
+    header = make_header((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu.items())
     return b"".join([header, *(tensor.flatten().view(torch.uint8).numpy()
                                for tensor in on_cpu.values())])
 

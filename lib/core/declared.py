@@ -35,7 +35,7 @@ class Role(Enum):
 
     RESULT = "it decides the result: a launch that goes on with a run must be given the same"
     ALIKE = "all ranks of a launch must be given the same"
-    LOCAL = "each rank as it likes"
+    LOCAL = "not compared itself, though what follows from it may be"
 
 
 def option(default: Any = dataclasses.MISSING, *flags: str, help: str = "",

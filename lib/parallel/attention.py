@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ _FLASH = "flash_attention_2"
 _BY_BOUNDARIES = (VARLEN, _FLASH)  # these are given where documents end, instead of a mask
 _WIDEST = 256  # numbers per head that the kernel for packed documents takes, a multiple of _ALIGNED
 _ALIGNED = 8
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 class HeadSizes(NamedTuple):
@@ -54,21 +56,41 @@ def choose(wanted: str, packing: str, precision: str, config: PretrainedConfig) 
     return {"flex": "flex_attention"}.get(wanted, wanted)
 
 
-def lacks_varlen(precision: str, config: PretrainedConfig) -> str:
-    """Say why the kernel for rows of documents cannot run on this GPU; empty where it can."""
+def lacks_varlen(precision: str, config: PretrainedConfig, any_gpu: bool = False) -> str:
+    """Say why the kernel for rows of documents cannot run on this GPU; empty where it can.
+
+    any_gpu: on none there is; nothing is asked of this machine.
+    """
     if precision == "fp32":
         return "the kernel for packed documents takes no fp32"
-    capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
-    if capability < (8, 0):
-        return f"{name} is older than what the kernel for packed documents needs (compute " \
-               "capability 8.0)"
+    if has_dropout(config):
+        return "the kernel for packed documents knows no dropout, which this model has"
     widest = max(head_sizes(config))
     if widest > _WIDEST:
         return f"the kernel for packed documents takes {_WIDEST} numbers per head at most, and " \
                f"this model has {widest}"
+    if any_gpu:
+        return ""
+    capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    if capability < (8, 0):
+        return f"{name} is older than what the kernel for packed documents needs (compute " \
+               "capability 8.0)"
     if 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
         return f"{name} has no backward kernel for packed documents with {widest} numbers per head"
     return ""
+
+
+def has_dropout(config: PretrainedConfig) -> bool:
+    """Tell whether a model drops parts of its attention while it trains."""
+    text = config.get_text_config()
+    return any(number_in(text, name) for name in _DROPOUTS)
+
+
+def number_in(config: PretrainedConfig, name: str) -> Any:
+    """Return what a config says under a name; None where it does not, or not for all layers."""
+    with suppress(AttributeError, RuntimeError):  # transformers' own, where layers differ
+        return getattr(config, name)
+    return None
 
 
 def head_sizes(config: PretrainedConfig) -> HeadSizes:
@@ -77,7 +99,7 @@ def head_sizes(config: PretrainedConfig) -> HeadSizes:
     found: dict[str, int] = {}
     _collect_sizes(text.to_dict(), found)
     latent = found.get("qk_nope_head_dim", 0) + found.get("qk_rope_head_dim", 0)
-    hidden, heads = (getattr(text, name, None) for name in ("hidden_size", "num_attention_heads"))
+    hidden, heads = (number_in(text, name) for name in ("hidden_size", "num_attention_heads"))
     even = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
     query = latent or found.get("head_dim") or even
     return HeadSizes(query, found.get("v_head_dim") or query)

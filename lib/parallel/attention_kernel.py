@@ -35,7 +35,6 @@ _KERNELS = {SDPBackend.FLASH_ATTENTION: "FlashAttention 2 of torch",
 _OTHERS = {"flash_attention_2": "flash_attention_2, by the package flash_attn",
            "flex_attention": "flex, compiled by torch",
            "eager": "eager, by matrix products, which is slow"}
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def settle(model: nn.Module, packing: str, precision: str, device: torch.device) -> str:
@@ -92,8 +91,8 @@ def _heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
 
     Empty where the config does not say how many heads there are, and how wide.
     """
-    sizes, count = attention.head_sizes(config), getattr(config, "num_attention_heads", None)
-    shared = getattr(config, "num_key_value_heads", None) or count
+    sizes, count = attention.head_sizes(config), attention.number_in(config, "num_attention_heads")
+    shared = attention.number_in(config, "num_key_value_heads") or count
     if not sizes.query or not isinstance(shared, int) or count % shared:
         return []
     generator = torch.Generator(device).manual_seed(0)  # not the state that dropout goes on from
@@ -125,7 +124,7 @@ def _lacks_flash_3(config: PretrainedConfig, device: torch.device) -> str:
         return "this torch does not know FlashAttention 3"
     if torch.are_deterministic_algorithms_enabled():
         return "--deterministic on leaves FlashAttention 3 out"
-    if any(getattr(config, name, None) for name in _DROPOUTS):
+    if attention.has_dropout(config):
         return "FlashAttention 3 knows no dropout, which this model has"
     return ""
 

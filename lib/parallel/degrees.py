@@ -25,11 +25,11 @@ class Degrees(NamedTuple):
         Raises UsageError, with the product, where they cannot be divided like this.
         """
         shard = self.shard or ranks
-        product = f"ranks = replicas × {shard} (--shard-size), sequences over {self.context} and " \
-                  f"experts over {self.experts} of these"
+        product = f"ranks = replicas × {shard} (--shard-size)"
         if max(self.context, self.experts) > 1:
             raise UsageError("neither a sequence nor the experts of a layer can be divided yet",
-                             found=product, expected="both over 1 rank")
+                             found=f"{product}, sequences over {self.context} and experts over "
+                                   f"{self.experts} of these", expected="both over 1 rank")
         if ranks % shard:
             raise UsageError(f"--shard-size {shard} does not divide the "
                              f"{units.counted(ranks, 'rank')}", found=product,

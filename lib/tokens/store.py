@@ -92,7 +92,7 @@ class TokenStore:
 
 
 def identity(dataset: Dataset, tokenizer_dir: Path) -> dict[str, Any]:
-    """Return what decides a store's content, in the form publish.py compares."""
+    """Return what decides a store's content, in the form that identity.py compares."""
     return {"options": {}, "inputs": {"dataset": dataset.fingerprint,
                                       "tokenizer": tokenizer_fingerprint(tokenizer_dir)}}
 

@@ -17,7 +17,7 @@ from lib.planning.saving import GPU_HOURS_PER_FAILURE
 from lib.train import console
 
 AUTO = "auto"  # --batch-size, until a number stands in its place
-RESULT, ALIKE, LOCAL = Role.RESULT, Role.ALIKE, Role.LOCAL
+RESULT, ALIKE, LOCAL = Role
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
 
@@ -98,8 +98,7 @@ class Config:
 
     num_epochs: int | None = option(
         None, group="length and batch", role=LOCAL, parse=positive_int,
-        first="passes over the data",
-        help="passes over the data (default: 1 without --max-steps)")
+        first="passes over the data", help="passes over the data (default: 1 without --max-steps)")
     max_steps: int | None = option(
         None, role=LOCAL, parse=positive_int, first="optimizer steps at most",
         help="optimizer steps at most (default: no limit)")
@@ -274,7 +273,6 @@ class Config:
 
     @property
     def chose_batch(self) -> bool:
-        """Tell whether --batch-size was auto."""
         return self.batch_size == AUTO or "batch_size" in self.why
 
     def settled(self, why: str, **values: Any) -> Config:
@@ -282,13 +280,14 @@ class Config:
         return replace(self, **values, why={**self.why, **dict.fromkeys(values, why)})
 
     def having(self, *roles: Role) -> dict[str, Any]:
-        """Return the values of the fields that have one of these roles, by field."""
+        """Return the values of the fields that have one of these roles."""
         return {each.name: getattr(self, each.name) for each in declared.fields(Config)
                 if each.metadata["role"] in roles}
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options as a record holds them."""
-        return options.resolved(options.Options(**self.having(*Role)))
+        """Return the options as a record holds them: what model and hardware decided is open."""
+        again = {name: None for name in ("seq_length", "precision") if name in self.why}
+        return options.resolved(options.Options(**self.having(*Role) | again))
 
     def identity(self, inputs: Mapping[str, Any], global_batch: int) -> dict[str, Any]:
         """Return what decides the result of a run, as lib/core/identity.py compares it.
@@ -307,7 +306,8 @@ DEFAULTS = Config()
 def add_options(parser: options.Parser) -> None:
     """Add all options of stage 04."""
     declared.add(parser, Config)
-    speed = next(group for group in parser._action_groups if "speed" in (group.title or ""))
+    title = Config.__dataclass_fields__["activation_checkpointing"].metadata["group"]
+    speed = next(group for group in parser._action_groups if group.title == title)
     speed.add_argument("--use-flash-attn", dest="attention", action="store_const",
                        const="flash_attention_2", help="short for --attention flash_attention_2")
     parser.add_common(workers="tokenise")

@@ -106,7 +106,7 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     batch = max([b for b in smaller if b <= most] or smaller[:1])
     if log.rank() == 0:
         log.info(f"--batch-size auto: {batch} per process instead of {config.batch_size}, so that "
-                 f"{units.counted(asked * samples, 'sample')} make "
+                 f"{units.counted(asked * samples, 'sample')} make at least "
                  f"{units.counted(steps, 'step')} or, if they are too few, as many as can be")
     return config.settled("samples of an epoch", batch_size=batch)
 

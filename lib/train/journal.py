@@ -90,11 +90,7 @@ def _is_overwritten(path: Path, content: bytes) -> bool:
 
 def read_state(experiment: Experiment) -> dict[str, Any]:
     """Return state.json, or an empty dict when it is missing or torn."""
-    try:
-        content = records.read_json(experiment.state)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return records.mapping(experiment.state)
 
 
 def read_config(experiment: Experiment) -> dict[str, Any]:

@@ -136,7 +136,9 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
     most_documents: in a sample, where they are packed. Few packs hold more than the default, which
     stands for their number until they are made.
     """
-    from lib.parallel import parallelize
+    import torch
+
+    from lib.parallel import attention, parallelize
     from lib.planning.trace import Case
 
     offload = config.cpu_offload and on_gpu
@@ -144,8 +146,10 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
     a_pass = config.batch_size * degrees(config).dp_size(ranks)
     per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
     is_packed = config.packing == "documents"
-    by_kernel = is_packed and on_gpu and config.precision != "fp32" and \
-        config.attention in ("auto", "varlen", "flash_attention_2")
+    elsewhere = bool(config.plan_gpus) or not torch.cuda.is_available()
+    by_kernel = is_packed and on_gpu and (config.attention == "flash_attention_2" or (
+        config.attention in ("auto", "varlen")
+        and not attention.lacks_varlen(config.precision, model.config, elsewhere)))
     by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
     return Case(ranks, shard_size, config.batch_size, config.seq_length, config.precision,
                 config.activation_checkpointing, per_step > a_pass, offload,

@@ -86,14 +86,16 @@ class Data:
         return SampleStream(self.train, seed, division, device)
 
 
-def find_inputs(config: Config, experiment: Experiment, made: Path | None) -> Inputs:
+def find_inputs(config: Config, experiment: Experiment, made: Path | None,
+                begun: dict[str, Any]) -> Inputs:
     """Find and check model and dataset without importing torch.
 
-    made: the model of --model-size. Without it and -m, a run that has begun keeps its model.
+    made: the model of --model-size. Without it and -m, a run that has begun keeps its model. begun:
+    see Inputs.
     Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
     stop_request = stamps.of([experiment.stop_file] * experiment.stop_file.exists())
-    problems, begun = Problems(), {} if config.overwrite else earlier.read(experiment)
+    problems = Problems()
     name, began_with = config.model_name, begun.get("model_dir")
     if name is None and began_with and Path(began_with).is_dir():
         name = began_with

@@ -40,6 +40,7 @@ def test_packed_documents_go_by_a_mask_where_there_is_no_kernel(gpu) -> None:
     cases = [((9, 0), "fp32", LLAMA, "takes no fp32"), ((7, 5), "fp16", LLAMA, "a GPU is older"),
              ((9, 0), "bf16", wide, "256 numbers per head at most, and this model has 260"),
              ((9, 0), "bf16", Gemma4TextConfig(), "this model has 512"),
+             ((9, 0), "bf16", GPT2Config(), "knows no dropout"),
              ((8, 6), "bf16", LlamaConfig(head_dim=208), "no backward kernel")]
     for capability, precision, config, says in cases:
         gpu(*capability)

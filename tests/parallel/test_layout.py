@@ -76,7 +76,7 @@ def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", ask)
     monkeypatch.setattr(startup, "build_model", lambda *_: torch.cuda.is_available())
     with pytest.raises(LookupError):
-        stage_04.plan_and_train(None, Experiment(tmp_path, "exp"), None)
+        stage_04.plan_and_train(None, Experiment(tmp_path, "exp"), None, {})
     assert "expandable_segments:True" in seen[0]
 
 

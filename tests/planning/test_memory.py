@@ -129,6 +129,14 @@ def test_which_attention_is_planned(options: dict[str, Any], precision: str, on_
     assert (planned.masked, planned.documents) == told
 
 
+def test_a_mask_is_planned_where_the_model_has_no_kernel_for_packed_documents() -> None:
+    given = replace(ASKED, packing="documents", precision="bf16", plan_gpus=[8])
+    for other in ({"head_dim": 264}, {"attention_dropout": 0.1}):
+        model = on_meta(LlamaConfig(**SMALL, **other))
+        planned = plan.memory_case(given, model, 8, True, 1 << 40)
+        assert planned.masked and not planned.documents
+
+
 def test_what_the_model_does_with_its_logits() -> None:
     assert trace.makes_loss(on_meta())
     assert not trace.makes_loss(on_meta(Gemma2Config(**SMALL, head_dim=16)))

@@ -89,8 +89,8 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
 
     assert agreed(1000) == 16 and agreed(320) == 16 and not said
     assert agreed(319) == 8
-    assert said == ["--batch-size auto: 8 per process instead of 16, so that 319 samples make 10 "
-                    "steps or, if they are too few, as many as can be"]
+    assert said == ["--batch-size auto: 8 per process instead of 16, so that 319 samples make at "
+                    "least 10 steps or, if they are too few, as many as can be"]
     assert agreed(319, num_epochs=2) == 16 and agreed(319, grad_accum_steps=4) == 2
     assert agreed(31) == 2  # fewer have no multiple of 16 tokens
     assert agreed(31, max_steps=5) == 16  # epochs without end
