@@ -58,12 +58,11 @@ def traced(model: PreTrainedModel, wanted: Case) -> trace.StepMemory:
         return trace.trace(model, wanted, mesh)
 
 
-@pytest.mark.parametrize("recompute", [
-    pytest.param("none", marks=pytest.mark.slow), "selective",
-    pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("config", [
-    pytest.param(LlamaConfig(**SMALL), marks=pytest.mark.slow, id="llama"),
-    pytest.param(LlamaConfig(**SMALL, tie_word_embeddings=True), marks=pytest.mark.slow, id="tied"),
+    pytest.param(LlamaConfig(**SMALL), id="llama"),
+    pytest.param(LlamaConfig(**SMALL, tie_word_embeddings=True), id="tied"),
     pytest.param(MixtralConfig(**SMALL, num_local_experts=4), id="mixtral")])
 def test_a_few_blocks_stand_for_all(config: PretrainedConfig, recompute: str) -> None:
     model, wanted = on_meta(config), case(recompute=recompute)

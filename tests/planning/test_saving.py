@@ -27,6 +27,7 @@ def test_simulated_failures_agree_with_the_closed_form(saving: Saving, mtbf: flo
     assert run.total / run.failures == pytest.approx(mtbf, rel=0.05)
 
 
+@pytest.mark.slow
 def test_two_tiers_lie_between_their_limits():
     shared, local = Saving(1800, 2, lag=300), Saving(120, 0.2, lag=5)
 
