@@ -55,8 +55,7 @@ def main(argv: list[str]) -> None:
 
 def plan_and_train(config: Config, experiment: Experiment, made: Path | None,
                    begun: dict[str, Any]) -> None:
-    """Do what the options say. made: the directory of the model of --model-size. begun: see Inputs.
-    """
+    """Do what the options say. made: the model of --model-size, if any. begun: see Inputs."""
     from lib.train import startup
 
     inputs = startup.find_inputs(config, experiment, made, begun)

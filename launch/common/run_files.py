@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import time
 from collections import deque
@@ -62,13 +61,7 @@ class JsonLines:
             return []
         whole = new[:new.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for line in whole.splitlines():
-            try:
-                row = records.parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                self.rows.append({k: math.nan if v is None else v for k, v in row.items()})
+        self.rows += [row for row in map(records.logged_row, whole.splitlines()) if row]
         return self.rows
 
 

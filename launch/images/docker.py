@@ -164,7 +164,7 @@ def create_repository(repository: str) -> bool:
     name = repository.partition("/")[2]
     try:
         aws.aws("ecr", "create-repository", "--repository-name", name,
-                        region=region_of(repository))
+                region=region_of(repository))
     except aws.AwsError as error:
         if "RepositoryAlreadyExistsException" in error.found:
             return False

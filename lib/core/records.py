@@ -7,6 +7,7 @@ grows by aliases, or names a path outside its directory is refused as damaged, h
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -56,6 +57,20 @@ def mapping(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def logged_row(line: bytes) -> dict[str, Any] | None:
+    """Return a line of a run's log, a mapping with a `step`, with NaN for null.
+
+    Returns None for a line that is torn or holds no such mapping.
+    """
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    return {key: math.nan if value is None else value for key, value in row.items()}
 
 
 def parse_yaml(text: str) -> Any:

@@ -97,7 +97,7 @@ class StepMemory:
         def further(one: Bytes, other: Bytes) -> Bytes:
             return {kind: size + by * (other[kind] - size) for kind, size in one.items()}
         return StepMemory(further(self.largest, longer.largest),
-                    tuple(map(further, self.moments, longer.moments)), self.offload)
+                          tuple(map(further, self.moments, longer.moments)), self.offload)
 
     def resharded(self, factor: float) -> StepMemory:
         """Return the step with other shards: what is gathered from them does not change."""
@@ -159,8 +159,8 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> StepMemory:
     forward, backward = passes[:half], passes[half:]
     # The output layer and the loss come last in forward and first in backward; between the others
     # there are blocks alike, where memory rises or falls steadily.
-    return StepMemory(tracker.largest, (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:],
-                                  *tracker.phases), case.offload)
+    moments = (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:], *tracker.phases)
+    return StepMemory(tracker.largest, moments, case.offload)
 
 
 def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:

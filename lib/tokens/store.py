@@ -28,8 +28,6 @@ from lib.tokens.encode import Encoder, tokenizer_fingerprint
 
 KIND = "tokens/1"
 
-READS = ("mmap", "pread")
-
 
 class FileNumbers:
     """Numbers in a file, read by `pread` where they are asked for: as an array, but not mapped.

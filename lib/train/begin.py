@@ -66,8 +66,8 @@ def begin(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
           data: Data, meeting: Meeting | None = None) -> Run:
     """Return a run that stands at its first step, or where a checkpoint left off.
 
-    meeting: see layout.meet. All ranks must call this. Raises UsageError for another run in
-    the directory, or ranks not started alike; ArtifactError when none of its checkpoints is valid.
+    meeting: see layout.meet. All ranks must call this. Raises ExperimentHeld, UsageError for ranks
+    that were not started alike, ArtifactError when no checkpoint of the run is valid.
     """
     estimate = MemoryEstimate(model, config.precision) if log.rank() == 0 else None
     if config.deterministic:

@@ -72,7 +72,7 @@ def settle(config: Config, model: PreTrainedModel) -> Config:
     device = capacity.device()
     on_gpu = device.type == "cuda"
     batch, why = memory.apart(_chosen, config, model, plan.launched_size(), on_gpu,
-                                   capacity.total(device), capacity.room(device))
+                              capacity.total(device), capacity.room(device))
     if log.rank() == 0:
         log.info(why)
     return config.settled("memory plan", batch_size=batch)
@@ -138,7 +138,7 @@ def advise(config: Config, model: PreTrainedModel, has_begun: bool) -> None:
     if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
         kept = replace(config, global_batch_size=whole, grad_accum_steps=None)
     batch, _ = memory.apart(_chosen, kept, model, ranks, on_gpu, capacity.total(device),
-                                 capacity.room(device))
+                            capacity.room(device))
     if batch > config.batch_size:
         step = f" with --global-batch-size {whole}" if kept.global_batch_size else \
             f", and makes a step of {batch * division.dp_size} samples instead of {whole}"

@@ -94,7 +94,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Return the logged objects, NaN for what was not finite; lines torn by a crash are left out.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return [row for row in map(_row, lines) if row]
+    return [row for row in map(records.logged_row, lines) if row]
 
 
 def training(rows: list[dict[str, Any]]) -> str:
@@ -121,7 +121,7 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     rows, kept, ends_at, end = [], [], 0, 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         end += len(line)
-        if row := _row(line):
+        if row := records.logged_row(line):
             rows.append(row)
             if row["step"] <= step:
                 kept.append(row)
@@ -133,17 +133,6 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
             file.truncate(ends_at)
             os.fsync(file.fileno())
     return kept
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Return what a line holds, None when it is no row."""
-    try:
-        row = records.parse_json(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return None
-    return {key: math.nan if value is None else value for key, value in row.items()}
 
 
 def _line(figures: dict[str, Any]) -> bytes:

@@ -91,8 +91,7 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     """Find and check model and dataset without importing torch.
 
     made: the model of --model-size. Without it and -m, a run that has begun keeps its model. begun:
-    see Inputs.
-    Raises UsageError or ArtifactError, telling all that is wrong at once.
+    see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
     stop_request = stamps.of([experiment.stop_file] * experiment.stop_file.exists())
     problems = Problems()
@@ -155,7 +154,7 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
 
 
 def build_model(config: Config, experiment: Experiment, inputs: Inputs,
-          ) -> tuple[Config, PreTrainedModel]:
+                ) -> tuple[Config, PreTrainedModel]:
     """Return the model on the meta device, and the options with what it and the hardware decide.
 
     All is checked that can be before the long work begins. Raises UsageError or ArtifactError when
