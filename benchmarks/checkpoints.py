@@ -1,18 +1,16 @@
 #!/usr/bin/env python3
-"""How fast checkpoints are written and read, how long they hold training up, and what that costs.
+"""How fast checkpoints are written and read, how long they hold training up.
 
   python benchmarks/checkpoints.py                 # needs about 6 GB of disk and of memory
   python benchmarks/checkpoints.py --only save,load --rounds 7 --ranks 2
   python benchmarks/checkpoints.py --only save --work /dev/shm    # without a disk
-  python benchmarks/checkpoints.py --only goodput
 
 A Llama of --layers layers with its AdamW moments (1.03 GB with 6), sharded over --ranks gloo ranks.
 Every round takes every way once, each time beginning with another; ratios are of the same round and
 their median is shown. Save: this repository's (hashed, committed) and the same with a hash that
 does nothing, raw write + fsync of the same bytes, `torch.save` + fsync, `dcp.save`. Load: verified
 and loaded, against a raw read of the same files; cold is with the page cache dropped for these
-files. Async: what a save in the background holds a training loop up for. Goodput: a simulated run
-with failures at published rates. Prints Markdown.
+files. Async: how long a save in the background holds a training loop up. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -44,11 +42,10 @@ def main() -> None:
     """Measure what --only names and print it."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="save,load,async,goodput", help="parts, with commas")
+    parser.add_argument("--only", default="save,load,async", help="parts, with commas")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--failures", type=int, default=3000, help="of each simulated run")
     parser.add_argument("--work", type=Path, help="where to put files (default: temporary)")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -58,9 +55,6 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, {args.ranks} ranks, load before the "
           f"start {os.getloadavg()[0]:.1f}\n", flush=True)
     for part in args.only.split(","):
-        if part == "goodput":
-            goodput(args.failures)
-            continue
         with tempfile.TemporaryDirectory(dir=args.work) as folder:
             {"save": save, "load": load, "async": background}[part](measured(part, args, folder))
 
@@ -417,52 +411,6 @@ class HashClock:
     def take(self) -> float:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
-
-
-# --- goodput --------------------------------------------------------------------------------
-
-_RESTART = 600.0  # seconds
-_SURVIVE = 0.5  # of the failures leave all nodes' local disks as they were
-_LOCAL = 0.6e9  # bytes/s per GPU to the local disks, and to host memory:
-_COPY = 10e9
-# GPUs, hours between failures, whose; parameters; bytes/s to the shared storage
-_JOBS = [(1024, 44.5, "Llama 3, per GPU-hour", 70e9, 100e9),
-         (1024, 7.9, "Kokolis et al.", 70e9, 100e9),
-         (16384, 2.78, "Llama 3", 405e9, 2000e9),
-         (16384, 1.8, "Kokolis et al., projected", 405e9, 2000e9),
-         (16384, 2.78, "Llama 3, slow storage", 405e9, 50e9)]
-
-
-def goodput(failures: int) -> None:
-    """Print the useful share of time for three ways to save, simulated, each at its best interval.
-
-    Llama 3 405B: arXiv:2407.21783, 466 interruptions in 54 days on 16,384 GPUs. Kokolis et al.:
-    arXiv:2410.21680.
-    """
-    from lib.core import units
-    from lib.planning.saving import Saving, best_interval, simulate, useful_share
-    print("| GPUs | hours between failures | state | save takes | sync | async | two tiers |\n"
-          "|---|---|---|---|---|---|---|")
-    for gpus, hours, whose, parameters, rate in _JOBS:
-        mtbf, size = hours * 3600, 12 * parameters
-        stall, lag = size / gpus / _COPY, size / rate
-        near = size / gpus / _LOCAL
-        sync = Saving(best_interval(lag, 0, mtbf), lag)
-        later = Saving(best_interval(stall, lag, mtbf), stall, lag)
-        local = Saving(best_interval(stall, near, mtbf), stall, near)
-        shared = Saving(best_interval(stall, lag, mtbf / (1 - _SURVIVE)), stall, lag)
-        cells = []
-        for saving in (sync, later):
-            run = simulate(saving, mtbf, _RESTART, failures)
-            cells.append(f"{100 * run.useful / run.total:.2f} % every "
-                         f"{units.duration(saving.every)} (closed form "
-                         f"{100 * useful_share(saving, mtbf, _RESTART):.2f} %)")
-        run = simulate(shared, mtbf, _RESTART, failures, local=local, survives=_SURVIVE)
-        cells.append(f"{100 * run.useful / run.total:.2f} % every {units.duration(local.every)} / "
-                     f"{units.duration(shared.every)}")
-        print(f"| {gpus:,} | {hours} ({whose}) | {units.size(size)} | {units.duration(lag)} | "
-              f"{' | '.join(cells)} |", flush=True)
-    print()
 
 
 if __name__ == "__main__":

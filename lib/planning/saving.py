@@ -16,7 +16,6 @@ to first order at Young's (1974) sqrt(2 stall M).
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 
 from lib.core import units
@@ -80,90 +79,3 @@ def describe(size: int, gpus: int, mtbf_hours: float, write_gbps: float, in_back
            f"{write_gbps:g} GB/s, steps held up for {units.duration(stall)}" \
            f"{' at most' if in_background else ''}; saves and repeated steps take " \
            f"{100 * lost:.2g} % of the time"
-
-
-@dataclass
-class Outcome:
-    """Where the time of a simulated run went."""
-
-    useful: float = 0.0
-    stalled: float = 0.0
-    repeated: float = 0.0
-    restarting: float = 0.0
-    failures: int = 0
-
-    @property
-    def total(self) -> float:
-        return self.useful + self.stalled + self.repeated + self.restarting
-
-
-@dataclass
-class _Tier:
-    """A place for checkpoints. since: the work at its last save; committed: at the last whole one.
-
-    commit_at: when the save in the background will be whole.
-    """
-
-    saving: Saving
-    since: float = 0.0
-    committed: float = 0.0
-    commit_at: float = math.inf
-
-    @property
-    def is_free(self) -> bool:
-        return self.commit_at == math.inf
-
-    def commit(self, now: float) -> None:
-        """Take note of what is whole by now."""
-        if self.commit_at <= now:
-            self.committed, self.commit_at = self.since, math.inf
-
-    def due(self, now: float, work: float) -> float:
-        """Return when the next save can begin if nothing holds the steps up."""
-        wanted = now + self.saving.every - (work - self.since)
-        return wanted if self.is_free else max(wanted, self.commit_at)
-
-
-def simulate(shared: Saving, mtbf: float, restart: float, failures: int, seed: int = 0,
-             local: Saving | None = None, survives: float = 0.0) -> Outcome:
-    """Return where the time goes until so many failures, at least, have struck.
-
-    local: saves on the nodes' own disks beside the shared ones. survives: the share of failures
-    after which those are still there on all nodes.
-    """
-    draw = random.Random(seed)
-    tiers = [_Tier(shared)] + ([_Tier(local)] if local else [])
-    outcome, work = Outcome(), 0.0
-    while outcome.failures < failures:
-        reached = _until_failure(tiers, outcome, work, draw.expovariate(1 / mtbf))
-        struck = 1
-        while (after := draw.expovariate(1 / mtbf)) < restart:  # again, before the steps go on
-            outcome.restarting += after
-            struck += 1
-        outcome.restarting, outcome.failures = outcome.restarting + restart, \
-            outcome.failures + struck
-        intact = tiers if all(draw.random() < survives for _ in range(struck)) else tiers[:1]
-        work = max(tier.committed for tier in intact)
-        outcome.useful, outcome.repeated = work, outcome.repeated + reached - work
-        tiers = [_Tier(tier.saving, work, tier.committed if tier in intact else 0.0)
-                 for tier in tiers]
-    return outcome
-
-
-def _until_failure(tiers: list[_Tier], outcome: Outcome, work: float, failure: float) -> float:
-    """Work, save and commit, event after event; return the work done when the failure strikes."""
-    now = 0.0
-    while now < failure:
-        event = min(failure, *(tier.due(now, work) for tier in tiers))
-        now, work = event, work + event - now
-        for tier in tiers:
-            tier.commit(now)
-            if now < failure and tier.is_free and tier.due(now, work) <= now + 1e-6:
-                stop = min(now + tier.saving.stall, failure)
-                outcome.stalled, now = outcome.stalled + stop - now, stop
-                if now < failure:
-                    tier.since, tier.commit_at = work, now + tier.saving.lag
-                    tier.commit(now)
-    for tier in tiers:
-        tier.commit(now)
-    return work
