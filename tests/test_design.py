@@ -61,3 +61,28 @@ def test_an_optimizer(copy: Path) -> None:
     run(*train, "--max-steps", 2, cwd=copy)
     assert "step 2 of 4" in run(*train, "--max-steps", 4, cwd=copy)
     assert "signs" in (copy / "outputs/x/checkpoints/step_00000004/COMMIT.json").read_text()
+
+
+def test_an_adapter(copy: Path) -> None:
+    row, module = blocks("How to add an adapter")
+    with (copy / "lib/models/adapters.py").open("a") as file:
+        file.write("\n" + row)
+    (copy / "lib/models/scaled.py").write_text(module)
+    assert run("-c", """
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from lib.models import adapters
+from lib.models.sharded import Placement
+model, plain = (AutoModelForCausalLM.from_config(LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2)) for _ in range(2))
+asked = adapters.make({"scaled": {"ends": ".mlp.down_proj"}})
+added, said = adapters.adapt(model, asked, Placement())
+held = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+model.load_state_dict(held)
+extra = {name: held.pop(name) for name in added}
+plain.load_state_dict({n: adapters.fold(asked, n, tensor, extra) for n, tensor in held.items()})
+tokens = torch.arange(24).reshape(2, 12)
+torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
+print(said)
+""", cwd=copy) == "['2 layers scaled']\n"

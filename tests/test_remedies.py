@@ -37,7 +37,7 @@ from lib.core.errors import StageError
 from lib.core.paths import Experiment
 from lib.corpus import place, store, work
 from lib.hub import client, repository, transfer
-from lib.models import architecture, directory, float8, remote_code, tensors, weights
+from lib.models import architecture, directory, float8, remote_code, sharded, tensors, weights
 from lib.models.design import Design
 from lib.models.directory import CODE_DIGESTS
 from lib.parallel import attention, compiling, layout
@@ -458,7 +458,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
         patch.setattr("torch.cuda.get_device_capability", lambda known=capability: known)
         yield lambda: precision.require_float8(uncompiled)
     no_blocks = Fake(config=Fake(model_type="x"), _no_split_modules=(), named_modules=list)
-    yield lambda: float8.convert(no_blocks, "tensorwise", 1)
+    yield lambda: float8.Float8("tensorwise").convert(no_blocks, sharded.Placement())
     patch.setattr("importlib.metadata.version", _not_installed)
     yield float8.require_package
 

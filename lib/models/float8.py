@@ -13,18 +13,20 @@ import importlib.metadata
 import logging
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lib.core import commands, units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
-from lib.models.sharded import is_gathered_in_8_bits
+from lib.models.sharded import Placement, is_gathered_in_8_bits
 
 MULTIPLE = 16  # the kernels take sizes that are multiples of it
 _PACKAGE = "torchao==0.18.0"
@@ -42,38 +44,45 @@ def require_package() -> None:
                          run=commands.pip_install(_PACKAGE)) from None
 
 
-def convert(model: PreTrainedModel, recipe: str, shard_size: int, gathers: bool = True,
-            emulate: bool = False) -> str:
-    """Have the linears of a meta-device model's blocks compute in 8-bit floats; return a sentence
-    that says which. Must come before sharding.
+@dataclass(frozen=True)
+class Float8:
+    """The adapter. recipe: `tensorwise` or `rowwise`, what each scale is for."""
 
-    recipe: `tensorwise` or `rowwise`, what each scale is for. shard_size: ranks per replica.
-    gathers: FSDP may gather weights that are cast already, in half the bytes of bf16; scales per
-    row, or rows that cannot be dealt out evenly, rule that out. emulate: the products are of
-    rounded numbers but in float32, as any device can. Raises UsageError for a model that has no
-    such linear.
-    """
-    chosen, left = _linears(model)
-    if not chosen:
-        raise UsageError(f"--precision fp8 changes nothing in a {model.config.model_type} model",
-                         found="; ".join(left) or "no linear in its blocks",
-                         expected=f"linears whose sizes are multiples of {MULTIPLE}",
-                         run=commands.again("--precision", "bf16"))
-    even = {name for name, linear in chosen.items()
-            if gathers and recipe == "tensorwise" and linear.out_features % shard_size == 0}
-    torchao = _torchao()
-    config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(recipe),
-                                 emulate=emulate)
-    for names, is_gathered in ((even, True), (chosen.keys() - even, False)):
-        if names:
-            torchao.convert_to_float8_training(
-                model, module_filter_fn=lambda _, name, names=names: name in names,
-                config=dataclasses.replace(config, enable_fsdp_float8_all_gather=is_gathered))
-    gathered = "" if len(even) == len(chosen) else \
-        f" ({len(chosen) - len(even):,} of them gathered in bf16)" if gathers else \
-        " (gathered in bf16)"
-    return "; ".join([f"{units.counted(len(chosen), 'linear')} of the blocks in 8-bit floats, "
-                      f"scaled {recipe}{gathered}", *left, "the rest in bf16"])
+    recipe: str
+
+    def convert(self, model: PreTrainedModel, placement: Placement) -> tuple[set[str], str]:
+        """Have the linears of a model's blocks compute in 8-bit floats; nothing is added.
+
+        Where it can, FSDP gathers weights that are cast already, in half the bytes of bf16: not
+        with scales per row, rows that cannot be dealt out evenly, or shards in host memory. On a
+        CPU the products are of rounded numbers but in float32. Raises UsageError for a model that
+        has no such linear.
+        """
+        chosen, left = _linears(model)
+        if not chosen:
+            raise UsageError(f"--precision fp8 changes nothing in a {model.config.model_type} "
+                             "model", found="; ".join(left) or "no linear in its blocks",
+                             expected=f"linears whose sizes are multiples of {MULTIPLE}",
+                             run=commands.again("--precision", "bf16"))
+        even = {name for name, linear in chosen.items() if self.recipe == "tensorwise"
+                and not placement.offload and linear.out_features % placement.shard_size == 0}
+        torchao = _torchao()
+        config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(self.recipe),
+                                     emulate=placement.device != "cuda")
+        for names, is_gathered in ((even, True), (chosen.keys() - even, False)):
+            if names:
+                torchao.convert_to_float8_training(
+                    model, module_filter_fn=lambda _, name, names=names: name in names,
+                    config=dataclasses.replace(config, enable_fsdp_float8_all_gather=is_gathered))
+        gathered = "" if len(even) == len(chosen) else " (gathered in bf16)" if placement.offload \
+            else f" ({len(chosen) - len(even):,} of them gathered in bf16)"
+        return set(), "; ".join([
+            f"fp8: {units.counted(len(chosen), 'linear')} of the blocks in 8-bit floats, scaled "
+            f"{self.recipe}{gathered}", *left, "the rest in bf16"])
+
+    def fold(self, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor: masters are those of any other precision."""
+        return tensor
 
 
 def rescale(model: nn.Module) -> None:

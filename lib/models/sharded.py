@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,6 +14,15 @@ from torch.distributed.tensor import DTensor
 # torch's own checkpoint code calls it. The same signature in torch 2.11 to 2.13.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
+
+
+class Placement(NamedTuple):
+    """Where a model will compute: ranks per replica, whether shards are in host memory, `cuda` or
+    `cpu`."""
+
+    shard_size: int = 1
+    offload: bool = False
+    device: str = "cpu"
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:

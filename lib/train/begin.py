@@ -18,7 +18,8 @@ from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.identity import differences
 from lib.core.paths import Experiment
-from lib.models import float8
+from lib.models import adapters, float8
+from lib.models.sharded import Placement
 from lib.models.weights import initialise, load_pretrained
 from lib.optim import registry
 from lib.optim.guard import StepGuard
@@ -152,9 +153,10 @@ def _shard(config: Config, model: PreTrainedModel, layout: ParallelLayout,
            compiler: Compiler | None) -> bool:
     """Shard the model and give it memory, without content; tell whether that is the host's."""
     offload = config.cpu_offload and layout.device.type == "cuda"
-    if config.precision == "fp8":
-        log.info("fp8: " + float8.convert(model, config.fp8_recipe, layout.fsdp.size(-1),
-                                          not offload, emulate=layout.device.type != "cuda"))
+    asked = {"float8": {"recipe": config.fp8_recipe}} if config.precision == "fp8" else {}
+    placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
+    for said in adapters.adapt(model, adapters.make(asked), placement).said:
+        log.info(said)
     small = not offload and parallelize.may_stay_gathered(model, capacity.total(layout.device))
     log.info("sharded: " + parallelize.parallelize(
         model, layout.fsdp, config.precision, config.activation_checkpointing, compiler, offload,

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from lib.core.errors import UsageError
 from lib.models import float8
 from lib.models.architecture import decoder_layers
-from lib.models.sharded import local_tensor, plain
+from lib.models.float8 import Float8
+from lib.models.sharded import Placement, local_tensor, plain
 from lib.models.weights import initialise
 from lib.optim import registry
 from lib.optim.guard import StepGuard
@@ -38,7 +39,7 @@ def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False) 
     """Return a model with weights; recipe: of fp8, "" for bf16."""
     model = on_meta(config)
     if recipe:
-        float8.convert(model, recipe, 1, emulate=True)
+        Float8(recipe).convert(model, Placement())
     parallelize.parallelize(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16",
                             compiler=compiling.make_compiler(compiled, CPU))
     parallelize.materialise(model, CPU, offload=False)
@@ -108,14 +109,15 @@ def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> Non
     model, before = on_meta(config), on_meta(config)
     if name == "gpt2":
         with pytest.raises(UsageError, match="changes nothing in a gpt2 model"):
-            float8.convert(model, "tensorwise", 1, emulate=True)
+            Float8("tensorwise").convert(model, Placement())
         return
-    said = float8.convert(model, "tensorwise", 1, emulate=True)
+    added, said = Float8("tensorwise").convert(model, Placement())
+    assert not added
     assert {n: p.shape for n, p in model.named_parameters()} == \
         {n: p.shape for n, p in before.named_parameters()}
     assert model.state_dict().keys() == before.state_dict().keys()
     converted = [n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
-    assert said.startswith(f"{len(converted)} linears of the blocks in 8-bit floats")
+    assert said.startswith(f"fp8: {len(converted)} linears of the blocks in 8-bit floats")
     assert all(n.startswith(tuple(decoder_layers(model))) for n in converted)
     assert not [n for n in converted if "experts" in n or n.endswith(".gate")]
     assert ("weights of experts in bf16" in said) == ("moe" in name or name == "mixtral")
@@ -123,12 +125,12 @@ def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> Non
 
 
 def test_what_cannot_be_gathered_in_8_bits_is_gathered_in_bf16(group: dist.ProcessGroup) -> None:
-    for recipe, shard_size, gathers, says, wrapped in (
-            ("tensorwise", 1, True, "scaled tensorwise; the rest in bf16", 14),
-            ("tensorwise", 1, False, "tensorwise (gathered in bf16)", 0),
-            ("tensorwise", 48, True, "(14 of them gathered in bf16)", 0),
-            ("tensorwise", 64, True, "(10 of them gathered in bf16)", 4),
-            ("rowwise", 1, True, "scaled rowwise (14 of them gathered in bf16)", 0)):
+    for recipe, shard_size, offload, says, wrapped in (
+            ("tensorwise", 1, False, "scaled tensorwise; the rest in bf16", 14),
+            ("tensorwise", 1, True, "tensorwise (gathered in bf16)", 0),
+            ("tensorwise", 48, False, "(14 of them gathered in bf16)", 0),
+            ("tensorwise", 64, False, "(10 of them gathered in bf16)", 4),
+            ("rowwise", 1, False, "scaled rowwise (14 of them gathered in bf16)", 0)):
         model = on_meta(SMALL)
-        assert says in float8.convert(model, recipe, shard_size, gathers, emulate=True)
+        assert says in Float8(recipe).convert(model, Placement(shard_size, offload))[1]
         assert sum(hasattr(p, "fsdp_pre_all_gather") for p in model.parameters()) == wrapped

@@ -1,0 +1,73 @@
+"""What changes the modules of a model before it is sharded: a row of ADAPTERS each.
+
+An adapter keeps the names of all parameters and may add some. At export it folds those it added
+into the others, so an export is a model of the class that was trained, without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lib.core.errors import UsageError
+from lib.models.float8 import Float8
+from lib.models.sharded import Placement
+
+
+class ModelAdapter(Protocol):
+    """A row's adapter; it is made of its settings, which are given by name."""
+
+    def convert(self, model: PreTrainedModel, placement: Placement) -> tuple[set[str], str]:
+        """Change a meta-device model; return the names that it added, and a sentence on the rest.
+
+        All names that there were stay. Raises UsageError for a model that it cannot change.
+        """
+
+    def fold(self, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+        """Return what a model without the adapter holds under a name, of the same shape.
+
+        tensor: full, what the checkpoint holds under it. added: all that `convert` added, full.
+        """
+
+
+class Adapted(NamedTuple):
+    """added: names that the model did not have. said: what was changed, a sentence each."""
+
+    added: set[str]
+    said: list[str]
+
+
+ADAPTERS: dict[str, Callable[..., ModelAdapter]] = {"float8": Float8}
+
+
+def make(asked: Mapping[str, Mapping[str, Any]]) -> list[ModelAdapter]:
+    """Return adapters in the order asked for; UsageError for a name that is no row.
+
+    asked: settings by name.
+    """
+    if unknown := [name for name in asked if name not in ADAPTERS]:
+        raise UsageError(f"there is no adapter {', '.join(unknown)}",
+                         expected=", ".join(sorted(ADAPTERS)))
+    return [ADAPTERS[name](**settings) for name, settings in asked.items()]
+
+
+def adapt(model: PreTrainedModel, adapters: Sequence[ModelAdapter],
+          placement: Placement) -> Adapted:
+    """Change a meta-device model by each adapter in turn; must come before sharding."""
+    adapted = Adapted(set(), [])
+    for adapter in adapters:
+        added, said = adapter.convert(model, placement)
+        adapted.added.update(added)
+        adapted.said.append(said)
+    return adapted
+
+
+def fold(adapters: Sequence[ModelAdapter], name: str, tensor: Tensor,
+         added: Mapping[str, Tensor]) -> Tensor:
+    """Return what a model without adapters holds under a name; undoes the last adapter first."""
+    for adapter in reversed(adapters):
+        tensor = adapter.fold(name, tensor, added)
+    return tensor
