@@ -5,7 +5,7 @@
 # make gpu-kit             gpu_kit/, for a machine with a GPU and no network (a minute, 30 MB)
 # make test-gpu            there: that all is right on the GPU; without one, on the CPU in small
 # make bench-gpu           there: how fast it is (each of these takes eight minutes at most)
-# make lint                ruff
+# make lint                ruff and mypy
 # make bench               every other benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
 # make validate-setup      this machine, and everything that is prepared here
@@ -127,6 +127,7 @@ test-faults: $(VENV)/installed-dev
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 bench: $(VENV)/installed-dev
 	@for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do \

@@ -23,7 +23,7 @@ class AppendedFile:
     def __init__(self, path: Path, is_text: bool = True) -> None:
         self._path, self._is_text = path, is_text
         self._file: FileIO | None = None
-        self._size: int | None = None  # up to here the file holds whole pieces of ours
+        self._size = -1  # up to here the file holds whole pieces of ours, once it was opened
         self._torn = False  # whether the file ends within a line
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()
@@ -53,28 +53,27 @@ class AppendedFile:
                 self._let_go()
 
     def _append(self) -> None:
-        if self._file is None:
-            self._open()
+        file = self._file or self._open()
         data = b"\n" * self._torn + b"".join(self._waiting)
         try:
-            if self._file.write(data) != len(data):
+            if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         except OSError:
             with suppress(OSError):
-                self._file.truncate(self._size)
+                file.truncate(self._size)
             self._let_go()
             raise
         self._size, self._torn = self._size + len(data), False
         self._waiting.clear()
 
-    def _open(self) -> None:
+    def _open(self) -> FileIO:
         """Open the file at its end, without the half of a piece that a failed write of ours left.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.open("ab+", buffering=0)
         try:
             size = file.seek(0, os.SEEK_END)
-            if self._size is not None and size > self._size:
+            if 0 <= self._size < size:
                 file.truncate(self._size)
                 size = self._size
             if self._is_text and size:
@@ -84,6 +83,7 @@ class AppendedFile:
             file.close()
             raise
         self._file, self._size = file, size
+        return file
 
     def _let_go(self) -> None:
         if self._file is not None:

@@ -46,8 +46,10 @@ def replaced(option: Sequence[str], old: object, new: object) -> str:
     words, before = [], ""
     for word in typed():
         found = value.fullmatch(word)
-        is_value = found and (found["flag"] or before in option)
-        words.append(f"{found['flag'] or ''}{new}{found['rest'] or ''}" if is_value else word)
+        if found and (found["flag"] or before in option):
+            words.append(f"{found['flag'] or ''}{new}{found['rest'] or ''}")
+        else:
+            words.append(word)
         before = word
     return _joined(words)
 
@@ -185,8 +187,10 @@ def _launched(torchrun: Sequence[str]) -> list[str]:
     for word in torchrun[torchrun.index("torch.distributed.run") + 1 if
                          "torch.distributed.run" in torchrun[:at] else 1:at]:
         found = _RANKS.fullmatch(word)
-        if follows or (found and found[1]):
-            ranks, follows = word if follows else found[1], False
+        if follows:
+            ranks, follows = word, False
+        elif found and found[1]:
+            ranks = found[1]
         elif found:
             follows = True
         elif word != "--standalone":

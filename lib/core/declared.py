@@ -51,7 +51,8 @@ def option(default: Any = dataclasses.MISSING, *flags: str, help: str = "",
     role: see Role. renumbers: a change gives samples other numbers. quiet: the default is no part
     of a run's identity, so that runs older than the option go on. more: what argparse takes.
     """
-    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    given: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) \
+        else {"default": default}
     return dataclasses.field(**given, kw_only=True, metadata={
         "flags": flags, "help": help, "parse": parse, "group": group, "first": first, "role": role,
         "renumbers": renumbers, "quiet": quiet, "more": more})

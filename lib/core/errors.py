@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 Result = TypeVar("Result")
 
@@ -98,8 +98,7 @@ class Problems:
 
     def add(self, problem: str | StageError, **parts: str) -> None:
         """Note a problem: a sentence (a UsageError) or an error of any kind."""
-        is_error = isinstance(problem, StageError)
-        error = problem if is_error else UsageError(problem, **parts)
+        error = problem if isinstance(problem, StageError) else UsageError(problem, **parts)
         self._errors += error.several or [error]
 
     def collect(self, check: Callable[[], Result]) -> Result | None:
@@ -112,14 +111,19 @@ class Problems:
 
     def raise_if_any(self) -> None:
         """Raise one error that tells all problems; its class is that of the first."""
-        if len(self._errors) == 1:
-            raise self._errors[0]
         if self._errors:
-            rendered = [e.render().removeprefix("error: ") for e in self._errors]
-            listing = "\n".join(f"{i}. {text}" for i, text in enumerate(rendered, 1))
-            together = type(self._errors[0])(f"{len(self._errors)} problems:\n{listing}")
-            together.several = self._errors
-            raise together
+            raise together(self._errors)
+
+
+def together(errors: list[StageError]) -> StageError:
+    """Return one error that tells all of them, of which there is at least one."""
+    if len(errors) == 1:
+        return errors[0]
+    rendered = [error.render().removeprefix("error: ") for error in errors]
+    listing = "\n".join(f"{i}. {text}" for i, text in enumerate(rendered, 1))
+    error = type(errors[0])(f"{len(errors)} problems:\n{listing}")
+    error.several = errors
+    return error
 
 
 def from_os_error(error: OSError) -> StageError | None:
@@ -146,7 +150,7 @@ def is_missing(error: OSError) -> bool:
     return error.errno in _MISSING_ERRNOS
 
 
-def is_of_disk(error: BaseException) -> bool:
+def is_of_disk(error: BaseException) -> TypeGuard[OSError]:
     """Tell whether an error says that a disk or a mount failed, and nothing of what a file holds.
     """
     return isinstance(error, OSError) and error.errno in _DISK_FAILED_ERRNOS

@@ -9,19 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from lib.core import commands
 from lib.core.errors import ArtifactError
-
-try:
-    import xxhash
-except ImportError:  # written without xxhash, a manifest holds sha256 instead: slower, never weaker
-    xxhash = None
-
-FAST = "xxh3" if xxhash else "sha256"
-_CHUNK = 1 << 22
 
 
 class Hasher(Protocol):
@@ -31,12 +24,19 @@ class Hasher(Protocol):
     def hexdigest(self) -> str: ...
 
 
+_ALGORITHMS: dict[str, Callable[[], Hasher]] = {"sha256": hashlib.sha256}
+with suppress(ImportError):  # without it a manifest holds sha256 instead: slower, never weaker
+    import xxhash
+    _ALGORITHMS["xxh3"] = xxhash.xxh3_128
+
+FAST = [*_ALGORITHMS][-1]
+_CHUNK = 1 << 22
+
+
 def new(algorithm: str = FAST) -> Hasher:
     """Return a hasher for `xxh3` (128 bits) or `sha256`; ArtifactError when it cannot be had."""
-    if algorithm == "sha256":
-        return hashlib.sha256()
-    if algorithm == "xxh3" and xxhash:
-        return xxhash.xxh3_128()
+    if algorithm in _ALGORITHMS:
+        return _ALGORITHMS[algorithm]()
     raise ArtifactError(f"cannot check a digest of kind {algorithm!r} here",
                         run=commands.pip_install("xxhash") if algorithm == "xxh3" else "")
 

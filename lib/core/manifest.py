@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from lib.core import commands, hashing, records, units
 from lib.core.commands import REDACTED
@@ -26,6 +26,13 @@ _INPUTS = ("src_dir", "data_folder", "train_tokenizer", "tokenizer", "config_jso
 _STAGE = re.compile(r"0[1-5]_\w+\.py", re.ASCII)
 _TEMPORARY = re.compile(r".+\.tmp-\d+")
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow")
+
+
+class Remedy(TypedDict, total=False):
+    """What mends an artifact, as parts of an error: a command, or words."""
+
+    run: str
+    hint: str
 
 
 def versions() -> dict[str, str]:
@@ -169,7 +176,7 @@ def is_torn(directory: Path) -> bool:
     return False
 
 
-def again(content: dict[str, Any], *more: object, **places: object) -> dict[str, str]:
+def again(content: dict[str, Any], *more: object, **places: object) -> Remedy:
     """Return how an artifact is made once more, as parts of an error, from what its manifest says.
 
     places: options that name where it lies now. It is a command under `run` where the inputs are

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from lib.core import commands, config_file, elsewhere, help_text, records
 from lib.core.commands import REDACTED, SECRET
-from lib.core.errors import Problems, UsageError
+from lib.core.errors import Problems, UsageError, together
 
 Options = argparse.Namespace
 
@@ -82,9 +82,9 @@ class Parser(argparse.ArgumentParser):
         """Return the command line with what --config stands for before it; UsageError as `parse`.
         """
         argv = [_dashed(arg) for arg in argv]
-        if not (config := self._value_of(argv, "--config")):
+        if not (file := self._value_of(argv, "--config")):
             return argv
-        config = Path(config)
+        config = Path(file)
         given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         experiment = self._value_of(argv, "-e", "--experiment-name") or ""
         if len(Path(experiment).parts) > 1:  # a path says where the run lies
@@ -126,15 +126,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str, hint: str = "") -> NoReturn:
         """Raise instead of exiting, so that a stage reports all errors in one way."""
-        problems = Problems()
-        for text in (*self._bad, message):
-            problems.add(re.sub(r"^argument ([^:]+):", r"\1:", text))
-        try:
-            problems.raise_if_any()
-        except UsageError as error:
-            shown = "--help-all" if "--help-all" in self._option_string_actions else "--help"
-            error.hint, error.run = hint, commands.help_of(shown)
-            raise
+        error = together([UsageError(re.sub(r"^argument ([^:]+):", r"\1:", text))
+                          for text in (*self._bad, message)])
+        shown = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+        error.hint, error.run = hint, commands.help_of(shown)
+        raise error
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         try:
@@ -316,4 +312,4 @@ def positive_size(text: str) -> int:
 
 
 # How a value that is a list in a record is typed.
-_JOINED = {counts: ",", span: ":"}
+_JOINED: dict[Any, str] = {counts: ",", span: ":"}

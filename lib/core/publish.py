@@ -114,7 +114,6 @@ class Build:
         self.partial = self.target.with_name(f"{self.target.name}.partial-{suffix}")
         self.dir = self.partial / "content"
         self._replaced = self.partial / _REPLACED
-        self._lease: lease.Lease | None = None
 
     def __enter__(self) -> Build:
         self.target.parent.mkdir(parents=True, exist_ok=True)

@@ -29,8 +29,9 @@ def parse_json(text: str | bytes) -> Any:
         content = json.loads(text)
     except RecursionError:
         raise _too_deep() from None
-    marks = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    if sum(map(text.count, marks)) <= DEEPEST:
+    marks = text.count("[") + text.count("{") if isinstance(text, str) \
+        else text.count(b"[") + text.count(b"{")
+    if marks <= DEEPEST:
         return content
     level, depth = [content], 0
     while level := [child for value in level if isinstance(value, (dict, list))
@@ -106,7 +107,7 @@ def _require_small(events: Iterable[Any]) -> None:
     """
     import yaml
 
-    sizes: dict[str, int] = {}
+    sizes: dict[str | None, int] = {}
     begun: list[tuple[str | None, int]] = []  # anchor and nodes so far of what is not yet closed
     for event in events:
         if isinstance(event, yaml.CollectionStartEvent):

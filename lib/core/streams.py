@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import TextIO
 
 EXIT_READER_LEFT = 141  # as of a process that SIGPIPE ends: 128 + 13
 
@@ -47,7 +48,7 @@ def outlive_readers(only_shows: bool = False) -> None:
     sys.stderr = _wrapped(sys.stderr, 2, only_shows)
 
 
-def _wrapped(stream: io.TextIOBase, descriptor: int, only_shows: bool) -> io.TextIOBase:
+def _wrapped(stream: TextIO, descriptor: int, only_shows: bool) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):  # a test's, or none
         return stream
     try:

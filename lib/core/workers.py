@@ -78,6 +78,7 @@ def _serve(tasks: Connection, prepare: Callable[..., Callable[[Any], Any]],
     """Answer tasks until the other side closes, or is gone."""
     set_up(_IGNORED)
     handler: Callable[[Any], Any] | None = None
+    answer: tuple[Exception | None, Any]
     with suppress(EOFError, OSError):
         while True:
             task = tasks.recv()

@@ -23,6 +23,7 @@ from typing import Any
 
 from lib.core import commands, hashing, log, manifest, records
 from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
 
 KIND = "model/1"
@@ -73,7 +74,7 @@ def _list_prepared(cache_dir: Path) -> list[Path]:
     return [directory for *_, directory in sorted(found, reverse=True)]
 
 
-def remedy(directory: Path, *more: object) -> dict[str, str]:
+def remedy(directory: Path, *more: object) -> Remedy:
     """Return what prepares a model, or fetches raw files, once more: parts of an error."""
     content = manifest.read_if_any(directory) or {}
     cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
@@ -82,7 +83,7 @@ def remedy(directory: Path, *more: object) -> dict[str, str]:
     return _prepared_by(directory.name.replace("--", "/", 1), directory, *more)
 
 
-def _prepared_by(name: str, path: Path, *more: object) -> dict[str, str]:
+def _prepared_by(name: str, path: Path, *more: object) -> Remedy:
     """Return what prepares a model of this name, as far as the name tells."""
     is_ours = path.parent.name == "models"
     if re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) and (is_ours or not path.exists()):
@@ -136,7 +137,7 @@ def _check_prepared(directory: Path, why: str = "") -> Path:
     return _check_files(directory, content, remedy(directory, "--overwrite"))
 
 
-def _check_files(directory: Path, content: dict[str, Any], remedy_: dict[str, str]) -> Path:
+def _check_files(directory: Path, content: dict[str, Any], remedy_: Remedy) -> Path:
     """Return a directory that holds what its manifest names, and nothing else that is read."""
     manifest.check(directory, content, "the model", **remedy_)
     if found := list_strays(directory, content):

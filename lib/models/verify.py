@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from lib.core import commands, log, manifest, paths, reading, units
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL
 from lib.core.progress import Progress
 from lib.models.directory import KIND, list_strays, remedy
@@ -29,7 +30,7 @@ class PreparedArtifact:
 
     directory: Path
     content: dict[str, Any] | None
-    remedy: dict[str, str]
+    remedy: Remedy
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -110,9 +111,12 @@ def require_whole(found: Sequence[PreparedArtifact]) -> None:
             f"{units.counted(len(damaged), 'damaged artifact')} of {len(found)}: "
             + _names([artifact.place for artifact in damaged]),
             found="\n".join(problem for artifact in damaged for problem in artifact.problems),
-            **{part: "\n".join(dict.fromkeys(artifact.remedy[part] for artifact in damaged
-                                             if part in artifact.remedy))
-               for part in ("hint", "run")})
+            hint=_together(artifact.remedy.get("hint") for artifact in damaged),
+            run=_together(artifact.remedy.get("run") for artifact in damaged))
+
+
+def _together(parts: Iterable[str | None]) -> str:
+    return "\n".join(dict.fromkeys(filter(None, parts)))
 
 
 def _problem(path: Path, entry: dict[str, Any], advance: Callable[[int], None]) -> str:
@@ -137,7 +141,7 @@ def _names(places: Sequence[Path]) -> str:
     return " and ".join(map(str, places))
 
 
-def _remedy(directory: Path, content: dict[str, Any] | None) -> dict[str, str]:
+def _remedy(directory: Path, content: dict[str, Any] | None) -> Remedy:
     """Return what fetches or builds an artifact again, as parts of an error."""
     made_by = (content or {}).get("stage", "")
     if directory.parent.name == paths.models_root(Path()).name or made_by.startswith("03"):

@@ -99,8 +99,9 @@ class _Rule(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any], device: torch.device) -> _Rule:
-        return cls(torch.full((), group["lr"], dtype=torch.float64, device=device),
-                   *group["betas"], group["eps"], group["weight_decay"])
+        lr = torch.full((), group["lr"], dtype=torch.float64, device=device)
+        beta1, beta2 = group["betas"]
+        return cls(lr, beta1, beta2, group["eps"], group["weight_decay"])
 
     def now(self, count: Tensor) -> tuple[Tensor, ...]:
         """Return the scalars of the step with this number: float32, but for `raised`, int32.

@@ -70,7 +70,7 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
     They are made (zeros) where no step was taken yet.
     """
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         states = optimizer.state[parameter]
         if not states:

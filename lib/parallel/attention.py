@@ -190,11 +190,12 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     if cu_seq_lens_q is None:
         cu_seq_lens_q = _ends_of_rows(query[:, 0, :, 0])
     window = sliding_window if sliding_window and sliding_window < length else 0
-    flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # [B·T, H, D]
+    query, key, value = (part.transpose(1, 2).flatten(0, 1)  # [B·T, H, D]
+                         for part in (query, key, value))
     if query.is_cuda:
-        out = _by_kernel(*flat, cu_seq_lens_q, length, scaling, window)
+        out = _by_kernel(query, key, value, cu_seq_lens_q, length, scaling, window)
     else:
-        out = _by_document(*flat, cu_seq_lens_q, scaling, window)
+        out = _by_document(query, key, value, cu_seq_lens_q, scaling, window)
     return out.unflatten(0, (batch, length)), None
 
 

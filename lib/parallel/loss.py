@@ -115,17 +115,19 @@ class _ChunkedLoss(torch.autograd.Function):
         # Chunks as alike as can be: for another size the gradient would be compiled once more.
         rows = max(_FEWEST_ROWS, -(-len(labels) // -(-len(labels) * len(weight) // at_once)))
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with_gradients = gradient_of is not None and any(ctx.needs_input_grad)
-        of_hidden = torch.empty_like(hidden) if with_gradients else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) \
-            if with_gradients and rows < len(labels) else None
+        if not any(ctx.needs_input_grad):
+            gradient_of = None
+        of_hidden = torch.empty_like(hidden[:0] if gradient_of is None else hidden)
+        # One chunk is the whole product, which needs no sum.
+        of_weight = None if gradient_of is None or rows >= len(labels) else \
+            torch.zeros_like(weight, dtype=torch.float32)
         of_bias = None
         for first in range(0, len(labels), rows):
             chunk, target = hidden[first:first + rows], labels[first:first + rows]
             logits = F.linear(chunk, weight, bias)
             counts = (target != IGNORED).float()
             target = target.clamp(min=0)
-            if not with_gradients:
+            if gradient_of is None:
                 loss += (F.cross_entropy(logits.float(), target, reduction="none") * counts).sum()
                 continue
             chunk_loss, gradient = gradient_of(logits, target, counts, counts * scale)
@@ -136,9 +138,10 @@ class _ChunkedLoss(torch.autograd.Function):
             if bias is not None:
                 of_chunk = gradient.sum(0, dtype=torch.float32)
                 of_bias = of_chunk if of_bias is None else of_bias.add_(of_chunk)
-        if with_gradients:
+        if of_weight is not None:
             ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype),
-                                  None if of_bias is None else of_bias.to(bias.dtype))
+                                  None if bias is None or of_bias is None
+                                  else of_bias.to(bias.dtype))
         return loss
 
     @staticmethod

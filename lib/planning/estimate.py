@@ -8,6 +8,7 @@ import signal
 import warnings
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
 from unittest import mock
 
 import torch
@@ -37,7 +38,8 @@ class MemoryEstimate:
         self.gib: float | None = None
         self._traced = "estimated as for bf16" if precision == "fp8" else "estimated"
         self._on_gpu = torch.cuda.is_available()
-        context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+        context: SpawnContext | ForkContext = multiprocessing.get_context("spawn") \
+            if torch.cuda.is_initialized() else multiprocessing.get_context("fork")
         self._answer, question = context.Pipe()
         self._is_wanted = sum(p.numel() for p in model.parameters()) >= _ESTIMATED_FROM
         if not self._is_wanted:

@@ -201,10 +201,11 @@ def _attention(model: PreTrainedModel, case: Case) -> Iterator[None]:
     """
     if model.config._attn_implementation != "eager":
         model.config._attn_implementation = attention.VARLEN if case.documents else "sdpa"
-    not_packed = {} if case.masked else {"find_packed_sequence_indices": lambda _: None}
-    with mock.patch.object(attention, "_by_document", _as_by_kernel), \
-            mock.patch.multiple("transformers.masking_utils", **not_packed) if not_packed \
-            else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(attention, "_by_document", _as_by_kernel))
+        if not case.masked:
+            stack.enter_context(mock.patch(
+                "transformers.masking_utils.find_packed_sequence_indices", lambda _: None))
         yield
 
 

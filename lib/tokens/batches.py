@@ -41,8 +41,8 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on a device; from pinned memory it does not wait."""
-        return MicroBatch(*(None if part is None else part.to(device, non_blocking=True)
-                            for part in self))
+        return MicroBatch._make(None if part is None else part.to(device, non_blocking=True)
+                                for part in self)
 
 
 class Cursor(NamedTuple):
@@ -187,5 +187,5 @@ def micro_batch(rows: Rows, pin: bool, most_documents: int = 1) -> MicroBatch:
         boundaries(rows.positions, len(rows.positions) * most_documents)
     tensors = (None if part is None else torch.from_numpy(part) for part in (*rows, ends))
     # Contiguous where it is pinned: a copy to the device of anything else would wait.
-    return MicroBatch(*(part.contiguous().pin_memory() if pin and part is not None else part
-                        for part in tensors))
+    return MicroBatch._make(part.contiguous().pin_memory() if pin and part is not None else part
+                            for part in tensors)

@@ -215,7 +215,7 @@ class _Sink:
             self._hasher.update(chunk)
 
     def write(self, array: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(array)).cast("B")
+        data = np.ascontiguousarray(array).data.cast("B")
         self._hasher.update(data)
         self.bytes += self._file.write(data)
 

@@ -165,7 +165,7 @@ def _missing(path: Path) -> ArtifactError:
     """Return the error for a dataset that is not there, with what makes it of what is there."""
     there = sorted(p.name for p in _DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
     left = manifest.unfinished(path)
-    remedy = {"hint": "-d takes one of these"} if there and not left else \
+    remedy: manifest.Remedy = {"hint": "-d takes one of these"} if there and not left else \
         {"hint": "stages 01 and 02 make a dataset of raw text"}
     if (left or not there) and (Path("splits").is_dir() or Path("raw_text").is_dir()):
         organise = [] if Path("splits").is_dir() else [commands.script("01_organize_data.py")]
@@ -212,7 +212,7 @@ def _columns(directory: Path, mapped: bool) -> Iterator[Any]:
                     yield batch.column("text")
     except (OSError, ValueError, KeyError, TypeError) as error:  # a shard that is cut or mangled
         if is_of_disk(error):
-            raise OSError(error.errno, os.strerror(error.errno), str(directory)) from error
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(directory)) from error
         raise ArtifactError(f"dataset {directory} cannot be read", found=str(error)) from error
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
@@ -38,8 +39,9 @@ def open_corpora(arguments: Sequence[str]) -> list[Corpus]:
     Raises ArtifactError or UsageError that tells all that is wrong with them.
     """
     problems = Problems()
-    corpora = [problems.collect(lambda a=argument: _open(a)) for argument in arguments]
+    opened = [problems.collect(partial(_open, argument)) for argument in arguments]
     problems.raise_if_any()
+    corpora = [corpus for corpus in opened if corpus is not None]
     if len({corpus.weight is None for corpus in corpora}) > 1:
         problems.add("some datasets have a weight and some have none",
                      expected="-d DIR=WEIGHT for each of them, or for none")
@@ -68,7 +70,8 @@ def fingerprint(corpora: Sequence[Corpus]) -> str:
     """Identify the content and the proportions of some datasets, wherever they lie."""
     if len(corpora) == 1:
         return corpora[0].dataset.fingerprint
-    weights = _whole([corpus.weight for corpus in corpora]) if corpora[0].weight else None
+    given = [corpus.weight for corpus in corpora if corpus.weight]
+    weights = _whole(given) if given else None
     return hashing.fingerprint([[corpus.dataset.fingerprint for corpus in corpora], weights])
 
 
@@ -136,10 +139,14 @@ class Mixture(Samples):
                  ) -> None:
         self.names, self.parts, self.weights = list(names), list(parts), list(weights)
         self._first = np.cumsum([0, *map(len, parts)])
-        self.most_documents = max(part.most_documents for part in parts)
 
     def __len__(self) -> int:
         return int(self._first[-1])
+
+    @property
+    def most_documents(self) -> int:
+        """Return the most documents of a sample, its padding counted as one."""
+        return max(part.most_documents for part in self.parts)
 
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
         """Return which samples the numbers [first, first + count) of the endless stream stand for.
@@ -156,8 +163,8 @@ class Mixture(Samples):
         places, found = self._by_corpus(samples)
         taken = [self.parts[i].rows(numbers) for i, numbers in found]
         back = np.argsort(np.concatenate(places))
-        return Rows(*(None if column[0] is None else np.concatenate(column)[back]
-                      for column in zip(*taken, strict=True)))
+        return Rows._make(None if column[0] is None else np.concatenate(column)[back]
+                          for column in zip(*taken, strict=True))
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
         """Return the label tokens and the tokens without padding of some samples."""

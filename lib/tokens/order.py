@@ -102,7 +102,8 @@ def _round_keys(seed: int, epoch: int, corpus: int) -> np.ndarray:
 
 def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
+    left: np.ndarray = values >> shift
+    right: np.ndarray = values & mask
     for key in keys:
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << shift) | right

@@ -128,8 +128,9 @@ def _decompressed(file: BinaryIO, compression: str) -> Any:
         import pyarrow
 
         return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
-    opener = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}[compression]
-    return opener(file)
+    openers: dict[str, Callable[[BinaryIO], Any]] = \
+        {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+    return openers[compression](file)
 
 
 def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:
@@ -215,19 +216,26 @@ def encode_block(encoder: Encoder, text_field: str, block: Block) -> Encoded:
 def find_texts(block: Block, text_field: str, left: LeftOut) -> tuple[list[bytes], list[int]]:
     """Return the texts of a block (UTF-8) and their places; `left` notes what has none."""
     texts, places = [], []
-    is_lines = isinstance(block.content, bytes)
-    here = block.start
-    for item in block.content.split(b"\n") if is_lines else block.content:
-        place, here = here, here + (len(item) + 1 if is_lines else 1)
-        if is_lines and not item.strip():
-            continue
-        text = _find_text(item, text_field, place, left) if is_lines else item
+    for place, text in _found(block, text_field, left):
         if text:
             texts.append(text)
             places.append(place)
-        elif text == b"" or not is_lines:
+        elif text is not None:
             left.add("an empty text", f"at {place:,}")
     return texts, places
+
+
+def _found(block: Block, text_field: str, left: LeftOut) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the place and the text of each document; None where it has none and `left` says so.
+    """
+    if not isinstance(block.content, bytes):
+        yield from ((place, text or b"") for place, text in enumerate(block.content, block.start))
+        return
+    here = block.start
+    for line in block.content.split(b"\n"):
+        if line.strip():
+            yield here, _find_text(line, text_field, here, left)
+        here += len(line) + 1
 
 
 def _find_text(line: bytes, text_field: str, place: int, left: LeftOut) -> bytes | None:

@@ -97,7 +97,7 @@ def open_directory(root: Path) -> RawShards:
                          hint="stages 01 and 02 read any kind of text")
     _warn_of_others(str(root), found, len(paths))
     spans = [span for path in paths for span in _cut(base, path)]
-    seen = [[path, *_size_and_ends(base / path)] for path in paths]
+    seen = [(path, *_size_and_ends(base / path)) for path in paths]
     return RawShards(str(root), base, spans, hashing.fingerprint(seen), sum(s[1] for s in seen))
 
 

@@ -26,7 +26,7 @@ from lib.tokens import order, raw_reader
 from lib.tokens.batches import Cursor, DataStream, Position, Step, micro_batch, read_ahead
 from lib.tokens.order import Division
 from lib.tokens.raw_reader import Block, Encoded, LeftOut
-from lib.tokens.raw_shards import RawShards, Span
+from lib.tokens.raw_shards import Fetcher, RawShards, Span
 from lib.tokens.samples import Rows
 
 if TYPE_CHECKING:
@@ -195,32 +195,32 @@ class RawDocuments:
 
     def _at_hand(self, sequence: Iterator[OwnSpan]) -> Iterator[tuple[OwnSpan, Path]]:
         """Yield what the sequence has with the path of the shard, fetched one ahead."""
-        if self.shards.fetcher is None:
+        if (fetcher := self.shards.fetcher) is None:
             yield from ((own, self.shards.root / own.span.path) for own in sequence)
             return
         while self._fetching_now:
-            self._receive()
+            self._receive(fetcher)
         ahead = next(sequence)
-        self._send(ahead.span)
+        self._send(fetcher, ahead.span)
         for following in sequence:
-            path = self._receive()
-            self._send(following.span)
+            path = self._receive(fetcher)
+            self._send(fetcher, following.span)
             yield ahead, path
             ahead = following
 
-    def _send(self, span: Span) -> None:
-        self.shards.fetcher.send(span.path)
+    def _send(self, fetcher: Fetcher, span: Span) -> None:
+        fetcher.send(span.path)
         self._fetching_now += 1
 
-    def _receive(self) -> Path:
+    def _receive(self, fetcher: Fetcher) -> Path:
         self._fetching_now -= 1
-        return self.shards.fetcher.receive()
+        return fetcher.receive()
 
     def _fetched(self, span: Span) -> Path:
         if self.shards.fetcher is None:
             return self.shards.root / span.path
-        self._send(span)
-        return self._receive()
+        self._send(self.shards.fetcher, span)
+        return self._receive(self.shards.fetcher)
 
     def _note(self, done: Encoded, span: Span) -> None:
         self._tokens += len(done.ids)

@@ -22,12 +22,12 @@ class Rows(NamedTuple):
 
 
 class Samples(ABC):
-    """Samples numbered from 0: windows of the token stream, packs of documents, or a mixture.
+    """Samples numbered from 0: windows of the token stream, packs of documents, or a mixture."""
 
-    most_documents: in a sample, its padding counted as one.
-    """
-
-    most_documents = 1
+    @property
+    def most_documents(self) -> int:
+        """Return the most documents of a sample, its padding counted as one."""
+        return 1
 
     @abstractmethod
     def __len__(self) -> int:
