@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,21 +85,22 @@ def main(argv: list[str]) -> None:
 
 
 def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
-    """Return on rank 0 what each node tells of itself; all ranks must call this."""
+    """Return on rank 0 what each node says of itself; all ranks must call this."""
     from launch.preflights import bandwidth, machine
     from launch.preflights.group import clock_offset
 
-    told: dict[str, Any] = {}
-    if launch.leads_node:  # before a rank of the node takes memory or time of its GPUs
-        told = {**machine.describe(opts.save_dir, opts.cache_dir, opts.artifact, ROOT),
-                "ranks": len(launch.ranks_of[launch.node]), "shared": _sees_probe(launch, opts),
-                "clock": clock_offset(launch)}
-    launch.barrier("examined")
+    facts: dict[str, Any] = {}
+    with _probe(launch, machine.existing(opts.save_dir)) as probe:
+        if launch.leads_node:  # before a rank of the node takes memory or time of its GPUs
+            facts = {**machine.describe(opts.save_dir, opts.cache_dir, opts.artifact, ROOT),
+                     "ranks": len(launch.ranks_of[launch.node]),
+                     "shared": probe is None or probe.exists(), "clock": clock_offset(launch)}
+        launch.barrier("examined")
     launch.share("compute", bandwidth.compute_speed(launch))
     if launch.leads_node:
-        told["compute"] = launch.gather("compute", launch.ranks_of[launch.node])
-        told["throttled"] = machine.throttled()
-        launch.share("facts", told)
+        facts["compute"] = launch.gather("compute", launch.ranks_of[launch.node])
+        facts["throttled"] = machine.throttled()
+        launch.share("facts", facts)
     launch.barrier("computed")
     if launch.rank != 0:
         return {}
@@ -105,26 +108,21 @@ def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:
             for node in sorted(launch.ranks_of)}
 
 
-def _sees_probe(launch: AllRanks, opts: Options) -> bool:
-    """Tell whether this node sees a file that rank 0 puts beside the experiments."""
-    from launch.preflights.machine import existing
-
+@contextmanager
+def _probe(launch: AllRanks, directory: Path) -> Iterator[Path | None]:
+    """Yield a file that rank 0 has put into its directory; None where rank 0 may not write."""
+    name = f".preflight-{time.time_ns()}"
     if launch.rank == 0:
-        probe = existing(opts.save_dir) / f".preflight-{time.time_ns()}"
         try:
-            probe.touch()
+            (directory / name).touch()
         except OSError:
-            launch.share("probe", "")
-            return True
-        launch.share("probe", probe.name)
-        leaders = [launch.leader(node) for node in launch.ranks_of if node != launch.node]
-        launch.gather("seen", leaders)
-        probe.unlink(missing_ok=True)
-        return True
-    name = launch.gather("probe", [0]).get(0, "")
-    seen = not name or (existing(opts.save_dir) / name).exists()
-    launch.share("seen", seen)
-    return seen
+            name = ""
+    name = launch.decide("probe", name)
+    try:
+        yield directory / name if name else None
+    finally:
+        if launch.rank == 0 and name:
+            (directory / name).unlink(missing_ok=True)
 
 
 def _plan(opts: Options) -> None:

@@ -39,23 +39,22 @@ def measure(launch: AllRanks, deadline: float) -> Result:
     `world` and `nodes[node]`: `all_reduce`, `all_gather` in GB/s, `latency_us`, or `error`;
     `pairs["a-b"]` likewise. On other ranks than 0 the result is empty.
     """
-    size = _GPU_BYTES if launch.on_gpu else _CPU_BYTES
-    nodes = sorted(launch.ranks_of)
-    pairs, left_out = _pairs(launch, nodes, size, deadline)
-    if len(nodes) > 1 and len(launch.ranks_of[launch.node]) > 1:
-        _try(launch, f"node-{launch.node}", launch.ranks_of[launch.node], size, launch.timeout_s)
-    inner = {node: _result(launch, f"node-{node}", launch.ranks_of[node])
-             for node in nodes if len(nodes) > 1 and len(launch.ranks_of[node]) > 1
-             and launch.rank == 0}
+    pairs, left_out = _pairs(launch, deadline)
+    inner = {node: ranks for node, ranks in sorted(launch.ranks_of.items())
+             if len(launch.ranks_of) > 1 and len(ranks) > 1}
+    if launch.node in inner:
+        _try(launch, f"node-{launch.node}", inner[launch.node], launch.timeout_s)
+    nodes = {node: _result(launch, f"node-{node}", ranks) for node, ranks in inner.items()
+             if launch.rank == 0}
     everyone = list(range(launch.world_size))
-    failed = [pair for pair, told in pairs.items() if "error" in told]
-    if launch.decide("all-pairs-talk", not failed):
-        _try(launch, "world", everyone, size, launch.timeout_s)
+    do_talk = launch.decide("all-pairs-talk", not any("error" in pair for pair in pairs.values()))
+    if do_talk:
+        _try(launch, "world", everyone, launch.timeout_s)
     if launch.rank != 0:
         return {}
-    return {"world": {"error": "not tried, since some nodes do not talk"} if failed
-                     else _result(launch, "world", everyone),
-            "nodes": inner, "pairs": pairs, "rounds_left_out": left_out}
+    world = _result(launch, "world", everyone) if do_talk else \
+        {"error": "not tried, since some nodes do not talk"}
+    return {"world": world, "nodes": nodes, "pairs": pairs, "rounds_left_out": left_out}
 
 
 def rounds_of(nodes: list[int]) -> list[list[tuple[int, int]]]:
@@ -71,32 +70,29 @@ def rounds_of(nodes: list[int]) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def _pairs(launch: AllRanks, nodes: list[int], size: int, deadline: float,
-           ) -> tuple[dict[str, Result], int]:
+def _pairs(launch: AllRanks, deadline: float) -> tuple[dict[str, Result], int]:
     """Measure pairs round by round; return on rank 0 the results, and the rounds left out."""
     results: dict[str, Result] = {}
-    rounds = rounds_of(nodes)
+    rounds = rounds_of(sorted(launch.ranks_of))
     for number, pairs in enumerate(rounds):
         if not launch.decide(f"round-{number}", time.monotonic() < deadline):
             return results, len(rounds) - number
-        for a, b in pairs:
+        members = {pair: sorted(launch.ranks_of[pair[0]] + launch.ranks_of[pair[1]])
+                   for pair in pairs}
+        for (a, b), ranks in members.items():
             if launch.node in (a, b):
-                _try(launch, f"pair-{a}-{b}", _ranks(launch, a, b), size, launch.timeout_s / 2)
+                _try(launch, f"pair-{a}-{b}", ranks, launch.timeout_s / 2)
         if launch.rank == 0:
-            results |= {f"{a}-{b}": _result(launch, f"pair-{a}-{b}", _ranks(launch, a, b))
-                        for a, b in pairs}
+            results |= {f"{a}-{b}": _result(launch, f"pair-{a}-{b}", ranks)
+                        for (a, b), ranks in members.items()}
     return results, 0
 
 
-def _ranks(launch: AllRanks, a: int, b: int) -> list[int]:
-    return sorted(launch.ranks_of[a] + launch.ranks_of[b])
-
-
-def _try(launch: AllRanks, name: str, ranks: list[int], size: int, timeout_s: float) -> None:
+def _try(launch: AllRanks, name: str, ranks: list[int], timeout_s: float) -> None:
     """Measure a group and publish what came out, be it a failure."""
     try:
         with process_group(launch, name, ranks, timeout_s):
-            result = _group_speed(launch, len(ranks), size)
+            result = _group_speed(launch, len(ranks))
     except (dist.DistError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         without_source_lines = re.sub(r"\[[^ ]*\]\s*", "", first)
@@ -113,12 +109,12 @@ def _result(launch: AllRanks, name: str, ranks: list[int]) -> Result:
     return failed[0] if failed else views[ranks[0]]
 
 
-def _group_speed(launch: AllRanks, ranks: int, size: int) -> Result:
+def _group_speed(launch: AllRanks, ranks: int) -> Result:
+    size, repeats = (_GPU_BYTES, _GPU_REPEATS) if launch.on_gpu else (_CPU_BYTES, _CPU_REPEATS)
     elements = size // 4 // ranks * ranks
     whole = torch.ones(elements, device=launch.device)
     part = torch.ones(elements // ranks, device=launch.device)
     tiny = torch.ones(1, device=launch.device)
-    repeats = _GPU_REPEATS if launch.on_gpu else _CPU_REPEATS
 
     def slowest(operation: Callable[[], Any], times: int) -> float:
         """Return the least seconds that it takes, on the slowest rank; warmed up by one more."""

@@ -1,4 +1,4 @@
-"""What a node says of itself: GPUs, RDMA devices, /dev/shm, disk, versions, settings, artifacts."""
+"""Asks a node about itself: GPUs, RDMA, /dev/shm, disk, versions, settings, artifacts."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ class Missing(Exception):
 
 
 def describe(save_dir: Path, cache_dir: Path, named: list[Path], root: Path) -> dict[str, Any]:
-    """Return what this node tells of itself. named: artifacts to look at; root: of the code."""
+    """Return what this node says of itself. named: artifacts to look at; root: of the code."""
     return {"gpu": gpus(), "efa": efa(), "shm": shm(), "disk": disk(save_dir),
             "versions": versions(root), "settings": settings(), "locked_memory": locked_memory(),
             "artifacts": artifacts(named, cache_dir)}
 
 
 def gpus() -> dict[str, Any]:
-    """Return `{"gpus": [one dict each]}`, with why under `not_checked` for what was not told.
+    """Return `{"gpus": [one dict each]}`, and under `not_checked` why something is missing.
 
-    A GPU has `index name driver memory_gib used_gib max_clock_mhz temperature_c`, and where told
+    A GPU has `index name driver memory_gib used_gib max_clock_mhz temperature_c`, and where known
     `throttled` (reasons), `ecc_errors`, `remap_pending`, `remap_failed`, `nvlinks`, `nvlinks_down`.
     """
+    found: list[dict[str, Any]] = []
     not_checked: dict[str, str] = {}
-    try:
-        found = [_identity(row) for row in _query(_QUERIES["identity"])]
-    except Missing as missing:
-        return {"gpus": [], "not_checked": {"GPUs": str(missing)}}
-    for check, add in (("GPU clocks", _add_throttle), ("GPU ECC", _add_ecc),
-                       ("GPU memory rows", _add_remap), ("NVLink", _add_nvlink)):
+    for check, add in (("GPUs", _add_identity), ("GPU clocks", _add_throttle),
+                       ("GPU ECC", _add_ecc), ("GPU memory rows", _add_remap),
+                       ("NVLink", _add_nvlink)):
         try:
             add(found)
         except Missing as missing:
             not_checked[check] = str(missing)
+        if not found:
+            break
     return {"gpus": found, "not_checked": not_checked}
 
 
@@ -90,13 +90,13 @@ def efa(root: Path = INFINIBAND) -> dict[str, Any]:
                         "active": any("ACTIVE" in state for state in states)})
     if not devices:
         return {"devices": [], "not_checked": {"EFA": f"no RDMA device in {root}"}}
-    told: dict[str, Any] = {"devices": devices, "not_checked": {}}
+    facts: dict[str, Any] = {"devices": devices, "not_checked": {}}
     if any(device["efa"] for device in devices):
         try:
-            told["libfabric"] = "provider: efa" in _run("fi_info", "-p", "efa")
+            facts["libfabric"] = "provider: efa" in _run("fi_info", "-p", "efa")
         except Missing as missing:
-            told["not_checked"]["libfabric"] = str(missing)
-    return told
+            facts["not_checked"]["libfabric"] = str(missing)
+    return facts
 
 
 def _read(path: Path) -> str:
@@ -120,8 +120,8 @@ def _run(*command: str) -> str:
 
 
 def _query(fields: str, what: str = "gpu") -> list[list[str]]:
-    told = _run("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
-    rows = [[cell.strip() for cell in row] for row in csv.reader(told.splitlines()) if row]
+    printed = _run("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines()) if row]
     if not rows or any(len(row) != len(fields.split(",")) for row in rows):
         raise Missing("nvidia-smi says something else than was asked for")
     return rows
@@ -135,12 +135,12 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _identity(row: list[str]) -> dict[str, Any]:
-    index, name, driver, total, used, clock, temperature = row
-    return {"index": index, "name": name, "driver": driver,
-            "memory_gib": (_number(total) or 0) / 1024,
-            "used_gib": (_number(used) or 0) / 1024,
-            "max_clock_mhz": _number(clock), "temperature_c": _number(temperature)}
+def _add_identity(found: list[dict[str, Any]]) -> None:
+    for index, name, driver, total, used, clock, temperature in _query(_QUERIES["identity"]):
+        found.append({"index": index, "name": name, "driver": driver,
+                      "memory_gib": (_number(total) or 0) / 1024,
+                      "used_gib": (_number(used) or 0) / 1024,
+                      "max_clock_mhz": _number(clock), "temperature_c": _number(temperature)})
 
 
 def _reasons(mask: str) -> str:
@@ -173,11 +173,11 @@ def _add_remap(found: list[dict[str, Any]]) -> None:
 def _add_nvlink(found: list[dict[str, Any]]) -> None:
     """Count links of each GPU in `nvidia-smi nvlink --status`, which has a block per GPU."""
     blocks = re.split(r"^GPU (\d+):", _run("nvidia-smi", "nvlink", "--status"), flags=re.MULTILINE)
-    told = dict(zip(blocks[1::2], blocks[2::2], strict=True))
-    if not any("Link " in block for block in told.values()):
+    by_gpu = dict(zip(blocks[1::2], blocks[2::2], strict=True))
+    if not any("Link " in block for block in by_gpu.values()):
         raise Missing("these GPUs have no NVLink")
     for gpu in found:
-        block = told.get(gpu["index"], "")
+        block = by_gpu.get(gpu["index"], "")
         gpu["nvlinks"] = len(re.findall(r"Link \d+: [\d.]+ GB/s", block))
         gpu["nvlinks_down"] = len(re.findall(r"Link \d+: <inactive>", block))
 
@@ -201,17 +201,17 @@ def shm() -> dict[str, Any]:
 def disk(directory: Path) -> dict[str, Any]:
     """Return free bytes of a directory and its bytes/s written (with fsync) and read again."""
     there = existing(directory)
-    told: dict[str, Any] = {"directory": str(there), "free": shutil.disk_usage(there).free}
+    facts: dict[str, Any] = {"directory": str(there), "free": shutil.disk_usage(there).free}
     probe = there / f".preflight-{platform.node()}-{os.getpid()}"
     try:
-        written, seconds = _write(probe, min(_DISK_BYTES, told["free"] // 4))
-        told["write"] = written / seconds
-        told["read"] = written / _read_time(probe)
+        written, seconds = _write(probe, min(_DISK_BYTES, facts["free"] // 4))
+        facts["write"] = written / seconds
+        facts["read"] = written / _read_time(probe)
     except OSError as error:
-        told["error"] = f"{error.strerror}: {error.filename or there}"
+        facts["error"] = f"{error.strerror}: {error.filename or there}"
     finally:
         probe.unlink(missing_ok=True)
-    return told
+    return facts
 
 
 def _write(probe: Path, most: int) -> tuple[int, float]:

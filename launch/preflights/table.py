@@ -18,8 +18,8 @@ def show(facts: dict[int, dict[str, Any]], speed: dict[str, Any], hosts: dict[in
     """Print both tables; a node that an error or a warning names is marked."""
     heads = ["node", "host", "ranks", "TFLOP/s", "all-reduce GB/s", "all-gather GB/s", "latency µs",
              "disk write", "disk read", "/dev/shm", "clock"]
-    rows = [[str(node), hosts[node], *_cells(node, told, speed)]
-            for node, told in sorted(facts.items())]
+    rows = [[str(node), hosts[node], *_cells(node, own, speed)]
+            for node, own in sorted(facts.items())]
     marks = ["", *(_mark(node, findings) for node in sorted(facts))]
     _print([heads, *rows], marks)
     world = speed["world"]
@@ -30,23 +30,23 @@ def show(facts: dict[int, dict[str, Any]], speed: dict[str, Any], hosts: dict[in
         _pairs(sorted(facts), speed["pairs"])
 
 
-def _cells(node: int, told: dict[str, Any], speed: dict[str, Any]) -> list[str]:
+def _cells(node: int, own: dict[str, Any], speed: dict[str, Any]) -> list[str]:
     """Return a node's figures; network is its best pair (one node: its ranks)."""
     pairs = [pair for key, pair in speed["pairs"].items()
              if str(node) in key.split("-") and "error" not in pair]
     if not speed["pairs"] and "error" not in speed["world"]:
         pairs = [speed["world"]]
 
-    def best(of: Callable[..., float], kind: str) -> str:
-        return f"{of(pair[kind] for pair in pairs):.3g}" if pairs else "-"
+    def best(choose: Callable[..., float], kind: str) -> str:
+        return f"{choose(pair[kind] for pair in pairs):.3g}" if pairs else "-"
 
-    disk = told["disk"]
-    return [str(told["ranks"]),
-            f"{min(told['compute'].values()):.3g}" if told["compute"] else "-",
+    disk = own["disk"]
+    return [str(own["ranks"]),
+            f"{min(own['compute'].values()):.3g}" if own["compute"] else "-",
             best(max, "all_reduce"), best(max, "all_gather"), best(min, "latency_us"),
             *(f"{units.size(disk[key])}/s" if key in disk else "-" for key in ("write", "read")),
-            units.size(told["shm"]["total"]) if "total" in told["shm"] else "-",
-            f"{1000 * told['clock']['offset_s']:+.1f} ms"]
+            units.size(own["shm"]["total"]) if "total" in own["shm"] else "-",
+            f"{1000 * own['clock']['offset_s']:+.1f} ms"]
 
 
 def _mark(node: int, findings: list[Finding]) -> str:
