@@ -83,24 +83,20 @@ def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Findi
         return [*found, *aws.check(*eks, on_hyperpod)]
     nodes: list[ClusterNode] = []
 
-    def look_at_nodes() -> list[Finding]:
+    def look_at_nodes(kube: Kubectl, wanted: JobNeeds) -> list[Finding]:
         gaps: list[Finding] = []
         nodes.extend(_nodes(kube, gaps))
         return [*gaps, *cluster_nodes.judge(nodes, wanted, _grows(kube))]
 
-    each: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-        ("namespace", lambda: checks.namespace(kube)),
-        ("rights", lambda: checks.rights(kube, asked.kind)),
-        ("operator", lambda: checks.operator(kube, asked.kind)),
-        ("nodes", look_at_nodes),
-        ("storage", lambda: checks.storage(kube, asked.pvc)),
-        ("quota", lambda: checks.quota(kube, wanted)),
-        ("image pull secret",
-         lambda: checks.pull_secret(kube, asked.image_pull_secret, asked.image)),
-        ("EKS", lambda: aws.check(*eks, on_hyperpod))]
+    each: dict[str, Callable[[Kubectl, JobNeeds], Iterable[Finding]]] = {
+        "namespace": checks.namespace, "rights": checks.rights, "operator": checks.operator,
+        "nodes": look_at_nodes, "storage": checks.storage, "quota": checks.quota,
+        "image pull secret": checks.pull_secret,
+        "EKS": lambda kube, wanted: aws.check(*eks, on_hyperpod)}
     with ThreadPoolExecutor() as pool:
-        for of_one in pool.map(lambda check: checks.guarded(*check), each):
-            found += of_one
+        for part in pool.map(lambda name: checks.guarded(
+                name, lambda: each[name](kube, wanted)), each):
+            found += part
     return [*found, *(checks.drivers(nodes) if wanted.gpus_per_node else ())]
 
 

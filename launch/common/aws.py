@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
@@ -100,19 +101,19 @@ def check(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
 
 
 def _eks(cluster: str, region: str) -> Iterable[Finding]:
-    told = aws("eks", "describe-cluster", "--name", cluster, region=region)["cluster"]
-    status = told.get("status")
+    ask = partial(aws, "eks", region=region)
+    info = ask("describe-cluster", "--name", cluster)["cluster"]
+    status = info.get("status")
     yield Finding(INFO if status == "ACTIVE" else ERROR, "EKS",
-                  f"{cluster} is {status}, Kubernetes {told.get('version')}",
+                  f"{cluster} is {status}, Kubernetes {info.get('version')}",
                   "" if status == "ACTIVE" else "wait until it is ACTIVE")
-    for group in aws("eks", "list-nodegroups", "--cluster-name", cluster,
-                     region=region).get("nodegroups", []):
-        info = aws("eks", "describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name",
-                   group, region=region)["nodegroup"]
+    for group in ask("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
+        info = ask("describe-nodegroup", "--cluster-name", cluster,
+                   "--nodegroup-name", group)["nodegroup"]
         for issue in info.get("health", {}).get("issues", []):
             yield Finding(WARNING, "EKS node group", f"{group}: {issue.get('code')}: "
                           f"{issue.get('message')}", "see the node group in the EKS console")
-    there = aws("eks", "list-addons", "--cluster-name", cluster, region=region).get("addons", [])
+    there = ask("list-addons", "--cluster-name", cluster).get("addons", [])
     for addon, purpose in _ADDONS.items():
         if addon not in there:
             yield Finding(INFO, "EKS add-on", f"{addon} is not installed ({purpose})",
@@ -121,26 +122,26 @@ def _eks(cluster: str, region: str) -> Iterable[Finding]:
 
 def _hyperpod(cluster: str, region: str) -> Iterable[Finding]:
     """Find the HyperPod cluster that an EKS cluster orchestrates, and judge its instance groups."""
-    for summary in aws("sagemaker", "list-clusters", region=region).get("ClusterSummaries", []):
-        told = aws("sagemaker", "describe-cluster", "--cluster-name", summary["ClusterName"],
-                   region=region)
-        arn = told.get("Orchestrator", {}).get("Eks", {}).get("ClusterArn", "")
+    ask = partial(aws, "sagemaker", region=region)
+    for summary in ask("list-clusters").get("ClusterSummaries", []):
+        info = ask("describe-cluster", "--cluster-name", summary["ClusterName"])
+        arn = info.get("Orchestrator", {}).get("Eks", {}).get("ClusterArn", "")
         if arn.endswith(f"/{cluster}"):
-            yield from _instance_groups(told)
+            yield from _instance_groups(info)
             return
     yield Finding(ERROR, "HyperPod", f"no HyperPod cluster runs on the EKS cluster {cluster}",
                   "choose --kind pytorchjob or trainjob, or name the cluster with --cluster-name")
 
 
-def _instance_groups(told: dict[str, Any]) -> Iterable[Finding]:
-    status = told.get("ClusterStatus")
+def _instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
+    status = info.get("ClusterStatus")
     usable = status == "InService"
-    yield Finding(INFO if usable else WARNING, "HyperPod", f"{told.get('ClusterName')} is {status}",
+    yield Finding(INFO if usable else WARNING, "HyperPod", f"{info.get('ClusterName')} is {status}",
                   "" if usable else "wait until it is InService")
-    if told.get("NodeRecovery") == "None":
+    if info.get("NodeRecovery") == "None":
         yield Finding(WARNING, "HyperPod", "broken nodes are not replaced (NodeRecovery is None)",
                       "aws sagemaker update-cluster --node-recovery Automatic")
-    for group in told.get("InstanceGroups", []):
+    for group in info.get("InstanceGroups", []):
         now, target = group.get("CurrentCount"), group.get("TargetCount")
         if now != target:
             yield Finding(WARNING, "HyperPod", f"{group.get('InstanceGroupName')}: {now} of "

@@ -170,8 +170,8 @@ def _of_starting(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | 
     waits = state.get("waiting") or {}
     reason, message = waits.get("reason", ""), waits.get("message", "")
     if reason in _IMAGE_REASONS:
-        told = " ".join([message, *(text for text in _events_of(pod, events) if "pull" in text)])
-        return Cause(_image(told), _name(pod), message or told or reason)
+        reasons = " ".join([message, *(text for text in _events_of(pod, events) if "pull" in text)])
+        return Cause(_image(reasons), _name(pod), message or reasons or reason)
     if reason == "CreateContainerConfigError":
         is_token = re.search(r"secret .*not found|couldn't find key token", message) \
             and _token_secret(pod) in message

@@ -1,6 +1,7 @@
 """What a job needs of a Kubernetes cluster besides nodes: operator, rights, storage, quota, secret.
 
-Each check asks kubectl for itself, so that one which is not allowed leaves the others alone.
+Each check asks kubectl for itself, so that one which is not allowed leaves the others alone, and
+gets what is wanted of the cluster: a job with nothing left open.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from launch.kube.nodes import EFA, GPU, ClusterNode, quantity
 _FSX = "fsx.csi.aws.com"
 
 
-def guarded(check: str, of: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Return what a check finds, or that it could not be made and why."""
     found: list[Finding] = []
     try:
-        found.extend(of())
+        found.extend(look())
     except KubectlError as error:
         why = "not allowed" if error.is_forbidden else error.text.strip().splitlines()[-1][:200]
         found.append(not_checked(check, why))
@@ -33,32 +34,32 @@ def guarded(check: str, of: Callable[[], Iterable[Finding]]) -> list[Finding]:
 def server(kube: Kubectl) -> Finding:
     """Tell the version of the cluster, or that it does not answer."""
     try:
-        told = json.loads(kube.run("version", "-o", "json", "--request-timeout=20s"))
+        answer = json.loads(kube.run("version", "-o", "json", "--request-timeout=20s"))
     except KubectlError as error:
         return Finding(ERROR, "API server", error.text.strip().splitlines()[-1][:300],
                        "kubectl config get-contexts; on EKS: "
                        "aws eks update-kubeconfig --name CLUSTER --region REGION")
-    version = told.get("serverVersion", {}).get("gitVersion", "an unknown version")
+    version = answer.get("serverVersion", {}).get("gitVersion", "an unknown version")
     return Finding(INFO, "API server", f"Kubernetes {version}")
 
 
-def namespace(kube: Kubectl) -> Iterable[Finding]:
+def namespace(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell when the namespace is missing."""
     if kube.find("namespace", kube.namespace) is None:
         yield Finding(ERROR, "namespace", f"there is no namespace {kube.namespace}",
                       f"kubectl create namespace {kube.namespace}")
 
 
-def rights(kube: Kubectl, kind: str) -> Iterable[Finding]:
+def rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell what the caller may not do that a launch does; all is asked in one call."""
-    name, _, group = KINDS[kind].resource.partition(".")
+    name, _, group = KINDS[wanted.kind].resource.partition(".")
     asked = [("create", name, group), ("delete", name, group), ("get", "pods", ""),
              ("get", "pods/log", ""), ("list", "events", ""), ("create", "secrets", "")]
     reviews = {"apiVersion": "v1", "kind": "List",
                "items": [_review(kube.namespace, *right) for right in asked]}
-    told = kube.run("create", "--validate=false", "-f", "-", "-o",
-                    'jsonpath={.status.allowed}{"\\n"}', given=json.dumps(reviews))
-    for (verb, resource, _), allowed in zip(asked, told.split(), strict=True):
+    answers = kube.run("create", "--validate=false", "-f", "-", "-o",
+                       'jsonpath={.status.allowed}{"\\n"}', given=json.dumps(reviews)).split()
+    for (verb, resource, _), allowed in zip(asked, answers, strict=True):
         if allowed != "true":
             yield Finding(ERROR, "rights", f"you may not {verb} {resource} in {kube.namespace}",
                           "ask for a RoleBinding there")
@@ -72,13 +73,13 @@ def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, A
                 **({"subresource": sub} if sub else {})}}}
 
 
-def operator(kube: Kubectl, kind: str) -> Iterable[Finding]:
+def operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell whether the kind of job exists, in the version written here, and someone acts on it."""
-    row = KINDS[kind]
+    row = KINDS[wanted.kind]
     crd, version, remedy = row.resource, row.version, row.install
     definition = kube.find("customresourcedefinition", crd)
     if definition is None:
-        yield Finding(ERROR, "operator", f"the cluster knows no {kind} (no CRD {crd})",
+        yield Finding(ERROR, "operator", f"the cluster knows no {wanted.kind} (no CRD {crd})",
                       f"{remedy}, or choose another --kind")
         return
     served = [v["name"] for v in definition["spec"]["versions"] if v.get("served")]
@@ -100,8 +101,9 @@ def operator(kube: Kubectl, kind: str) -> Iterable[Finding]:
             yield Finding(INFO, "operator", f"{crd} ({version}), run by {name}")
 
 
-def storage(kube: Kubectl, claim: str) -> Iterable[Finding]:
+def storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell whether the claim that the job mounts is there, bound, and for many nodes."""
+    claim = wanted.pvc
     found = kube.find("persistentvolumeclaim", claim)
     if found is None:
         classes = kube.items("storageclasses")
@@ -124,7 +126,7 @@ def storage(kube: Kubectl, claim: str) -> Iterable[Finding]:
 
 
 def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
-    """Tell when the namespace's quotas leave too little for the job. wanted: settled."""
+    """Tell when the namespace's quotas leave too little for the job."""
     needed = {f"requests.{GPU}": wanted.nodes * wanted.gpus_per_node,
               f"requests.{EFA}": wanted.nodes * wanted.efa_per_node,
               "pods": wanted.nodes, "count/pods": wanted.nodes}
@@ -141,8 +143,9 @@ def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
                               "raise the quota, end other jobs, or ask for fewer --nodes")
 
 
-def pull_secret(kube: Kubectl, name: str, image: str) -> Iterable[Finding]:
+def pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell whether nodes can fetch the image; no secret's content is read, only its type."""
+    name, image = wanted.image_pull_secret, wanted.image
     if name:
         try:
             kind = kube.run("get", "secret", name, "-o", "jsonpath={.type}").strip()
@@ -167,11 +170,11 @@ def pull_secret(kube: Kubectl, name: str, image: str) -> Iterable[Finding]:
 
 def drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
     """Tell which nodes' driver is too old for the torch of requirements.txt."""
-    told = {node.driver: node.name for node in nodes if node.driver}
-    if not told:
+    known = {node.driver: node.name for node in nodes if node.driver}
+    if not known:
         yield not_checked("driver", "the nodes do not tell theirs (NVIDIA's GPU feature discovery "
                                     "would)")
-    for version, node in told.items():
+    for version, node in known.items():
         if problem := driver_problem(torch_pin(), version):
             yield Finding(ERROR, "driver", f"{node}: {problem}",
                           f"update it, or build the image with --driver-version {version} "

@@ -121,18 +121,14 @@ def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[F
 def _devices(fit: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
     """Tell which nodes lack devices that they should show."""
     if gpus and (bare := [node.name for node in fit if not node.gpus]):
-        yield Finding(ERROR, "GPUs", f"no {GPU} on {_some(bare)}",
+        yield Finding(ERROR, "GPUs", f"no {GPU} on {units.join_names(bare, 4)}",
                       "install NVIDIA's device plugin or GPU operator; "
                       "kubectl get daemonsets -A | grep nvidia")
     if efa and (bare := [node.name for node in fit if node.efa < efa]):
-        yield Finding(ERROR, "EFA", f"fewer than {efa} {EFA} on {_some(bare)}",
+        yield Finding(ERROR, "EFA", f"fewer than {efa} {EFA} on {units.join_names(bare, 4)}",
                       "install the EFA device plugin (aws-efa-k8s-device-plugin), and launch the "
                       "nodes with EFA interfaces")
     if efa and (bare := [node for node in fit if node.huge_pages < HUGE_PAGES_NEEDED]):
         yield Finding(WARNING, "huge pages", f"{units.size(bare[0].huge_pages)} on "
-                      f"{_some([node.name for node in bare])}, EFA pods ask for 5120Mi",
+                      f"{units.join_names([n.name for n in bare], 4)}, EFA pods ask for 5120Mi",
                       "use an EKS accelerated AMI, or reserve them: sysctl vm.nr_hugepages=5128")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
