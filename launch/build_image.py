@@ -25,13 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.images import docker as image_docker  # noqa: E402
+from launch.images import versions  # noqa: E402
 from launch.images.docker import DockerError  # noqa: E402
-from launch.images.versions import (  # noqa: E402
-    ImageBuild,
-    ImageOptions,
-    driver_problem,
-    planned,
-)
+from launch.images.versions import ImageBuild, ImageOptions  # noqa: E402
 from lib.core import commands, declared, log, options, stage  # noqa: E402
 from lib.core.errors import UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
@@ -70,7 +66,7 @@ def build_docker_image(*, auto_fix: bool = False, tag: str = "", efa: bool = Fal
 
 def build_and_push(asked: ImageOptions, dry_run: bool) -> str:
     """Do what the options say and return the name of the image."""
-    build = planned(asked)
+    build = versions.planned(asked)
     log.table({"image": build.tag, "base": build.base_image, "variant": "efa" if build.efa else
                "plain", "torch": f"{build.torch.version}{build.torch.local}",
                "driver": build.driver_version or "not known (--driver-version): not checked",
@@ -123,9 +119,10 @@ def _fixed(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | 
     elif cause.fix == image_docker.RETRY:
         time.sleep(_BACKOFF_S * 2 ** (attempt - 1))
         mended = build
-    elif cause.fix == image_docker.DEFAULT_TORCH and build.torch != build.named_torch and not (
-            build.driver_version and driver_problem(build.named_torch, build.driver_version)):
-        mended = replace(build, torch=build.named_torch)
+    elif cause.fix == image_docker.DEFAULT_TORCH and build.torch != build.named_torch:
+        driver = build.driver_version
+        if not driver or not versions.driver_problem(build.named_torch, driver):
+            mended = replace(build, torch=build.named_torch)
     if mended:
         log.info(f"fixed: {cause.problem} ({cause.fix}); trying again")
     return mended

@@ -82,7 +82,7 @@ def _end(number: int, frame: object) -> NoReturn:
 
 def page(run: RunFiles, width: int) -> list[str]:
     """Return everything that is known about a run, as lines."""
-    ranks = f", {run.ranks():,} rank{'s' * (run.ranks() > 1)}" if run.ranks() else ""
+    ranks = f", {units.counted(run.ranks(), 'rank')}" if run.ranks() else ""
     lines = [_line(run.experiment.root.name, run.status().words + ranks)]
     if progress := _progress(run, width):
         lines.append(_line("progress", progress))
@@ -115,14 +115,10 @@ def _progress(run: RunFiles, width: int) -> str:
     cells = max(10, min(40, width - 60))
     full, empty = ("█", "·") if _is_unicode() else ("#", ".")
     bar = (full * round(share * cells)).ljust(cells, empty)
-    return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{_left(run)}"
-
-
-def _left(run: RunFiles) -> str:
     seconds = run.rows[-1].get("perf/eta_sec") if run.rows else None
-    if seconds is None or not run.status().is_held:
-        return ""
-    return f", {units.duration(seconds)} left"
+    left = "" if seconds is None or not run.status().is_held else \
+        f", {units.duration(seconds)} left"
+    return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{left}"
 
 
 def _figures(run: RunFiles) -> list[tuple[str, str]]:
@@ -148,13 +144,12 @@ def _figures(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _speed(row: Row, since: str) -> str:
-    def of(key: str) -> float:
-        return row.get(key, math.nan)
-    launch = f"{of('perf/run_tokens_per_sec'):,.0f} tok/s over this launch after its first step, " \
-             "with evaluation and saves; " if "perf/run_tokens_per_sec" in row else ""
-    return f"{of('perf/tokens_per_sec'):,.0f} tok/s {since}, {launch}per device " \
-           f"{of('perf/tokens_per_sec_per_device'):,.0f} tok/s, {of('perf/tflops'):.3g} TFLOP/s, " \
-           f"MFU {100 * of('perf/mfu'):.1f} %"
+    rate, device, launch, tflops, mfu = (row.get(f"perf/{key}", math.nan) for key in (
+        "tokens_per_sec", "tokens_per_sec_per_device", "run_tokens_per_sec", "tflops", "mfu"))
+    whole = f"{launch:,.0f} tok/s over this launch after its first step, with evaluation and " \
+            "saves; " if "perf/run_tokens_per_sec" in row else ""
+    return f"{rate:,.0f} tok/s {since}, {whole}per device {device:,.0f} tok/s, {tflops:.3g} " \
+           f"TFLOP/s, MFU {100 * mfu:.1f} %"
 
 
 def _times(row: Row, since: str) -> str:

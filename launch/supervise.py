@@ -99,7 +99,7 @@ def show(opts: Options, command: NodeCommand) -> None:
     words = [*(f"{name}={value}" for name, value in command.environment.items()),
              shlex.join(commands.redacted_argv(command.words))]
     node = f"node {opts.node_rank} of {opts.nnodes}, " if opts.nnodes > 1 else ""
-    restarts = "1 restart" if opts.max_restarts == 1 else f"{opts.max_restarts} restarts"
+    restarts = units.counted(opts.max_restarts, "restart")
     print(f"launcher: {node}in {Path.cwd()}, at most {restarts} without a newer checkpoint\n"
           f"  {' '.join(words)}", flush=True)
 

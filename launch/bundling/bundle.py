@@ -109,8 +109,8 @@ def _build(opts: Options, identity: dict[str, Any], payloads: list[Payload],
         summary["digest"] = unpacking.content_digest(entries, summary)
         build.publish(stage="launch/airgap.py pack", options=options.resolved(opts), files=entries,
                       summary=summary)
-    log.info(f"{opts.out}: {len(payloads):,} files, {units.size(total)} in {volumes} volume"
-             + ("s" if volumes > 1 else "") + f"; {writer.summary()}")
+    log.info(f"{opts.out}: {len(payloads):,} files, {units.size(total)} in "
+             f"{units.counted(volumes, 'volume')}; {writer.summary()}")
     log.info(f"SHA-256 of {unpacking.MANIFEST}: {unpacking.manifest_digest(opts.out)}\n"
              "  (over there, verify prints it again: the same number, the same bundle)")
     python, install = ("python3", "") if opts.no_wheels else (f"python{opts.python}", " --install")
@@ -123,8 +123,7 @@ def _print_plan(opts: Options, code: bundle_contents.Code, artifacts: list[Any],
                 wanted: wheelhouse.Target | None, lists: dict[str, bytes]) -> None:
     log.info(f"bundle {opts.out}")
     if code.changed:
-        log.warn("not as in the commit, and left behind: " + ", ".join(code.changed[:5])
-                 + (f" and {len(code.changed) - 5} more" if code.changed[5:] else ""))
+        log.warn(f"not as in the commit, and left behind: {units.join_names(code.changed, 5)}")
     rows = {"code": f"commit {code.commit[:12]}, {len(code.payloads)} files"}
     if wanted:
         rows["wheelhouse"] = f"Python {wanted.python}, {wanted.platform}, {', '.join(lists)}"

@@ -74,21 +74,16 @@ def target(python: str, platform: str) -> Target:
     return Target(python, int(match[1]), match[2])
 
 
-def identity(lists: dict[str, bytes], wanted: Target) -> dict[str, Any]:
-    """Return what decides which wheels there are. lists: requirement files by name."""
-    return {"options": {"python": wanted.python, "platform": wanted.platform},
-            "inputs": {name: hashing.bytes_digest(text, "sha256") for name, text in lists.items()}}
-
-
-def directory(cache_dir: Path, lists: dict[str, bytes], wanted: Target) -> Path:
-    """Return where the wheels lie, whether they are there yet or not."""
-    key = hashing.fingerprint(identity(lists, wanted))[:8]
-    return cache_dir / "wheelhouse" / f"py{wanted.python}-{wanted.platform}-{key}"
-
-
 def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target) -> Path:
-    """Return the finished wheelhouse, fetching what is not there; UsageError when pip cannot."""
-    made_of, place = identity(lists, wanted), directory(cache_dir, lists, wanted)
+    """Return the finished wheelhouse, fetching what is not there; UsageError when pip cannot.
+
+    lists: requirement files by name.
+    """
+    made_of: dict[str, Any] = {
+        "options": {"python": wanted.python, "platform": wanted.platform},
+        "inputs": {name: hashing.bytes_digest(text, "sha256") for name, text in lists.items()}}
+    name = f"py{wanted.python}-{wanted.platform}-{hashing.fingerprint(made_of)[:8]}"
+    place = cache_dir / "wheelhouse" / name
     if publish.is_done(place, KIND, made_of, overwrite=False):
         log.info(f"wheels: {place}, fetched before")
         return place
@@ -129,4 +124,3 @@ def installed_bytes(place: Path) -> int:
         with zipfile.ZipFile(path) as wheel:
             total += sum(member.file_size for member in wheel.infolist())
     return total
-

@@ -23,6 +23,7 @@ _JOURNAL = "progress.jsonl"
 _CHUNK = 4 << 20
 _JOURNALED = 1 << 20  # a killed run's smaller files are copied again: faster than to make durable
 
+
 def layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, list[Entry]]:
     """Return the parts of each file: one after the other into volumes, cut where one is full.
 
@@ -108,14 +109,12 @@ class Writer:
             plain = [{key: part[key] for key in part if key != "digest"} for part in parts]
             if plain == self._layout.get(to) and all(_has_size(place, part) for part in parts):
                 for part in parts:
-                    self._link(place / part["path"], self._place / part["path"])
+                    there, here = place / part["path"], self._place / part["path"]
+                    if not here.exists():
+                        here.parent.mkdir(parents=True, exist_ok=True)
+                        here.hardlink_to(there)
                 taken[to] = parts
         return taken
-
-    def _link(self, there: Path, here: Path) -> None:
-        if there != here and not here.exists():
-            here.parent.mkdir(parents=True, exist_ok=True)
-            here.hardlink_to(there)
 
     def _remove_others(self) -> None:
         """Delete what a killed run left half-written, or for another layout."""

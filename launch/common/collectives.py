@@ -39,7 +39,9 @@ def waiting(files: list[Path]) -> str:
         return ""
     (group, number, name), ranks = max(inside.items(), key=lambda item: len(item[1]))
     late = {r for r in members.get(group, ranks) if reached.get((group, r), 0) < number}
-    where = f"in {name}, number {number:,} of group {_described(dumps, group)}"
+    label = statistics.mode(entry["process_group"][1] for dump in dumps for entry in dump["entries"]
+                            if entry["process_group"][0] == group)
+    where = f"in {name}, number {number:,} of group {label}"
     if not late:
         return f"{_ranks(ranks)} hung {where}, which all ranks have come to: look at the network"
     return f"{_ranks(ranks)} hung {where}, and waited for {_ranks(late)}"
@@ -60,12 +62,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
         return None
     return dump
-
-
-def _described(dumps: list[dict[str, Any]], group: str) -> str:
-    """Return what torch calls a group, or its number."""
-    return statistics.mode(entry["process_group"][1] for dump in dumps for entry in dump["entries"]
-                           if entry["process_group"][0] == group)
 
 
 def _ranks(ranks: set[int]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lib.core import log, manifest
+from lib.core import log, manifest, units
 from lib.core.errors import StageError
 
 ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
@@ -85,11 +85,9 @@ def output_file(text: str) -> Path:
 def write_json(path: Path, findings: Iterable[Finding], **more: object) -> None:
     """Write findings, the worst first, and whatever else was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(path, {"findings": [_plain(f) for f in worst_first(findings)], **more})
-
-
-def _plain(finding: Finding) -> dict[str, object]:
-    return {key: value for key, value in asdict(finding).items() if key != "node"}
+    rows = [{key: value for key, value in asdict(finding).items() if key != "node"}
+            for finding in worst_first(findings)]
+    manifest.write_json(path, {"findings": rows, **more})
 
 
 def report(findings: list[Finding], opts: argparse.Namespace, what: str) -> None:
@@ -103,10 +101,10 @@ def report(findings: list[Finding], opts: argparse.Namespace, what: str) -> None
 def conclude(findings: Iterable[Finding], fail_on: str, what: str) -> None:
     """Say whether `what` is ready; NotReady when something is at least as severe as `fail_on`."""
     counted = Counter(finding.severity for finding in findings)
-    told = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name in (ERROR, WARNING)
-                     if (n := counted[name]))
+    counts = ", ".join(units.counted(counted[name], name) for name in (ERROR, WARNING)
+                       if counted[name])
     if counted[ERROR]:
-        raise NotReady(f"{what} is not ready: {told}", EXIT_ERROR)
+        raise NotReady(f"{what} is not ready: {counts}", EXIT_ERROR)
     if counted[WARNING] and fail_on == WARNING:
-        raise NotReady(f"{what} is not ready: {told}", EXIT_WARNING)
-    log.info(f"{what} is ready" + (f", with {told}" if told else ""))
+        raise NotReady(f"{what} is not ready: {counts}", EXIT_WARNING)
+    log.info(f"{what} is ready" + (f", with {counts}" if counts else ""))

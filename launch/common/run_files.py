@@ -95,7 +95,10 @@ class RunFiles:
     def status(self) -> Standing:
         said = str(self.state.get("status", ""))
         record = records.mapping(self.experiment.lock)
-        quiet = time.time() - max((path.stat().st_mtime for path in self._written()), default=0)
+        exp = self.experiment
+        written = (exp.state, exp.metrics, exp.events, exp.config, exp.rank_log(0))
+        quiet = time.time() - max((path.stat().st_mtime for path in written if path.exists()),
+                                  default=0)
         if not said:
             if record and self._is_held(record):
                 return Standing("starting", True)
@@ -166,11 +169,6 @@ class RunFiles:
             return self._seen[path][1]
         except OSError:
             return []
-
-    def _written(self) -> list[Path]:
-        exp = self.experiment
-        paths = [exp.state, exp.metrics, exp.events, exp.config, exp.rank_log(0)]
-        return [path for path in paths if path.exists()]
 
     def _is_held(self, record: Row) -> bool:
         """Tell whether the process that wrote the lock is alive, as far as can be seen here."""

@@ -14,8 +14,7 @@ from lib.core import commands
 from lib.core.errors import DiskFullError, UsageError
 
 # What --auto-fix does about a cause, carried out by build_image.
-PRUNE, MIRROR, RETRY, DEFAULT_TORCH, NOTHING = (
-    "prune", "mirror", "retry", "default torch", "")
+PRUNE, MIRROR, RETRY, DEFAULT_TORCH = "prune", "mirror", "retry", "default torch"
 _ECR = re.compile(r"\d+\.dkr\.ecr\.(?P<region>[\w-]+)\.amazonaws\.com(\.cn)?")
 _KEPT = 200_000
 
@@ -24,13 +23,13 @@ _KEPT = 200_000
 class Fault:
     """Why an image could not be built or run. pattern: of what was said; is_disk: exit code 4.
 
-    fix: what can be done without asking.
+    fix: what can be done without asking, empty when nothing can.
     """
 
     pattern: str
     problem: str
     remedy: str
-    fix: str = NOTHING
+    fix: str = ""
     is_disk: bool = False
 
 

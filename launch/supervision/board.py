@@ -84,18 +84,11 @@ class NoteBoard:
         """Tell whether a node's note has been seen to change, and not long ago."""
         return self._seen.get(node, (None, 0.0, False))[2] and not self.is_silent(node)
 
-    def forget(self) -> None:
-        """Take down this node's note, and the board when it was the last one."""
-        if self.directory is not None:
-            with suppress(OSError):
-                self._path(self.node).unlink()
-                self.directory.rmdir()
-                self.directory.parent.rmdir()
-
-    def remove(self) -> None:
+    def take_down(self, everyone: bool = False) -> None:
+        """Delete this node's note, or everyone's, and the board when it was the last one."""
         if self.directory is not None:
             with suppress(OSError):  # others may have theirs beside it
-                for path in self.directory.glob("node_*"):
+                for path in self.directory.glob("node_*") if everyone else [self._path(self.node)]:
                     path.unlink()
                 self.directory.rmdir()
                 self.directory.parent.rmdir()

@@ -61,7 +61,8 @@ class Head(NodeLauncher):
             self.turn(self._others, "gather", **self._facts)
             self._hear_stop()
             waited = time.monotonic() - began
-            missing = [n for n in self._others if not self._is_ready(n)]
+            missing = [n for n in self._others if not self.board.is_alive(n)
+                       or self.notes[n].get("phase") != "ready"]
             if self.stop:
                 return Verdict(EXIT_PREEMPTED, f"stopped by {self.stop}")
             if not missing and time.monotonic() >= self._not_before:
@@ -73,9 +74,6 @@ class Head(NodeLauncher):
                 told = True
                 self.say(f"waiting for nodes {missing}: the same command there, with its own "
                          f"--node-rank and a --save-dir that all share ({self.board.directory})")
-
-    def _is_ready(self, node: int) -> bool:
-        return self.board.is_alive(node) and self.notes[node].get("phase") == "ready"
 
     def _hear_stop(self) -> None:
         for node, note in self.notes.items():
@@ -150,7 +148,7 @@ class Head(NodeLauncher):
         while any(note and self.board.is_alive(node) for node, note in self.notes.items()) \
                 and time.monotonic() < deadline:
             self.turn(self._others, "leave", code=verdict.code)
-        self.board.remove()
+        self.board.take_down(everyone=True)
         return verdict.code
 
     def _newest(self) -> int:

@@ -124,7 +124,7 @@ class Follower(NodeLauncher):
 
     def _leave(self, code: int, why: str) -> int:
         self.say(f"exit code {code}, {why}")
-        self.board.forget()
+        self.board.take_down()
         return code
 
     def _is_over(self) -> bool:
