@@ -109,9 +109,10 @@ def assign(files: Sequence[TreeEntry], num_dirs: int) -> list[tuple[TreeEntry, s
 
 
 def print_plan(opts: options.Options, entries: Sequence[TreeEntry],
-               files: Sequence[tuple[TreeEntry, str]]) -> tuple[Counter, Counter]:
+               files: Sequence[tuple[TreeEntry, str]]) -> tuple[Counter[str], Counter[str]]:
     """Print what will be made; return files and bytes per split."""
-    counts, sizes = Counter(), Counter()
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for entry, split in files:
         counts[split] += 1
         sizes[split] += entry.bytes

@@ -22,6 +22,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from lib.core import commands, log, manifest, offline, options, paths, publish, stage, units
@@ -121,8 +122,7 @@ def check_combination(opts: options.Options) -> None:
                          f"special tokens alone take {tokenizer.SMALLEST_VOCABULARY}")
     for key in ("model_name", "dataset_name"):
         if name := getattr(opts, key):
-            problems.collect(lambda name=name, key=key: repository.check_name(
-                name, f"--{key.replace('_', '-')}"))
+            problems.collect(partial(repository.check_name, name, f"--{key.replace('_', '-')}"))
     problems.raise_if_any()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -131,7 +132,7 @@ def _pass_on(text: str, level: int, to_files: bool) -> None:
             handler.handle(_logger.makeRecord(_logger.name, level, "", 0, text, (), None))
 
 
-def table(rows: dict[str, object], indent: int = 2) -> None:
+def table(rows: Mapping[str, object], indent: int = 2) -> None:
     """Print a plan or a summary: one aligned `name  value` line per row."""
     width = max(map(len, rows), default=0)
     for name, value in rows.items():

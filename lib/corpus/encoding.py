@@ -61,6 +61,8 @@ class DecodedText:
             yield text
 
     def _repair(self, error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeDecodeError):
+            raise error
         self.replaced += 1
         if self._fallback and self._codec != "utf-16":
             return error.object[error.start:error.end].decode(self._fallback, "replace"), error.end

@@ -15,7 +15,7 @@ from lib.corpus.raw_file import LARGE_BYTES, RawFile
 
 _ELEMENTS = 64  # of a list, taken at once
 _SOME, _KEY = 1 << 17, 200  # characters of a large list taken at once, and up to a first key's end
-_SPACE = re.compile(r"[ \t\r\n]*")
+_NO_SPACE = re.compile(r"[^ \t\r\n]")
 # Numbers are never kept, and int() refuses more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
 
@@ -215,11 +215,11 @@ class _Values:
 
     def _skip(self, position: int) -> int:
         """Return where the next value or mark starts; what comes before may be forgotten."""
-        while (position := _SPACE.match(self._text, position).end()) == len(self._text):
-            if not self._grow(position):
-                break
+        while (found := _NO_SPACE.search(self._text, position)) is None:
+            if not self._grow(len(self._text)):
+                return len(self._text)
             position = 0
-        return position
+        return found.start()
 
     def _grow(self, position: int) -> bool:
         """Forget what comes before a position, which becomes 0, and double what comes after it.

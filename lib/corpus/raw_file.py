@@ -10,7 +10,7 @@ import posixpath
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -27,8 +27,10 @@ PACKED_SUFFIXES = {"gzip": (".gz", ".gzip"), "bzip2": (".bz2",), "xz": (".xz",),
 _BUFFER, _CHUNK = 1 << 17, 1 << 20
 _PACKED_CHUNK = 1 << 16
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
-_DECODERS = {"gzip": lambda: zlib.decompressobj(_GZIP_WINDOW), "bzip2": bz2.BZ2Decompressor,
-             "xz": lzma.LZMADecompressor}
+_DECODERS: dict[str, Callable[[], Any]] = {
+    "gzip": lambda: zlib.decompressobj(_GZIP_WINDOW), "bzip2": bz2.BZ2Decompressor,
+    "xz": lzma.LZMADecompressor}
+Stream = io.BufferedReader | io.BytesIO
 
 
 class RawFile:
@@ -45,7 +47,8 @@ class RawFile:
         self.start, self.stop = start, stop
         self.scratch, self._path = scratch, path
         self.damage = ""
-        self.stream = self._file = _open(path)
+        self.stream: Stream = _open(path)
+        self._file = self.stream
         self._sniff(path)
         if self.kind in PACKED_SUFFIXES:
             stem, suffix = posixpath.splitext(path)
@@ -134,7 +137,7 @@ class RawFile:
                 yield position if has_offsets else None, None
                 position += LARGE_BYTES + skip_line(stream)
 
-    def _at_first_line(self) -> tuple[BinaryIO, int]:
+    def _at_first_line(self) -> tuple[Stream, int]:
         """Return a stream of UTF-8 where the first line of this part starts, and its offset."""
         stream, position = self.stream, 0
         if kinds.is_utf16(self.head):
@@ -149,7 +152,7 @@ class RawFile:
         return stream, position
 
 
-def _open(path: str) -> BinaryIO:
+def _open(path: str) -> Stream:
     """Open a file for reading; a small one is in memory at once, without a buffer of its own."""
     raw = PatientFile(path)
     try:

@@ -54,6 +54,9 @@ class Rules:
     follow_symlinks: bool = False
 
 
+_Identity = tuple[int, int]  # of a directory: device and inode
+
+
 class Scan:
     """Walks through a source tree once; `entries()` yields them in no particular order.
 
@@ -68,7 +71,8 @@ class Scan:
 
     def entries(self) -> Iterator[TreeEntry]:
         """Walk the tree; OSError only when a disk fails, or the root itself cannot be read."""
-        stack = [("", _identity(self.root.stat()), ())]
+        stack: list[tuple[str, _Identity, tuple[_Identity, ...]]] = \
+            [("", _identity(self.root.stat()), ())]
         while stack:
             prefix, here, above = stack.pop()
             above = (*above, here)
@@ -87,7 +91,8 @@ class Scan:
                     else:
                         stack.append((prefix + item.name + "/", found, above))
 
-    def _look(self, item: os.DirEntry, path: str, above: tuple) -> TreeEntry | tuple[int, int]:
+    def _look(self, item: os.DirEntry, path: str, above: tuple[_Identity, ...],
+              ) -> TreeEntry | _Identity:
         """Return an entry, or the identity of a directory to enter."""
         try:
             info = item.stat(follow_symlinks=False)
@@ -98,7 +103,7 @@ class Scan:
         except OSError as error:
             if is_of_disk(error) and not (self._exclude and _matches(self._exclude, path)):
                 raise
-            reason = {errno.ENOENT: DANGLES, errno.ELOOP: LOOPS}.get(error.errno, UNREADABLE)
+            reason = {errno.ENOENT: DANGLES, errno.ELOOP: LOOPS}.get(error.errno or 0, UNREADABLE)
             return TreeEntry(path, skipped=reason)
         if not stat.S_ISDIR(info.st_mode):
             reason = self._why_not_file(item.name, path, info)
@@ -148,7 +153,7 @@ def recognise(directory: Path) -> str:
     return _MADE.get(name, "") if version else ""
 
 
-def _identity(info: os.stat_result) -> tuple[int, int]:
+def _identity(info: os.stat_result) -> _Identity:
     return info.st_dev, info.st_ino
 
 
@@ -170,7 +175,7 @@ def _matches(pattern: re.Pattern[str], path: str) -> bool:
 def list_unmatched(globs: Iterable[str], entries: Iterable[TreeEntry], skipped: str = "",
                   ) -> list[str]:
     """Return the globs that match no entry which is taken, or is skipped for that reason."""
-    left = {glob: _pattern([glob]) for glob in globs}
+    left = {glob: pattern for glob in globs if (pattern := _pattern([glob]))}
     for entry in entries:
         if not left:
             break

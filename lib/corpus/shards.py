@@ -5,13 +5,14 @@ They are made durable behind the back of whoever writes them, so that disk and p
 
 from __future__ import annotations
 
+import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
@@ -37,7 +38,7 @@ class Flusher:
         self._thread = ThreadPoolExecutor(1)
         self._waiting: deque[Future[None]] = deque()
 
-    def sync(self, file: BinaryIO) -> None:
+    def sync(self, file: io.IOBase) -> None:
         """Make durable what a file holds now; it may be closed meanwhile."""
         descriptor = os.dup(file.fileno())
 
@@ -89,7 +90,7 @@ class ShardWriter:
         self._directory, self._split, self._keep_source = directory, split, keep_source
         self._schema = parts.make_schema(keep_source)
         self._flusher = flusher
-        self._file: BinaryIO | None = None
+        self._file: io.FileIO | None = None
         self._unsynced = 0
         if self.shards and not self.shards[-1].digest:
             self._reopen()
@@ -112,17 +113,16 @@ class ShardWriter:
             return
         size = part.stat().st_size
         if self._file and self.shards[-1].rows and self.shards[-1].bytes + size > SHARD_BYTES:
-            self._close()
-        if self._file is None:
-            self._open()
+            self._close(self._file)
+        file = self._file or self._open()
         shard = self.shards[-1]
         if keep is None:
             for chunk in _chunks(part):
-                self._write(chunk)
+                self._write(file, chunk)
         else:
             rows, text_bytes = int(keep.sum()), 0
             for message, length in parts.select(part, keep, self._keep_source):
-                self._write(message)
+                self._write(file, message)
                 text_bytes += length
         shard.rows += rows
         shard.text_bytes += text_bytes
@@ -132,7 +132,7 @@ class ShardWriter:
         if not self.shards:
             self._open()  # a split without rows is one empty shard
         if self._file:
-            self._close()
+            self._close(self._file)
         self._flusher.wait()
         for number, shard in enumerate(self.shards):
             name = f"data-{number:05d}-of-{len(self.shards):05d}.arrow"
@@ -157,11 +157,12 @@ class ShardWriter:
         if self._file:
             self._file.close()
 
-    def _open(self) -> None:
+    def _open(self) -> io.FileIO:
         self.shards.append(Shard(_UNFINISHED.format(len(self.shards))))
         self._file = (self._directory / self.shards[-1].name).open("wb", 0)
         self._hasher = hashing.new()
-        self._write(self._schema.serialize())
+        self._write(self._file, self._schema.serialize())
+        return self._file
 
     def _reopen(self) -> None:
         path = self._directory / self.shards[-1].name
@@ -170,21 +171,21 @@ class ShardWriter:
             self._hasher.update(chunk)
         self._file = path.open("ab", 0)
 
-    def _write(self, data: Any) -> None:
+    def _write(self, file: io.FileIO, data: Any) -> None:
         view = memoryview(data)
         while view:  # an unbuffered write may take only a part
-            view = view[self._file.write(view):]
+            view = view[file.write(view):]
         self._hasher.update(data)
         self.shards[-1].bytes += len(data)
         self._unsynced += len(data)
         if self._unsynced > _SYNC_BYTES:
-            self._flusher.sync(self._file)
+            self._flusher.sync(file)
             self._unsynced = 0
 
-    def _close(self) -> None:
-        self._write(parts.END_OF_STREAM)
-        self._flusher.sync(self._file)
-        self._file.close()
+    def _close(self, file: io.FileIO) -> None:
+        self._write(file, parts.END_OF_STREAM)
+        self._flusher.sync(file)
+        file.close()
         self._file = None
         self.shards[-1].digest = hashing.digest(self._hasher)
 

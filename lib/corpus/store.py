@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def process(unit: WorkUnit) -> UnitResult:
     if done.changed:
         return done  # and no record of it
     done.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
-    record = asdict(replace(done, unit=None, tally=None)) | {"tally": done.tally.to_json()}
+    record = vars(done) | {"unit": None, "tally": done.tally.to_json()}
     manifest.write_json(unit.part(_RECORD), record)
     return done
 

@@ -6,11 +6,14 @@ import csv
 import re
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lib.core import units
 from lib.corpus.documents import DROPPED, DROPPED_REST, KEPT, TOO_LARGE, Documents
 from lib.corpus.raw_file import LARGE_BYTES, RawFile
+
+if TYPE_CHECKING:
+    from _csv import Dialect
 
 _LONG_ROW = 20  # lines
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
@@ -85,7 +88,7 @@ def read_table(raw: RawFile, documents: Documents) -> None:
         documents.note("cut", raw.damage, DROPPED_REST, *lines.last[:2])
 
 
-def _drop(lines: _Lines, header: list[str] | None, dialect: csv.Dialect, error: str,
+def _drop(lines: _Lines, header: list[str] | None, dialect: Dialect, error: str,
           documents: Documents) -> None:
     """Note a row that is not CSV, with what it took along.
 
@@ -105,7 +108,7 @@ def _drop(lines: _Lines, header: list[str] | None, dialect: csv.Dialect, error: 
     documents.note("syntax", what, DROPPED, offset, number)
 
 
-def _are_rows(lines: list[_Line], header: list[str] | None, dialect: csv.Dialect) -> bool:
+def _are_rows(lines: list[_Line], header: list[str] | None, dialect: Dialect) -> bool:
     """Tell whether lines are rows rather than the text of one cell: nine of ten have all cells."""
     if header is None or len(header) < 2:
         return False

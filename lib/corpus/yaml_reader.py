@@ -66,7 +66,8 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
             try:
                 documents.add_value(_Plain(limit).copy(loader.construct_document(node)), *place)
             except _Refused as refusal:
-                documents.note(*refusal.args, DROPPED, *place)
+                kind, message = refusal.args
+                documents.note(kind, message, DROPPED, *place)
             except (yaml.constructor.ConstructorError, RecursionError) as error:
                 documents.note("syntax", f"not valid YAML: {_words(error)}", DROPPED, *place)
     except yaml.YAMLError as error:
@@ -151,7 +152,9 @@ def _loader() -> type:
     """
     import yaml
 
-    class PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class PlainLoader(safe):
         def flatten_mapping(self, node: Any) -> None:
             """Leave merge keys to _Plain, which bounds what they expand to."""
 

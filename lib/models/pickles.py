@@ -27,7 +27,9 @@ def convert(directory: Path, names: Sequence[str], advance: Callable[[int], None
     trust_code: see architecture.read_config. Raises UsageError when one holds anything but tensors.
     """
     tied = architecture.build_on_meta(directory, trust_code=trust_code).all_tied_weights_keys
-    entries, where, total = [], {}, 0
+    entries: list[dict[str, Any]] = []
+    where: dict[str, str] = {}
+    total = 0
     for name in names:
         pickled = directory / name
         target = pickled.with_name(WEIGHTS if len(names) == 1 else _shard_name(name))
@@ -90,5 +92,5 @@ def _without_tied(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> dic
         return tensor.data_ptr(), tensor.shape
 
     return {key: tensor for key, tensor in tensors.items()
-            if not ((source := tied.get(key)) in tensors and source != key
+            if not ((source := tied.get(key, key)) in tensors and source != key
                     and memory(tensors[source]) == memory(tensor))}
