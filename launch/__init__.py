@@ -1,1 +1,1 @@
-"""Starting, watching and carrying the stages: single nodes, clusters, air gaps."""
+"""Starts, watches and carries the stages: on single nodes, on clusters and across air gaps."""

@@ -130,12 +130,12 @@ def _fixed(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | 
 
 def _check_result(build: ImageBuild, said: str) -> None:
     """Raise UsageError when the image holds another torch or CUDA than was asked for."""
-    told = re.search(r"^torch (\S+) CUDA (\S+)$", said, re.MULTILINE)
+    printed = re.search(r"^torch (\S+) CUDA (\S+)$", said, re.MULTILINE)
     cuda = build.torch.cuda or "none"
-    if not told or told[1].partition("+")[0] != build.torch.version or told[2] != cuda:
+    if not printed or printed[1].partition("+")[0] != build.torch.version or printed[2] != cuda:
         raise UsageError("the image does not hold the torch that was asked for",
                          expected=f"torch {build.torch.version}, CUDA {cuda}",
-                         found=told[0] if told else said.strip()[-300:],
+                         found=printed[0] if printed else said.strip()[-300:],
                          hint="check what the index or the wheelhouse has: --pip-conf, --context")
 
 

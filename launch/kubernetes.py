@@ -106,17 +106,17 @@ def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
         print(manifest, end="")
     elif opts.command == "apply":
         deploy.submit(job, kubectl)
-        log.info(f"next: {_again('logs', job)}")
+        log.info(f"next: {_command('logs', job)}")
     else:
         try:
             deploy.deploy(job, kubectl, token=os.environ.get("HF_TOKEN", ""),
                           monitor=opts.monitor, patience=declared.read(Patience, opts))
         except KeyboardInterrupt:
-            log.info(f"\nthe job goes on; end it: {_again('stop', job)}")
+            log.info(f"\nthe job goes on; end it: {_command('stop', job)}")
             raise
 
 
-def _again(command: str, job: JobOptions) -> str:
+def _command(command: str, job: JobOptions) -> str:
     """Return a command of this script about the same job."""
     names = {name: getattr(job, name) for name in ("kind", "namespace", "job_name", "context")}
     return commands.script(_SCRIPT, command, *commands.as_words(names))
@@ -146,7 +146,7 @@ def logs(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     pods = cluster_state.pods(kubectl, asked.selector)
     if opts.node_rank >= len(pods):
         raise UsageError(f"--node-rank {opts.node_rank}: the job has {len(pods)} pods",
-                         run=_again("status", asked))
+                         run=_command("status", asked))
     name = pods[opts.node_rank]["metadata"]["name"]
     stream = kubectl.stream("logs", *follow, name)
     try:
@@ -155,7 +155,7 @@ def logs(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
         stream.terminate()
     if code:
         raise UsageError(f"no log of {name} (kubectl exit code {code})",
-                         run=_again("status", asked))
+                         run=_command("status", asked))
 
 
 def stop(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:

@@ -34,7 +34,7 @@ from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
 _STAGE = str(ROOT / "04_train_fsdp.py")
-_AGAIN = 128 + signal.SIGTERM
+_TRY_AGAIN = 128 + signal.SIGTERM
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOOK_EVERY_S = 2.0
 
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     if KINDS[opts.kind].agent:
         os.execvp(command[0], command)  # which wants to be told itself to end
     for number in _SIGNALS:  # the first process of a container ignores what it does not handle
-        signal.signal(number, lambda number, frame: sys.exit(_AGAIN))
+        signal.signal(number, lambda number, frame: sys.exit(_TRY_AGAIN))
     if opts.nnodes > 1:
         wait_for(head_of(operators))
     sys.exit(follow(command))
@@ -130,14 +130,14 @@ def head_of(operators: dict[str, str]) -> str:
 def wait_for(head: str) -> None:
     """Wait until the head's name has an address, which it gets when its pod runs."""
     patience = float(os.environ.get("WAIT_SECONDS", "900"))
-    until, told = time.monotonic() + patience, False
+    until, is_announced = time.monotonic() + patience, False
     while subprocess.run(["getent", "hosts", head], stdout=subprocess.DEVNULL).returncode:
         if time.monotonic() > until:
             raise StageError(f"{head} has no address after {patience:.0f} s",
                              expected="the pod of node 0 to run; `kubectl get pods` shows it")
-        if not told:
+        if not is_announced:
             print(f"waiting for {head}: it has no address yet", flush=True)
-        told = True
+        is_announced = True
         time.sleep(_LOOK_EVERY_S)
 
 
@@ -161,7 +161,7 @@ def follow(command: list[str]) -> int:
     code = child.wait()
     code = code if code >= 0 else 128 - code
     # torchrun returns 1 whatever ended it: a run that was told to end is worth another try.
-    return _AGAIN if code == EXIT_PREEMPTED or (code and signalled) else code
+    return _TRY_AGAIN if code == EXIT_PREEMPTED or (code and signalled) else code
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Making the bundle of an air-gapped site."""
+"""Makes the bundle of an air-gapped site."""

@@ -1,4 +1,4 @@
-"""What goes into an air-gap bundle, and where it lies in the project on the far side."""
+"""Chooses what goes into an air-gap bundle, and where it lies in the project on the far side."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _UNFINISHED = ".partial-"
 
 @dataclass(frozen=True)
 class Payload:
-    """A file of the project over there. to: its path. source: the file here, or its bytes.
+    """Describes a file of the project over there.
 
+    to: its path there. source: the file here, or its bytes.
     digest: what the stage that made it wrote about it, empty when nothing is known.
     """
 
@@ -41,7 +42,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class PackedDirectory:
-    """A directory to pack. kind: of its manifest, empty without one."""
+    """Describes a directory to pack. kind: that of its manifest, empty without one."""
 
     to: str
     source: Path
@@ -52,7 +53,7 @@ class PackedDirectory:
 
 @dataclass(frozen=True)
 class Code:
-    """A commit. changed: files that differ from it here."""
+    """Holds a commit. changed: files here that differ from it."""
 
     commit: str
     files: dict[str, bytes] = field(repr=False)

@@ -41,12 +41,12 @@ Entry = dict[str, Any]
 
 
 class BundleError(Exception):
-    """What is wrong, in lines as they are printed; code: of the exit."""
+    """Says what is wrong, in lines as they are printed. code: the exit code."""
 
     def __init__(self, code: int, problem: str, **parts: str) -> None:
-        told = [f"  {label + ':':<9} " + text.replace("\n", f"\n{'':12}")
+        lines = [f"  {label + ':':<9} " + text.replace("\n", f"\n{'':12}")
                 for label, text in parts.items()]
-        super().__init__("\n".join([f"error: {problem}", *told]))
+        super().__init__("\n".join([f"error: {problem}", *lines]))
         self.code = code
 
 

@@ -1,4 +1,4 @@
-"""The wheels of requirements.txt for a named Python and platform, fetched by pip on any machine."""
+"""Has pip fetch the wheels of requirements.txt for a named Python and platform, on any machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ runpy.run_module("pip", run_name="__main__")
 
 @dataclass(frozen=True)
 class Target:
-    """What runs on the far side. python: `3.11`. glibc: minor version. machine: `x86_64`."""
+    """Describes the far side. python: `3.11`. glibc: its minor version. machine: `x86_64`."""
 
     python: str
     glibc: int
@@ -40,12 +40,12 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """The newest platform tag that a wheel may have."""
+        """Return the newest platform tag that a wheel may have."""
         return f"manylinux_2_{self.glibc}_{self.machine}"
 
     @property
     def tags(self) -> list[str]:
-        """All platform tags that wheels for it may have, the best first."""
+        """Return all platform tags that wheels for it may have, the best first."""
         tags = []
         for minor in range(self.glibc, _OLDEST_GLIBC - 1, -1):
             tags.append(f"manylinux_2_{minor}_{self.machine}")
@@ -54,7 +54,7 @@ class Target:
 
     @property
     def markers(self) -> dict[str, str]:
-        """What a requirement may ask about it after `;`."""
+        """Return what a requirement may ask about it after `;`."""
         return {"python_version": self.python, "python_full_version": f"{self.python}.0",
                 "implementation_version": f"{self.python}.0", "implementation_name": "cpython",
                 "platform_python_implementation": "CPython", "platform_machine": self.machine,

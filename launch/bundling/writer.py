@@ -1,4 +1,4 @@
-"""The files of a bundle in volumes: cut, copied, hashed, and taken over where they are equal."""
+"""Writes a bundle's files into volumes: cut, copied, hashed, taken over where they are equal."""
 
 from __future__ import annotations
 

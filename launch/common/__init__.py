@@ -1,1 +1,1 @@
-"""What several launchers use."""
+"""Holds what several launchers use."""

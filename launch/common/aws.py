@@ -1,4 +1,4 @@
-"""What AWS says of an EKS or HyperPod cluster, where its command line is there."""
+"""Asks AWS about EKS and HyperPod clusters, where its command line is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADDONS = {"aws-fsx-csi-driver": "storage on FSx for Lustre",
 
 
 class AwsError(UsageError):
-    """A call that AWS refused or did not answer."""
+    """Says which call AWS refused or did not answer."""
 
 
 def text(*arguments: str, region: str = "") -> str:

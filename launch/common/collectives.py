@@ -1,4 +1,4 @@
-"""Who waits for whom, from the collectives that ranks were in when the watchdog ended them."""
+"""Finds who waits for whom, by the collectives in which the watchdog ended the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check of a machine or a cluster found: how bad, what, and what to do about it."""
+"""Tells what a check of a machine or a cluster found: what, how bad, what to do about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_WARNING, EXIT_ERROR = 5, 6
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has to say.
+    """Holds one thing that a check has to say.
 
     severity: `error` (training will fail or be wrong), `warning` (it will be slow, or may fail)
     or `info`. check: what was looked at. remedy: what to do, as a command where there is one.
@@ -33,7 +33,7 @@ class Finding:
 
 
 class NotReady(StageError):
-    """A check found something at least as severe as the caller tolerates."""
+    """Says that a check found something as severe as the caller does not tolerate."""
 
     def __init__(self, problem: str, code: int) -> None:
         super().__init__(problem)

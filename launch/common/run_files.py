@@ -1,4 +1,4 @@
-"""What the files of a run say about it: read again and again, whole or torn, by any process."""
+"""Reads what a run's files say about it: again and again, whole or torn, in any process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def require(experiment: Experiment) -> None:
 
 
 class JsonLines:
-    """A file of JSON lines that grows; what is torn or no object is left out until it is whole."""
+    """Follows a file of JSON lines that grows, without lines that are torn or hold no object."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset = path, -1, 0
@@ -66,14 +66,14 @@ class JsonLines:
 
 
 class Standing(NamedTuple):
-    """How a run stands, in words; is_held: whether a process holds it, as far as can be seen."""
+    """Says how a run stands. is_held: whether a process holds it, as far as can be seen."""
 
     words: str
     is_held: bool = False
 
 
 class RunFiles:
-    """The files of `outputs/<exp>/` as they are now."""
+    """Reads the files of `outputs/<exp>/` as they are at the last `update`."""
 
     def __init__(self, root: Path) -> None:
         self.experiment = Experiment(root.parent, root.name)

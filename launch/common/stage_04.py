@@ -1,4 +1,4 @@
-"""The options of stage 04, as launchers read them before they start anything."""
+"""Reads the options of stage 04 for launchers, before they start anything."""
 
 from __future__ import annotations
 

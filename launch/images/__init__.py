@@ -1,1 +1,1 @@
-"""What build_image.py is made of."""
+"""Holds what build_image.py is made of."""

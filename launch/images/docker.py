@@ -1,4 +1,4 @@
-"""Calls of docker and of AWS's registry; what they print is shown, kept, and explained."""
+"""Calls docker and AWS's registry; shows, keeps and explains what they print."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _KEPT = 200_000
 
 @dataclass(frozen=True)
 class Fault:
-    """Why an image could not be built or run. pattern: of what was said; is_disk: exit code 4.
+    """Explains why an image could not be built or run.
 
-    fix: what can be done without asking, empty when nothing can.
+    pattern: what docker prints of it. fix: what can be done without asking, empty when nothing
+    can. is_disk: the exit code is 4.
     """
 
     pattern: str
@@ -78,7 +79,7 @@ _CAUSES = (
 
 
 class DockerError(Exception):
-    """A call of docker that failed. said: the end of what it printed; cause: None if not known."""
+    """Says how docker failed. said: the end of what it printed. cause: None if not known."""
 
     def __init__(self, said: str) -> None:
         super().__init__(said)

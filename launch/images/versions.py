@@ -1,4 +1,4 @@
-"""What image is built; torch, its CUDA and the nodes' driver have to agree (torch_cuda.yaml)."""
+"""Decides which image is built: torch, its CUDA and the driver must agree (torch_cuda.yaml)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CODE = "/opt/pipeline"
 
 @dataclass(frozen=True)
 class Torch:
-    """A version of torch. version: `2.13.0`. cuda: `13.0`, or empty for a build without."""
+    """Names a torch. version: `2.13.0`. cuda: `13.0`, or empty for a build without."""
 
     version: str
     cuda: str
@@ -129,7 +129,7 @@ _DRIVER = _like(r"\d+(\.\d+){0,2}", "a version such as 570.86.15")
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """The image that is asked for."""
+    """Says which image is wanted."""
 
     tag: str = option("", parse=_IMAGE, metavar="NAME",
                       help=f"name of the image (default: {NAME}:<commit>-torch…)")
@@ -163,7 +163,7 @@ class ImageOptions:
 
 @dataclass(frozen=True)
 class ImageBuild(ImageOptions):
-    """Options with nothing left open. named_torch: that of the requirements."""
+    """Holds options with nothing left open. named_torch: that of the requirements."""
 
     torch: Torch = field(kw_only=True)
     named_torch: Torch = field(kw_only=True)

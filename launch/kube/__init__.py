@@ -1,1 +1,1 @@
-"""Training jobs on Kubernetes: what is asked for, its manifest, and what became of it."""
+"""Runs training jobs on Kubernetes, from their options to what became of them."""

@@ -1,4 +1,4 @@
-"""What a job on Kubernetes is asked for, each option declared once, and what no cluster takes."""
+"""Declares the options of a job on Kubernetes, and tells what no cluster takes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Asked = TypeVar("Asked", bound="JobNeeds")
 
 @dataclass(frozen=True)
 class JobNeeds:
-    """What a job needs of its cluster."""
+    """Says what a job needs of its cluster."""
 
     kind: str = option("pytorchjob", group="the job", choices=tuple(KINDS),
                        help=", ".join(kind.title for kind in KINDS.values()))
@@ -100,7 +100,7 @@ class JobNeeds:
 
 @dataclass(frozen=True)
 class JobOptions(JobNeeds):
-    """All that a person can say of a job, but for the options of stage 04."""
+    """Holds all that a person can say of a job, but for the options of stage 04."""
 
     job_name: str = option(group="the job", metavar="J", help="name of the job")
     min_nodes: int = option(0, group="the nodes", parse=options.positive_int,

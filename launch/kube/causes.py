@@ -1,4 +1,4 @@
-"""Why a job does not run, from its pods, events and logs; what cures it, and whether time does.
+"""Finds why a job does not run, in its pods, events and logs, and what cures it, if only time.
 
 The first thing that explains the rest is looked for: a pod that cannot start tells more than one
 that waits for it, and the words of a log more than an exit code.
@@ -20,9 +20,10 @@ Logs = Callable[[Pod], str]
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong. name: stable, a key of REMEDIES. evidence: as the cluster or a log has it.
+    """Says what is wrong.
 
-    code: exit code of a run that failed of it.
+    name: a key of REMEDIES, which stays. evidence: what the cluster or a log says. code: the exit
+    code of a run that failed of it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a job needs of a Kubernetes cluster besides nodes: operator, rights, storage, quota, secret.
+"""Checks what a job needs of a cluster besides nodes: operator, rights, storage, quota, secret.
 
 Each check asks kubectl for itself, so that one which is not allowed leaves the others alone, and
 gets what is wanted of the cluster: a job with nothing left open.

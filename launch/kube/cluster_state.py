@@ -1,4 +1,4 @@
-"""A job as the cluster has it: its state, its pods, what they print."""
+"""Reads a job from the cluster: its state, its pods, what they print."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass(frozen=True)
 class State:
-    """state: of the three above. words: the condition it is from, with the operator's message."""
+    """Says how a job stands: active, succeeded or failed. words: the condition that says so."""
 
     state: str
     words: str

@@ -1,4 +1,4 @@
-"""Check, submit, follow; find why a job fails, apply or name the cure, try again or give up."""
+"""Submits and follows a job; finds why it fails, applies or names the cure, and tries again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHECKPOINTING = ("none", "selective", "full")
 
 
 class JobFailed(StageError):
-    """The last word on a job; code: the run's, when that is known."""
+    """Says why a job failed in the end. code: the exit code of the run, where it is known."""
 
     def __init__(self, problem: str, code: int = EXIT_BUG, **parts: str) -> None:
         super().__init__(problem, **parts)
@@ -38,7 +38,7 @@ class JobFailed(StageError):
 
 @dataclass(frozen=True)
 class Patience:
-    """How often and how long a job is tried."""
+    """Says how often and how long a job is tried."""
 
     attempts: int = option(5, group="the run", parse=options.positive_int,
                            help="deploy: submissions in all")
@@ -235,7 +235,7 @@ class _Watch:
         self._monitor = monitor
         self._log: subprocess.Popen[bytes] | None = None
         self._logged = ""
-        self._told = self._told_cause = ""
+        self._shown = self._shown_cause = ""
         self._silent = 0
         self._pending_since = time.monotonic()
 
@@ -264,8 +264,8 @@ class _Watch:
             return True, Cause("deleted", "", "the job is no longer there")
         state = cluster_state.of_job(found)
         pods = cluster_state.pods(self._kubectl, self._job.selector)
-        if state.words != self._told:
-            self._told = state.words
+        if state.words != self._shown:
+            self._shown = state.words
             log.info(f"{name}: {state.words}")
         if state.state == SUCCEEDED:
             self._follow_log(pods, ("Running", "Succeeded"))  # all of it, if it was that quick
@@ -286,8 +286,8 @@ class _Watch:
         elif time.monotonic() - self._pending_since > 60 * self._patience.pending_minutes:
             return True, cause or Cause("operator missing", "", "there are no pods yet" if not pods
                                         else "the pods do not start")
-        elif cause and cause.evidence != self._told_cause:
-            self._told_cause = cause.evidence
+        elif cause and cause.evidence != self._shown_cause:
+            self._shown_cause = cause.evidence
             log.info(f"{name}: waits: {cause.name}: {cause.evidence}")
         return False, None
 

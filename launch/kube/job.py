@@ -1,4 +1,4 @@
-"""A training job with everything decided, and the manifests that say so.
+"""Decides all of a training job, and fills in the manifests that say so.
 
 In the templates of launch/kubernetes/, `${NAME}` stands for a setting: alone and without quotes it
 keeps its type (a number, a list), and a list in a list is spread. `!if-NAME` before a value leaves
@@ -35,10 +35,11 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job(JobOptions):
-    """Options that are settled, and what follows from them. train: options of stage 04.
+    """Holds options that are settled, and what follows from them.
 
-    env: what NCCL needs on these nodes. interfaces: for NCCL_SOCKET_IFNAME, empty to let NCCL
-    choose. launched_as: the command that a person typed, for the messages of the run.
+    train: options of stage 04. env: what NCCL needs on these nodes. interfaces: for
+    NCCL_SOCKET_IFNAME, empty to let NCCL choose. launched_as: the command that a person typed, for
+    the messages of the run.
     """
 
     train: tuple[str, ...] = field(kw_only=True)

@@ -1,4 +1,4 @@
-"""The kinds of job on Kubernetes: a row of KINDS for each; how they differ stands nowhere else.
+"""Lists the kinds of job on Kubernetes, a row of KINDS for each; they differ in nothing else.
 
 The template of a kind is launch/kubernetes/<kind>.yaml.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JobKind:
-    """What differs between the kinds of job.
+    """Says in what a kind of job differs from the others.
 
     title: whose kind it is. resource: its type as kubectl names it; version: of it, that the
     template is written in. operator: how the names of the deployments begin that act on it;

@@ -1,4 +1,4 @@
-"""kubectl: the only way in which these tools talk to a cluster."""
+"""Calls kubectl, which is the only way in which these tools talk to a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_SET_UP = "localhost:8080"  # where kubectl looks without a kubeconfig
 
 
 class KubectlError(StageError):
-    """A call that the cluster refused or did not answer; text: what kubectl said."""
+    """Says which call the cluster refused or did not answer. text: what kubectl said."""
 
     def __init__(self, arguments: list[str], text: str) -> None:
         said = "\n".join(line for line in text.splitlines() if not _KUBECTL_LOG.match(line)) or text
@@ -39,7 +39,7 @@ class KubectlError(StageError):
 
 
 class Kubectl:
-    """Calls kubectl in one namespace. context: of the kubeconfig, empty for the current one."""
+    """Calls kubectl in a namespace. context: the kubeconfig's, empty for the current one."""
 
     def __init__(self, namespace: str, context: str = "") -> None:
         self.namespace, self.context = namespace, context

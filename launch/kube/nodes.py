@@ -1,4 +1,4 @@
-"""Nodes of a Kubernetes cluster: which can take a pod of the job, with how many GPUs and EFAs."""
+"""Finds the nodes of a cluster that can take a pod of the job, with their GPUs and EFAs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUGE_PAGES_NEEDED = 5 << 30  # what a job's pod asks for (launch/kubernetes/pod.
 
 @dataclass
 class ClusterNode:
-    """A node. unfit: why no pod can go there, empty when one can. driver: empty if not told."""
+    """Describes a node. unfit: why it takes no pod, empty if it does. driver: empty if unknown."""
 
     name: str
     instance_type: str

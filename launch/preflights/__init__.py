@@ -1,1 +1,1 @@
-"""What preflight.py measures and judges."""
+"""Measures and judges what preflight.py reports."""

@@ -1,4 +1,4 @@
-"""How fast ranks talk: all ranks together, the ranks of each node, and each pair of nodes.
+"""Measures how fast ranks talk: all together, those of each node, those of each pair of nodes.
 
 Bus bandwidth as nccl-tests defines it (doc/PERFORMANCE.md): bytes / time, times 2(n-1)/n for an
 all-reduce and (n-1)/n for an all-gather of n ranks; whatever n is, it is the speed

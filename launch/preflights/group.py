@@ -1,4 +1,4 @@
-"""The ranks of a launch and the store they share, which works before any collective does."""
+"""Lets the ranks of a launch talk over a store, which works before any collective does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GLOO_TRIES = 5  # gloo waits for a connection that many times its timeout (torc
 
 
 class AllRanks:
-    """All ranks of this launch.
+    """Holds what a rank knows of all ranks of its launch, and their store.
 
     rank, world_size: of the launch; node: number of this rank's node; local_rank: on it.
     ranks_of: the ranks of each node; host_of: its host name.
@@ -51,14 +51,14 @@ class AllRanks:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """Tell whether this rank speaks for its node."""
         return self.local_rank == 0
 
     def leader(self, node: int) -> int:
         return self.ranks_of[node][0]
 
     def name(self, node: int) -> str:
-        """Return how a node is called in messages."""
+        """Return the name of a node in messages."""
         return f"node {node} ({self.host_of[node]})"
 
     def share(self, what: str, value: Any) -> None:

@@ -39,7 +39,7 @@ _THROTTLES = {0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat (ha
 
 
 class Missing(Exception):
-    """A tool is absent, or does not say what was asked."""
+    """Says that a tool is absent, or does not answer."""
 
 
 def describe(save_dir: Path, cache_dir: Path, named: list[Path], root: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tables of preflight: a row per node, and the bandwidth of each pair of nodes."""
+"""Prints the tables of preflight: a row for each node, and the bandwidth of each pair of nodes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What keeps a run going on one node or many: rounds, causes, restarts, and no process left."""
+"""Keeps a run going on one node or many: in rounds, by their causes, with no process left."""

@@ -1,4 +1,4 @@
-"""torchrun on this node, once: started, watched, stopped, and nothing of it left.
+"""Runs torchrun on this node once: starts, watches and stops it, and leaves nothing of it.
 
 torchrun gives each rank a session of its own, and dies without its ranks when it is killed. So this
 process is made the one that orphans fall back to, and what descends from it is found in /proc.
@@ -31,9 +31,9 @@ _MEMORY_WINDOW_S = 60.0
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """What to run on this node. environment: to set beside what is there.
+    """Says what to run on this node.
 
-    save_seconds: how long a save may take.
+    environment: what is set beside what is there. save_seconds: how long a save may take.
     """
 
     words: list[str]
@@ -42,7 +42,7 @@ class NodeCommand:
 
 
 class Attempt:
-    """A running command and its descendants: call `tick` until it returns True, then `outcome`.
+    """Runs a command with its descendants: call `tick` until it returns True, then `outcome`.
 
     The command is asked to stop (SIGTERM) when this process is killed.
     """

@@ -1,4 +1,4 @@
-"""Notes that the launchers of all nodes leave for each other, in a directory that they share.
+"""Keeps notes that the launchers of all nodes leave for each other, in a directory they share.
 
 Each node writes one small file of its own, again and again, and reads the head's; the head reads
 them all. A file that no longer changes is that of a node that is gone: no clock is compared.
@@ -21,9 +21,10 @@ _MOST_PAUSE_S = 5.0
 
 
 class NoteBoard:
-    """directory: None when this is the only node, and there is nobody to tell anything.
+    """Writes this node's note and reads those of others.
 
-    me: names this launcher, so that a node that returns is told from the one it was.
+    directory: None when this is the only node, and there is nobody to tell anything. me: names
+    this launcher, so that a node that returns is told from the one it was.
     """
 
     def __init__(self, directory: Path | None, node: int) -> None:

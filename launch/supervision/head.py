@@ -1,4 +1,4 @@
-"""Node 0: begins rounds, judges them, and tells all when to leave with which code."""
+"""Is the launcher of node 0: begins rounds, judges them, and tells all to leave with a code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_BACKOFF_S = 300.0
 
 
 class Head(NodeLauncher):
-    """The launcher of node 0.
+    """Launches on node 0.
 
     backoff: seconds before the first restart; doubled each time.
     """
@@ -56,7 +56,7 @@ class Head(NodeLauncher):
     def _gather(self) -> Verdict | None:
         """Wait until all nodes are ready; return why that will not be."""
         self.round += 1
-        began, told = time.monotonic(), False
+        began, is_announced = time.monotonic(), False
         while True:
             self.turn(self._others, "gather", **self._facts)
             self._hear_stop()
@@ -70,8 +70,8 @@ class Head(NodeLauncher):
             if missing and waited > self.patience:
                 return Verdict(EXIT_BUG, f"nodes {missing} did not come within "
                                          f"{units.duration(self.patience)}")
-            if missing and waited > TELL_AFTER_S and not told:
-                told = True
+            if missing and waited > TELL_AFTER_S and not is_announced:
+                is_announced = True
                 self.say(f"waiting for nodes {missing}: the same command there, with its own "
                          f"--node-rank and a --save-dir that all share ({self.board.directory})")
 

@@ -1,4 +1,4 @@
-"""Which network interface of this machine reaches the other nodes.
+"""Finds the network interface of this machine that reaches the other nodes.
 
 Left alone, gloo takes the address of the machine's own name, which on many is 127.0.1.1.
 """

@@ -1,4 +1,4 @@
-"""What the launchers of all nodes share, and that of any node but the head.
+"""Launches on a node: what all nodes share, and what any of them but the head does.
 
 They work in rounds of torchrun, which node 0, the head, begins and judges. A round begins when
 every node is ready: whatever was left of the round before is gone by then, so no process of one
@@ -22,7 +22,7 @@ _LOOKS = 4
 
 
 class NodeLauncher:
-    """The launcher of a node. stop: name of the signal that it got.
+    """Launches on a node. stop: name of the signal that it got.
 
     patience: seconds to wait for a node that is not there.
     """
@@ -66,7 +66,7 @@ class NodeLauncher:
 
 
 class Follower(NodeLauncher):
-    """The launcher of any node but the head: does what the head says, and reports."""
+    """Launches on any node but the head: does what the head says, and reports."""
 
     def __init__(self, command: NodeCommand, board: NoteBoard, patience: float) -> None:
         super().__init__(command, board, patience)
@@ -77,7 +77,7 @@ class Follower(NodeLauncher):
         """Return the exit code that the head tells."""
         self.require_alone()
         known: set[str] = set()  # heads that were at work since this launcher began
-        alone_since, told = time.monotonic(), False
+        alone_since, is_announced = time.monotonic(), False
         while True:
             self.turn(range(1), "ready")
             head = self.notes[HEAD]
@@ -95,8 +95,8 @@ class Follower(NodeLauncher):
             if (self.stop and not self.board.is_alive(HEAD)) or \
                     alone > (OTHERS_LEAVE_WITHIN_S if self._is_over() else self.patience):
                 return self._leave(self._code_without_head(), "node 0 is not there any more")
-            if alone > TELL_AFTER_S and not told:
-                told = True
+            if alone > TELL_AFTER_S and not is_announced:
+                is_announced = True
                 self.say("waiting for node 0: the same command there, with a --save-dir that all "
                          f"nodes share ({self.board.directory})")
 

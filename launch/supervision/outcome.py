@@ -1,4 +1,4 @@
-"""How a round ended, why, and whether to try again."""
+"""Judges how a round ended, why, and whether to try again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_THE_NETWORK = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended. kind: class of its error. time: in seconds, by its node's clock."""
+    """Says how a rank ended. kind: class of its error. time: in seconds, by its node's clock."""
 
     node: int
     rank: int
@@ -66,9 +66,10 @@ class Failure:
 
 @dataclass
 class NodeOutcome:
-    """How a round ended on one node. code: torchrun's, None when it was killed or is not known.
+    """Says how a round ended on one node.
 
-    killed_for_memory: whether the kernel killed a process near the end.
+    code: torchrun's, None when it was killed or is not known. killed_for_memory: whether the
+    kernel killed a process near the end.
     """
 
     node: int
@@ -88,7 +89,7 @@ class NodeOutcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """code: the run's, with which all launchers end; None to try again."""
+    """Says what comes next. code: the run's, with which all launchers end; None to try again."""
 
     code: int | None
     why: str
@@ -96,7 +97,7 @@ class Verdict:
 
 @dataclass
 class History:
-    """What earlier rounds of this launch say about the next one.
+    """Keeps what earlier rounds of this launch say about the next one.
 
     restarts: since the newest checkpoint. bug_at: step of the last bug, -1 before there was one.
     """
@@ -147,10 +148,10 @@ def judge(nodes: list[NodeOutcome], lost: list[int], state: dict[str, Any], stop
                                    " (`dmesg` tells which)")
     if stop or any(f.code == EXIT_PREEMPTED for f in failures):
         return Verdict(EXIT_PREEMPTED, f"stopped by {stop}" if stop else "stopped after saving")
-    return _again(failures, lost, state, history)
+    return _retry(failures, lost, state, history)
 
 
-def _again(failures: list[Failure], lost: list[int], state: dict[str, Any], history: History,
+def _retry(failures: list[Failure], lost: list[int], state: dict[str, Any], history: History,
            ) -> Verdict:
     bug = next((f for f in failures if f.is_bug()), None)
     first = bug or next(iter(failures), None)
