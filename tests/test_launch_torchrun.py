@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch import torchrun
-from lib.core.failure import headline
+from lib.core.launcher import headline
 from tests.conftest import ROOT, free_port
 from tests.trainer_stand_in import run
 
@@ -91,11 +91,11 @@ def test_the_code_is_that_of_the_rank_that_failed_first(failures: dict, code: in
 ])
 def test_the_report_of_a_plain_torchrun_has_one_line_of_the_error(
         text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lib.core import failure
+    from lib.core import launcher
 
     assert headline(text) == line
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    failure.record("UsageError", 2, text)
+    launcher.record_failure("UsageError", 2, text)
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["extraInfo"]["py_callstack"] == line and message["message"] == text
 

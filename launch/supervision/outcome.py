@@ -17,7 +17,7 @@ from lib.core.errors import (
     EXIT_PREEMPTED,
     EXIT_USAGE,
 )
-from lib.core.failure import headline
+from lib.core.launcher import headline
 from lib.core.lease import ExperimentHeld
 
 ERROR_FILE = "error.json"  # as torchrun names it

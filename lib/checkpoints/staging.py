@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lib.checkpoints import state
 from lib.checkpoints.host_memory import HostMemory, NoHostMemoryError
-from lib.core import threads, units
+from lib.core import units, workers
 from lib.models.sharded import local_tensor
 
 _USABLE = 0.9  # of the free host memory: the rest is for the file cache and the data's workers
@@ -32,7 +32,7 @@ class HostCopies:
 
     def __init__(self, room: Callable[[], float] = lambda: math.inf) -> None:
         self._room = room
-        self._thread = threads.pool(name="staging")
+        self._thread = workers.thread_pool(name="staging")
         self._memory: Future[HostMemory] | None = None
         self._on_cpu: Future[None] | None = None
         self._on_gpu: torch.cuda.Event | None = None

@@ -27,7 +27,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lib.checkpoints import commit, state
 from lib.checkpoints.shard_file import ShardFile
-from lib.core import commands, hashing, records, threads
+from lib.core import commands, hashing, records, workers
 from lib.core.errors import ArtifactError, StageError, from_os_error
 
 _READERS = 4  # files that a rank reads at a time
@@ -194,7 +194,7 @@ class StrictReader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        with threads.pool(_READERS, "reader") as readers:
+        with workers.thread_pool(_READERS, "reader") as readers:
             for _ in readers.map(lambda name: self._read(name, by_file[name], planner), by_file):
                 pass  # but raise what a thread raised
         done: Future[None] = Future()

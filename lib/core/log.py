@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from lib.core.appended import AppendedFile
 from lib.core.errors import visible
@@ -64,8 +63,7 @@ class Tolerated:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None and not isinstance(error, self._errors):
             return False
         if (error is not None) != self.is_failing:

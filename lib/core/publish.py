@@ -19,10 +19,9 @@ import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from lib.core import commands, failure, hashing, lease, log, manifest, records, unfinished, units
+from lib.core import commands, hashing, launcher, lease, log, manifest, records, unfinished, units
 from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
 from lib.core.identity import Difference, differences, in_lines
 from lib.core.paths import MANIFEST
@@ -143,8 +142,7 @@ class Build:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         is_left = not self.published and self.resumable and self.dir.is_dir() and bool(self.files())
         if not is_left:
             self._lease.stop()
@@ -213,7 +211,7 @@ class Build:
     def _lost(self, text: str) -> None:
         """End the process at once: two must not write the same directory."""
         text = f"error: {text}; run the same command again to wait for that, or go on after it"
-        failure.record(AlreadyBuilding.__name__, EXIT_USAGE, text)
+        launcher.record_failure(AlreadyBuilding.__name__, EXIT_USAGE, text)
         os.write(2, f"{text}\n".encode())
         os._exit(EXIT_USAGE)
 

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from lib.core import commands, failure, log, offline, streams
+from lib.core import commands, launcher, log, offline, streams
 from lib.core.errors import EXIT_BUG, EXIT_DONE, Preempted, StageError, UsageError, from_os_error
 
 _AFTER_RANK_0_S = 2.0
@@ -70,7 +70,7 @@ def _missing(error: OSError) -> UsageError | None:
 def _report_bug(error: BaseException) -> int:
     text = traceback.format_exc()
     log.error(text)
-    failure.record(type(error).__name__, EXIT_BUG, text)
+    launcher.record_failure(type(error).__name__, EXIT_BUG, text)
     print(text, file=sys.stderr, flush=True)
     return EXIT_BUG
 
@@ -92,7 +92,7 @@ def _report(error: StageError) -> int:
     """Print an error once per launch and return its exit code."""
     is_stop = isinstance(error, Preempted)
     text = error.problem if is_stop else error.render()
-    failure.record(type(error).__name__, error.code, text)
+    launcher.record_failure(type(error).__name__, error.code, text)
     if is_stop:
         log.info(text)
         return error.code

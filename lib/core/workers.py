@@ -1,4 +1,4 @@
-"""Processes that answer tasks one after the other, and end with the process that started them."""
+"""Processes and threads that work beside this one, and end with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -122,3 +123,15 @@ def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
+
+
+def thread_pool(count: int = 1, name: str = "") -> ThreadPoolExecutor:
+    """Return threads whose current GPU is that of the thread that makes them.
+
+    torch keeps the current GPU per thread, and a new thread has number 0: what every rank of a node
+    does there would meet on that one, on a stream that nothing else waits for.
+    """
+    torch = sys.modules.get("torch")  # a stage that has not imported it has no GPU either
+    if torch is None or not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(count, thread_name_prefix=name)
+    return ThreadPoolExecutor(count, name, torch.cuda.set_device, (torch.cuda.current_device(),))

@@ -12,7 +12,6 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from lib.core.reading import ChunkStream, PatientFile, skip_line
@@ -74,8 +73,7 @@ class RawFile:
     def __enter__(self) -> RawFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def read(self, limit: int = LARGE_BYTES) -> bytes | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lib.core import threads, units
+from lib.core import units, workers
 from lib.core.errors import ArtifactError
 from lib.models import directory, keys
 from lib.models.architecture import decoder_layers
@@ -52,7 +52,7 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
         def fill(names: list[str]) -> bool:
             recipes = [plan.recipes[name] for name in names if name in plan.recipes]
             return _fill(tensors[names[0]], recipes, stored)
-        with threads.pool(_READERS, "reader") as readers:
+        with workers.thread_pool(_READERS, "reader") as readers:
             whole = list(readers.map(fill, names_of))
         _raise_if_any(model_dir, [
             f"{' and '.join(names)} hold different values, but config.json ties them; set "

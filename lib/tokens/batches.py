@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lib.core import threads
+from lib.core import workers
 from lib.tokens.order import Division
 from lib.tokens.samples import IGNORED, Rows, Samples
 
@@ -141,7 +141,7 @@ class SampleStream(DataStream):
 
 def read_ahead(steps: Iterator[Step]) -> Iterator[Step]:
     """Yield steps, the next one being made by a thread while one is in use."""
-    with threads.pool(name="loader") as reader:
+    with workers.thread_pool(name="loader") as reader:
         ahead = reader.submit(next, steps, None)
         while (ready := ahead.result()) is not None:
             ahead = reader.submit(next, steps, None)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from lib.checkpoints import commit
-from lib.core import failure, hashing, log, manifest, stamps
+from lib.core import hashing, launcher, log, manifest, stamps
 from lib.core.errors import EXIT_BUG, UsageError
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
@@ -71,7 +71,7 @@ def _lease(experiment: Experiment) -> Lease:
     """Hold the experiment's directory for as long as this process lives."""
     def lost(text: str) -> None:
         # At once: two launches must not write the same run.
-        failure.end_at_once(EXIT_BUG, lambda: os.write(2, f"error: {text}\n".encode()),
+        launcher.end_at_once(EXIT_BUG, lambda: os.write(2, f"error: {text}\n".encode()),
                             lambda: log.error(text))
 
     experiment.root.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.save import Snapshot, write
 from lib.checkpoints.staging import HostCopies
 from lib.checkpoints.tier import Tier
-from lib.core import log, threads, units
+from lib.core import log, units, workers
 from lib.core.errors import DiskFullError, StageError
 from lib.core.paths import Experiment
 from lib.parallel.layout import gather, on_rank_0
@@ -42,7 +42,7 @@ class Saves:
         self._group, self.tier, self._local = group, tier, False
         self.copies = HostCopies(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async \
             else None
-        self._thread = threads.pool(name="saving")
+        self._thread = workers.thread_pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
         self._step, self._failures = 0, 0
         self.waited: float | None = None

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lib.core import failure, log
+from lib.core import launcher, log
 from lib.core.errors import EXIT_BUG
 
 _LOOK_EVERY_S = 1.0
@@ -59,9 +59,9 @@ class Watchdog:
     def _end(self, section: str, limit: float) -> None:
         text = f"watchdog: the {section} has not ended for {limit / 60:g} minutes; the stacks of " \
                f"all threads are in {self._stacks}; the same command resumes"
-        failure.end_at_once(
+        launcher.end_at_once(
             EXIT_BUG,
-            lambda: failure.record("Watchdog", EXIT_BUG, text),
+            lambda: launcher.record_failure("Watchdog", EXIT_BUG, text),
             lambda: os.write(2, f"[rank={log.rank()}] error: {text}\n".encode()),
             self._write_stacks,
             self._last_word,

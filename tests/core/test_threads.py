@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import filesystem
 
 from lib.checkpoints.staging import HostCopies
 from lib.checkpoints.storage import HashingWriter, StrictReader
-from lib.core import threads
+from lib.core import workers
 from lib.tokens.batches import read_ahead
 
 GPU = 3
@@ -32,7 +32,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_a_thread_takes_the_gpu_of_its_maker(on_gpu: dict[str, int]):
-    with threads.pool(name="mine") as pool:
+    with workers.thread_pool(name="mine") as pool:
         pool.submit(int).result()
     assert on_gpu == {"mine": GPU}
 
@@ -59,5 +59,5 @@ def test_threads_that_touch_tensors_do(on_gpu: dict[str, int], tmp_path: Path,
 
 def test_without_a_gpu_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("no GPU is here"))
-    with threads.pool() as pool:
+    with workers.thread_pool() as pool:
         assert pool.submit(int).result() == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import failure
+from lib.core import launcher
 
 
 def test_torchrun_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_torchrun_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     monkeypatch.setenv("RANK", "3")
-    failure.record("ArtifactError", 3, "error: dataset x does not exist")
+    launcher.record_failure("ArtifactError", 3, "error: dataset x does not exist")
     message = json.loads(path.read_text())["message"]
     assert (message["errorCode"], message["kind"], message["rank"]) == (3, "ArtifactError", 3)
     report = str(ChildFailedError("stage", {3: ProcessFailure(1, 1234, 3, str(path))}))
@@ -26,7 +26,7 @@ def test_torchrun_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_torchrun_or_room_it_is_no_further_error(tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    failure.record("UsageError", 2, "error: x")
+    launcher.record_failure("UsageError", 2, "error: x")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere" / "error.json"))
-    failure.record("UsageError", 2, "error: x")
+    launcher.record_failure("UsageError", 2, "error: x")
     assert not list(tmp_path.iterdir())
