@@ -35,9 +35,8 @@ def look_up(name: str, revision: str, kind: str) -> Repository | None:
 
 def find_blob(file: RemoteFile, name: str, kind: str) -> Path | None:
     """Return the cached content of a file, of whatever revision, if its size is right."""
-    digest = file.sha256 or file.blob_sha1
-    path = find_cached(name, kind) / "blobs" / digest
-    return path if digest and path.is_file() and path.stat().st_size == file.size else None
+    path = find_cached(name, kind) / "blobs" / file.declared
+    return path if file.declared and path.is_file() and path.stat().st_size == file.size else None
 
 
 def copy(source: Path, destination: Path) -> None:

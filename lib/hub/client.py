@@ -22,7 +22,7 @@ from urllib.request import getproxies, proxy_bypass
 from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.hub import cache
-from lib.hub.partial import FileHead, PartialFile
+from lib.hub.partial import PartialFile
 from lib.hub.repository import RemoteFile, Repository, redact
 from lib.models import directory
 
@@ -101,7 +101,19 @@ class Hub:
                      "came there will be missing")
             return cached
 
-    def receive(self, repository: Repository, part: PartialFile | FileHead, piece: int,
+    def read(self, repository: Repository, file: RemoteFile, start: int, end: int) -> bytes:
+        """Return the bytes of a file from `start` to `end`."""
+        content = b""
+        with self._explained(repository.name, repository.commit, repository.kind):
+            while left := end - start - len(content):
+                more = self._retry(lambda: b"".join(
+                    self._stream(repository, file, end - left, end)), lambda: False)
+                if not more:
+                    raise _incomplete(repository, file)
+                content += more
+        return content
+
+    def receive(self, repository: Repository, part: PartialFile, piece: int,
                 advance: Callable[[int], None]) -> None:
         """Complete a piece of a file, taking up a broken connection where it broke."""
         def left() -> int:
@@ -112,13 +124,16 @@ class Hub:
             lefts.append(left())
             return lefts[-1] < lefts[-2]
 
+        def take_up() -> None:
+            with part.appending(piece) as append:
+                for chunk in self._stream(repository, part.file, *part.range_left(piece)):
+                    advance(append(chunk))  # as it comes: what came survives a kill
+
         with self._explained(repository.name, repository.commit, repository.kind):
             while left():  # a stream may also end early without an error
-                self._retry(lambda: self._stream(repository, part, piece, advance), came_further)
+                self._retry(take_up, came_further)
                 if left() and not came_further():
-                    raise ArtifactError(f"{repository.name}: {part.file.path} arrived incomplete",
-                                        expected=f"{part.file.size} bytes, as the Hub declares",
-                                        hint="later:", run=commands.again())
+                    raise _incomplete(repository, part.file)
 
     def _ask(self, name: str, revision: str, kind: str) -> Repository:
         from huggingface_hub import HfApi
@@ -143,29 +158,25 @@ class Hub:
                                          (not f.lfs and f.blob_id) or "") for f in found}
         return Repository(name, info.sha or revision, files, kind)
 
-    def _stream(self, repository: Repository, part: PartialFile | FileHead, piece: int,
-                advance: Callable[[int], None]) -> None:
-        """Append to a piece what one request brings of it."""
+    def _stream(self, repository: Repository, file: RemoteFile, start: int, end: int,
+                ) -> Iterator[bytes]:
+        """Yield what one request brings of the bytes of a file from `start` to `end`."""
         from huggingface_hub import constants, get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        url = hf_hub_url(repository.name, part.file.path, revision=repository.commit,
+        url = hf_hub_url(repository.name, file.path, revision=repository.commit,
                          repo_type=repository.kind)
-        start, end = part.range_left(piece)
         headers = build_hf_headers(token=self._token) | {"Accept-Encoding": "identity"}
-        if (start, end) != (0, part.file.size):
-            headers["Range"] = f"bytes={start}-" + (str(end - 1) * (end < part.file.size))
+        if (start, end) != (0, file.size):
+            headers["Range"] = f"bytes={start}-" + (str(end - 1) * (end < file.size))
         with get_session().stream("GET", url, headers=headers, follow_redirects=True,
-                                  timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response, \
-                part.writer(piece) as writer:
+                                  timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
-            to_skip = 0 if response.status_code == 206 else start  # not all know ranges
-            for chunk in response.iter_bytes():  # as it comes: what came survives a kill
-                skipped = min(to_skip, len(chunk))
-                to_skip -= skipped
-                written = writer.write(chunk[skipped:] if skipped else chunk)
-                advance(written)
-                if written < len(chunk) - skipped or part.range_left(piece)[0] == end:
+            at = start if response.status_code == 206 else 0  # not all know ranges
+            for chunk in response.iter_bytes():
+                if wanted := chunk[max(0, start - at):end - at]:
+                    yield wanted
+                if (at := at + len(chunk)) >= end:
                     break
 
     def _retry(self, request: Callable[[], Result],
@@ -220,6 +231,12 @@ class Hub:
             raise _refused(error, name, endpoint, bool(self._token)) from None
         except errors.HTTPError as error:
             raise _out_of_reach(error, endpoint) from None
+
+
+def _incomplete(repository: Repository, file: RemoteFile) -> ArtifactError:
+    return ArtifactError(f"{repository.name}: {file.path} arrived incomplete",
+                         expected=f"{file.size} bytes, as the Hub declares", hint="later:",
+                         run=commands.again())
 
 
 def _read_wait_s(headers: Mapping[str, str]) -> float:

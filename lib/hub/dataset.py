@@ -73,7 +73,7 @@ def _answer(hub: Hub, repository: Repository, files: dict[str, RemoteFile], dire
             path: str | None) -> Any:
     """Return commit and files of the dataset, or the place of one of them once it is there."""
     if path is None:
-        return repository.commit, {file.path: (file.size, file.sha256 or file.blob_sha1)
+        return repository.commit, {file.path: (file.size, file.declared)
                                    for file in files.values()}
     file, target = files[path], directory / path
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class _Fetched:
             f"was checked: {units.join_names(names, _SHOWN)}"
 
     def _list_undeclared(self) -> list[str]:
-        return [file.path for file in self.files if not file.is_declared]
+        return [file.path for file in self.files if not file.declared]
 
     def _bring(self, files: Sequence[RemoteFile], directory: Path, earlier: Sequence[Path],
                workers: int, show_progress: bool, preview: Path | None = None,
@@ -114,12 +114,12 @@ class RemoteModel(_Fetched):
             Transfer(hub, repository).fetch(files, preview)
             return preview
 
-        chosen = choose(repository, bring, allow_pickle=allow_pickle)
-        for file in chosen.pickles:
+        files, pickles = choose(repository, bring, allow_pickle=allow_pickle)
+        for file in pickles:
             if not file.sha256:
                 raise UsageError(f"{repository}: {file.path} is not opened, since the Hub "
                                  "declares no SHA-256 of it")
-        model = cls(hub, repository, chosen.files, chosen.pickles, {}, preview)
+        model = cls(hub, repository, files, pickles, {}, preview)
         with rename_in_errors(name, preview):
             if trust_code:
                 model._take_code()

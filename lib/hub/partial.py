@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from lib.hub.repository import RemoteFile
+from lib.hub.repository import Digest, RemoteFile
 
 PIECE_BYTES = 512 << 20  # so large that asking for one takes no time beside fetching it
 _COUNT = struct.Struct("<Q")
@@ -29,7 +30,7 @@ class PartialFile:
         self.refused = 0  # how often the whole turned out to differ from what was declared
         self._lock, self._is_claimed = threading.Lock(), False
         self._counts = [0] * self.pieces
-        self._digest = file.digest()
+        self._digest = Digest(file)
 
     def open(self) -> int:
         """Take up what an earlier run left; return the bytes that are there."""
@@ -53,9 +54,26 @@ class PartialFile:
         start = piece * PIECE_BYTES
         return start + self._counts[piece], start + self.piece_size(piece)
 
-    def writer(self, piece: int) -> PieceWriter:
-        """Return what appends to a piece."""
-        return PieceWriter(self, piece, self._part, self._counts_path)
+    @contextmanager
+    def appending(self, piece: int) -> Iterator[Callable[[bytes], int]]:
+        """Open a piece; yields what appends as much of a chunk as belongs to it, and counts it."""
+        data, counts = (os.open(path, os.O_WRONLY) for path in (self._part, self._counts_path))
+
+        def append(chunk: bytes) -> int:
+            start, end = self.range_left(piece)
+            view = memoryview(chunk)[:end - start]
+            written = 0
+            while written < len(view):
+                written += os.pwrite(data, view[written:], start + written)
+            self._counts[piece] += written
+            os.pwrite(counts, _COUNT.pack(self._counts[piece]), piece * _COUNT.size)
+            return written
+
+        try:
+            yield append
+        finally:
+            os.close(data)
+            os.close(counts)
 
     def is_complete(self) -> bool:
         """Tell whether all pieces are whole, and check along the way what is there in one row."""
@@ -83,68 +101,12 @@ class PartialFile:
             difference = self._digest.compare()
             if difference:
                 self._part.unlink()
-                self._counts, self._digest = [0] * self.pieces, self.file.digest()
+                self._counts, self._digest = [0] * self.pieces, Digest(self.file)
                 self.refused, self._is_claimed = self.refused + 1, False
             else:
                 self._part.replace(self.target)
             self._counts_path.unlink()
         return difference
-
-    def add_count(self, piece: int, amount: int) -> int:
-        """Note that more bytes of a piece are written; return how many there are now."""
-        self._counts[piece] += amount
-        return self._counts[piece]
-
-
-class PieceWriter:
-    """Appends to one piece; use as a context manager."""
-
-    def __init__(self, part: PartialFile, piece: int, data: Path, counts: Path) -> None:
-        self._part, self._piece, self._paths = part, piece, (data, counts)
-
-    def __enter__(self) -> PieceWriter:
-        self._data, self._counts = (os.open(path, os.O_WRONLY) for path in self._paths)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._data)
-        os.close(self._counts)
-
-    def write(self, chunk: bytes) -> int:
-        """Append what belongs to the piece, and return how many bytes that was."""
-        start, end = self._part.range_left(self._piece)
-        view = memoryview(chunk)[:end - start]
-        written = 0
-        while written < len(view):
-            written += os.pwrite(self._data, view[written:], start + written)
-        count = self._part.add_count(self._piece, written)
-        os.pwrite(self._counts, _COUNT.pack(count), self._piece * _COUNT.size)
-        return written
-
-
-class FileHead:
-    """Keeps the first bytes of a file in memory; it arrives as a PartialFile of one piece does."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self.file, self.content, self.end = file, bytearray(), 0
-
-    def extend(self, end: int) -> None:
-        """Want the bytes before `end`, as far as the file goes."""
-        self.end = min(end, self.file.size)
-
-    def range_left(self, piece: int) -> tuple[int, int]:
-        """Return the first and the end offset of what is lacking."""
-        return len(self.content), self.end
-
-    def writer(self, piece: int) -> nullcontext[FileHead]:
-        """Return what appends to it."""
-        return nullcontext(self)
-
-    def write(self, chunk: bytes) -> int:
-        """Append what is wanted, and return how many bytes that was."""
-        wanted = chunk[:self.end - len(self.content)]
-        self.content += wanted
-        return len(wanted)
 
 
 def count_bytes(file: RemoteFile, directory: Path) -> int:

@@ -9,8 +9,8 @@ They arrive in `.hub.partial-…`, hidden too, and move to their places once all
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,13 +34,10 @@ def list_earlier(target: Path) -> list[str]:
     return [entry["path"].removeprefix("../") for entry in made["files"]] if made else []
 
 
-@contextmanager
-def name_errors(target: Path) -> Iterator[None]:
+def name_errors(target: Path) -> AbstractContextManager[None]:
     """Let errors name the dataset's directory, not the hidden one in it."""
-    hidden, known = target.resolve(), str(target.parent)
-    with rename_in_errors(known, target), rename_in_errors(known, target / ".."), \
-            rename_in_errors(known, hidden), rename_in_errors(known, hidden / ".."):
-        yield
+    hidden = target.resolve()
+    return rename_in_errors(str(target.parent), hidden / "..", hidden, target / "..", target)
 
 
 def join_globs(target: Path, revision: str, include: list[str], overwrite: bool,

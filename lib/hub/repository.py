@@ -37,7 +37,7 @@ class RemoteFile:
     @property
     def part(self) -> str:
         """Return the name of the unfinished file; by digest, so that versions do not mix."""
-        return f"{self.path}-{(self.sha256 or self.blob_sha1)[:12]}.part"
+        return f"{self.path}-{self.declared[:12]}.part"
 
     @property
     def leads_out(self) -> bool:
@@ -45,13 +45,9 @@ class RemoteFile:
         return records.leads_out(self.path) or "\\" in self.path
 
     @property
-    def is_declared(self) -> bool:
-        """Tell whether the Hub says what the content is."""
-        return bool(self.sha256 or self.blob_sha1)
-
-    def digest(self) -> Digest:
-        """Return a fresh check of the content."""
-        return Digest(self)
+    def declared(self) -> str:
+        """Return the digest by which the Hub declares the content, "" when it declares none."""
+        return self.sha256 or self.blob_sha1
 
     def differs(self, path: Path) -> str:
         """Tell in words how a file on disk differs from what the Hub declares; "" if it does not.
@@ -60,7 +56,7 @@ class RemoteFile:
         """
         if (size := path.stat().st_size) != self.size:
             return f"{size} bytes instead of {self.size}"
-        check = self.digest()
+        check = Digest(self)
         check.read(path, self.size)
         return check.compare()
 
@@ -69,7 +65,7 @@ class Digest:
     """Reads a file's content from its beginning and compares it with what the Hub declares."""
 
     def __init__(self, file: RemoteFile) -> None:
-        self.seen, self._wanted = 0, file.sha256 or file.blob_sha1
+        self.seen, self._wanted = 0, file.declared
         self._hasher = hashlib.sha256()
         if not file.sha256:
             # How git names content: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
@@ -110,14 +106,6 @@ class Repository:
             else self.name
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Lists the files of a model to fetch. pickles: those of them that must be converted."""
-
-    files: list[RemoteFile]
-    pickles: list[RemoteFile]
-
-
 def redact(text: str) -> str:
     """Return a text without user and password in the addresses it holds."""
     return _PASSWORD.sub("[redacted]@", text)
@@ -136,8 +124,9 @@ def check_name(name: str, option: str) -> None:
 
 
 def choose(repository: Repository, bring: Callable[[list[RemoteFile]], Path], *,
-           allow_pickle: bool) -> Choice:
-    """Return the files to fetch: one set of weights, config, tokenizer, licence, card.
+           allow_pickle: bool) -> tuple[list[RemoteFile], list[RemoteFile]]:
+    """Return the files to fetch (one set of weights, config, tokenizer, licence, card), and those
+    of them that are pickles.
 
     bring: fetches some small files and returns the directory they are in then. Raises UsageError
     when the repository has no config, no tokenizer or no safetensors weights.
@@ -153,8 +142,8 @@ def choose(repository: Repository, bring: Callable[[list[RemoteFile]], Path], *,
     shards = _shards(repository, preview / weights) if is_index else {weights}
     chosen |= shards | ({INDEX} if weights == INDEX else set())
     is_pickled = weights in (PICKLE, PICKLE_INDEX)
-    return Choice([files[name] for name in sorted(chosen)],
-                  [files[name] for name in sorted(shards)] if is_pickled else [])
+    return [files[name] for name in sorted(chosen)], \
+        [files[name] for name in sorted(shards)] if is_pickled else []
 
 
 def select(files: Iterable[RemoteFile], globs: Sequence[str], name: str) -> list[RemoteFile]:

@@ -90,7 +90,7 @@ class Transfer:
     def _begin(self, file: RemoteFile, directory: Path) -> list[Job]:
         """Use what is there of a file, and return what remains to do."""
         target = directory / file.path
-        if file.is_declared and target.is_file() and not file.differs(target):
+        if file.declared and target.is_file() and not file.differs(target):
             self._note_bytes("an earlier run", file.size)
             return []
         target.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ class Transfer:
         """Copy a file from elsewhere on this machine if it is there and as the Hub declares it."""
         cached = cache.find_blob(file, self._repository.name, self._repository.kind)
         places = [place / file.path for place in self._earlier] + [cached] * bool(cached)
-        for place in places if file.is_declared else []:
+        for place in places if file.declared else []:
             if not place.is_file() or place.stat().st_size != file.size:
                 continue
             _link_or_copy(place, target, link=place is not cached)
@@ -150,17 +150,17 @@ def bring_headers(hub: Hub, repository: Repository, files: Sequence[RemoteFile],
     require_safe(files, repository.name)
 
     def bring(file: RemoteFile) -> None:
-        first, cached = partial.FileHead(file), cache.find_blob(file, repository.name,
-                                                                repository.kind)
-        for end in (_HEADER_AT_MOST, 0):  # most headers need but one request
-            length = int.from_bytes(first.content[:8], "little")
-            first.extend(end or 8 + min(length, LARGEST_HEADER))
+        content, cached = b"", cache.find_blob(file, repository.name, repository.kind)
+        for size in (_HEADER_AT_MOST, 0):  # most headers need but one request
+            size = size or 8 + min(int.from_bytes(content[:8], "little"), LARGEST_HEADER)
+            if (end := min(size, file.size)) <= len(content):
+                continue
             if cached:
                 with cached.open("rb") as blob:
-                    first.content[:] = blob.read(first.end)
-            elif len(first.content) < first.end:
-                hub.receive(repository, first, 0, lambda amount: None)
-        (directory / file.path).write_bytes(first.content)
+                    content = blob.read(end)
+            else:
+                content += hub.read(repository, file, len(content), end)
+        (directory / file.path).write_bytes(content)
 
     with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
         list(pool.map(bring, files))

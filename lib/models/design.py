@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -173,9 +172,6 @@ class Design:
                              expected="1 or more", found=", ".join(odd))
         return made
 
-    @contextmanager
-    def _rename_errors(self, own: Path) -> Iterator[None]:
+    def _rename_errors(self, own: Path) -> AbstractContextManager[None]:
         """Let errors about a directory for the while name the file that a person gave."""
-        with rename_in_errors(str(self.config_json), own), \
-                rename_in_errors(str(self.config_json), own / CONFIG):
-            yield
+        return rename_in_errors(str(self.config_json), own / CONFIG, own)

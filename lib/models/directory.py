@@ -169,13 +169,17 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
 
 
 @contextmanager
-def rename_in_errors(name: str, directory: Path) -> Iterator[None]:
-    """Let errors about a directory of ours, maybe soon gone, speak of something known instead."""
+def rename_in_errors(name: str, *paths: Path) -> Iterator[None]:
+    """Let errors about a path of ours, maybe soon gone, speak of something known instead.
+
+    paths: the longest first.
+    """
     try:
         yield
     except StageError as error:
         for part in ("problem", "expected", "found", "run"):
-            setattr(error, part, getattr(error, part).replace(str(directory), name))
+            for path in paths:
+                setattr(error, part, getattr(error, part).replace(str(path), name))
         raise
 
 

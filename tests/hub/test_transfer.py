@@ -30,13 +30,17 @@ class Wire:
         start, end = part.range_left(piece)
         with self.lock:
             self.ranges.append((start, end))
-        with part.writer(piece) as writer:
+        with part.appending(piece) as append:
             for at in range(start, end, 1 << 14):
                 if self.left is not None:
                     self.left -= 1
                     if self.left < 0:
                         raise ConnectionError("killed")
-                advance(writer.write(self.content[at:min(at + (1 << 14), end)]))
+                advance(append(self.content[at:min(at + (1 << 14), end)]))
+
+    def read(self, repository, file, start, end) -> bytes:
+        self.ranges.append((start, end))
+        return self.content[start:end]
 
 
 @pytest.fixture(autouse=True)
@@ -128,8 +132,8 @@ def test_an_earlier_directory_is_used_if_its_bytes_are_right(tmp_path, capsys):
 def test_a_thread_that_comes_late_finds_the_file_finished(tmp_path):
     part = partial.PartialFile(remote(b"abc", "x"), tmp_path)
     part.open()
-    with part.writer(0) as writer:
-        assert writer.write(b"abcdef") == 3  # what is beyond the piece is not taken
+    with part.appending(0) as append:
+        assert append(b"abcdef") == 3  # what is beyond the piece is not taken
     assert part.is_complete() and part.claim() and not part.finish()
     assert part.is_complete() and not part.claim()
     assert (tmp_path / "x").read_bytes() == b"abc"
