@@ -429,8 +429,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: _raise(repository._no_model(Fake(files=files), False))
     model = Path(".cache/models/org--name")
     yield lambda: weights._raise_if_any(model, ["x"])
-    place_ = tensors._Place(os.open(os.devnull, os.O_RDONLY), model / "model.safetensors", 0)
-    yield lambda: tensors._read(place_, 0, (2,), tensors.torch.float32)
+    yield lambda: tensors.read_into(
+        tensors.torch.empty(2), os.open(os.devnull, os.O_RDONLY), 0, model / "model.safetensors",
+        **directory.remedy(model, "--overwrite"))
     part = Fake(claim=lambda: True, finish=lambda: "other bytes", refused=transfer._ATTEMPTS,
                 file=Fake(path="f", size=1))
     fetching = object.__new__(_class_with(transfer, "_finish"))

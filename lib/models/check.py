@@ -8,20 +8,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from lib.core import log, publish, units
 from lib.core.errors import ArtifactError, StageError
 from lib.models import architecture, keys, tokenizer, training_memory
-from lib.models.directory import INDEX, read_header, read_index, rename_in_errors
-from lib.models.tensors import FLOATING
+from lib.models.directory import rename_in_errors
+from lib.models.tensors import FLOATING, Headers, read_index
 
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
-               "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _SHOWN = 20
 
 
@@ -59,16 +55,6 @@ class ModelFacts:
             log.info(f"    {line}")
 
 
-@dataclass
-class TensorHeaders:
-    """Says what the headers of safetensors files hold, by tensor name."""
-
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-
 def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None = None,
             trust_code: bool = False) -> ModelFacts:
     """Return the facts of a model directory; ArtifactError with all that does not fit.
@@ -81,12 +67,12 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
     is_ahead, weights_known = coming is not None, coming is None or bool(coming)
     config = architecture.read_config(model_dir, trust_code)
     model = architecture.build_on_meta(model_dir, trust_code=trust_code)
-    headers = _read_headers(model_dir, coming or {}) if weights_known else TensorHeaders()
+    headers = _read_headers(model_dir, coming or {}) if weights_known else Headers()
     problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
     if weights and weights_known:
         plan = keys.plan_loading(model, headers.shapes)
-        problems += plan.problems + _wrong_dtypes(model, plan, headers)
-        used = {key for recipe in plan.recipes.values() for key in recipe.names()}
+        problems += plan.problems + keys.list_wrong_dtypes(model, plan, headers.dtypes)
+        used = {key for recipe in plan.recipes.values() for key in recipe.keys}
         stored = _main_dtype(headers, used) or dtype
         if config.dtype is not None and stored != dtype and not is_ahead:
             log.warn(f"config.json says {dtype}, the weights are {stored}")
@@ -123,57 +109,19 @@ def examine_build(build: publish.Build, *, weights: bool, name: str, trust_code:
         raise
 
 
-def _read_headers(model_dir: Path, sizes: Mapping[str, int]) -> TensorHeaders:
+def _read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
     """Return the tensors in a directory's safetensors files, reading nothing but the headers.
 
     sizes: bytes that files will have of which the beginning is there.
     """
-    headers = TensorHeaders()
+    headers = Headers()
     for path in sorted(model_dir.glob("*.safetensors")):
-        try:
-            size = sizes.get(path.name) or path.stat().st_size
-            header, start = read_header(path, size)
-            _add(headers, path.name, header, size - start)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            headers.problems.append(f"{path.name} is damaged: {error}")
-    index = model_dir / INDEX
-    if index.is_file():
-        headers.problems += [f"{key} is not in {file}, where the index has it"
-                             for key, file in read_index(index).items()
-                             if headers.files.get(key) != file]
+        headers.add(path, sizes.get(path.name) or path.stat().st_size)
+    headers.compare(read_index(model_dir))
     return headers
 
 
-def _add(headers: TensorHeaders, file: str, header: dict[str, Any], data_bytes: int) -> None:
-    """Add the tensors of one file and note where header and size contradict each other."""
-    end = 0
-    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        shape, dtype, (first, last) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
-        expected = math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
-        if first != end or (expected and last - first != expected):
-            headers.problems.append(f"{key} in {file} lies at bytes {first} to {last}, expected "
-                                    f"{end} to {end + expected}")
-        if key in headers.shapes:
-            headers.problems.append(f"{key} is in both {headers.files[key]} and {file}")
-        end = last
-        headers.shapes[key], headers.dtypes[key], headers.files[key] = shape, dtype, file
-    if end != data_bytes:
-        headers.problems.append(f"{file} is {'truncated' if data_bytes < end else 'too long'}: "
-                                f"{data_bytes} bytes of data, its header says {end}")
-
-
-def _wrong_dtypes(model: PreTrainedModel, plan: keys.LoadPlan, headers: TensorHeaders) -> list[str]:
-    """Return a sentence for each tensor that is of another kind of numbers than the model's."""
-    tensors = model.state_dict(keep_vars=True)
-    return sorted(
-        f"{key}: expected {'floating-point numbers' if is_float else 'whole numbers'}, "
-        f"found {headers.dtypes[key]}"
-        for name, recipe in plan.recipes.items()
-        for is_float in [tensors[name].is_floating_point()]
-        for key in recipe.names() if (headers.dtypes[key] in FLOATING) != is_float)
-
-
-def _main_dtype(headers: TensorHeaders, used: set[str]) -> str:
+def _main_dtype(headers: Headers, used: set[str]) -> str:
     """Return the dtype that most of the weights have, as torch calls it."""
     numbers: Counter[str] = Counter()
     for key in used:

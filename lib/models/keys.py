@@ -29,7 +29,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from lib.models.recipes import Converted, Recipe, Renamed, stack_experts
 from lib.models.sharded import own_classes
-from lib.models.tensors import Shape
+from lib.models.tensors import FLOATING, Shape
 
 
 def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
@@ -93,7 +93,7 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPla
     wanted = _named_tensors(model)
     for name, recipe, shape in _recipes(model, wanted, shapes, plan.problems):
         if name not in wanted or name in plan.recipes:
-            plan.problems.append(f"unexpected: {', '.join(recipe.names())}")
+            plan.problems.append(f"unexpected: {', '.join(recipe.keys)}")
             continue
         plan.recipes[name] = recipe
         if shape != tuple(wanted[name].shape):
@@ -101,6 +101,21 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPla
                 f"{name}: expected shape {tuple(wanted[name].shape)}, found {shape}"]
     plan.problems += _missing(model, wanted, plan.recipes, shapes)
     return plan
+
+
+def list_wrong_dtypes(model: PreTrainedModel, plan: LoadPlan, dtypes: Mapping[str, str],
+                      ) -> list[str]:
+    """Return a sentence for each tensor that is of another kind of numbers than the model's.
+
+    dtypes: of the tensors of the checkpoint, as its files call them.
+    """
+    tensors = _named_tensors(model)
+    return sorted(
+        f"{key}: expected {'floating-point numbers' if is_float else 'whole numbers'}, "
+        f"found {dtypes[key]}"
+        for name, recipe in plan.recipes.items()
+        for is_float in [tensors[name].is_floating_point()]
+        for key in recipe.keys if (dtypes[key] in FLOATING) != is_float)
 
 
 def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
@@ -156,7 +171,7 @@ def _recipes(model: PreTrainedModel, wanted: Mapping[str, Tensor], shapes: Mappi
             if not (ignored and ignored.search(name)):
                 problems.append(f"unexpected: {key}")
         elif pattern is None:
-            yield name, Renamed(key), tuple(shapes[key])
+            yield name, Renamed((key,)), tuple(shapes[key])
         else:
             collected.setdefault(name, {}).setdefault(pattern, []).append(key)
     for first, sources in collected.items():

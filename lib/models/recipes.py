@@ -14,53 +14,52 @@ from lib.models.tensors import HubTensors, TensorPart
 
 
 class Recipe(Protocol):
-    """Makes a module's tensor, or the part of it that a rank holds."""
+    """Makes a module's tensor, or the part of it that a rank holds. keys: the Hub names it needs.
+    """
 
-    def names(self) -> tuple[str, ...]: ...
+    @property
+    def keys(self) -> tuple[str, ...]: ...
     def read(self, tensors: HubTensors, part: TensorPart) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """Takes the tensor as it is on the Hub, under another name or the same."""
+    """Takes the one tensor as it is on the Hub, under another name or the same."""
 
-    key: str
-
-    def names(self) -> tuple[str, ...]:
-        """Return the Hub names it is made of."""
-        return (self.key,)
+    keys: tuple[str]
 
     def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
         """Return the part, read alone."""
-        return tensors.read(self.key, part)
+        return tensors.read(self.keys[0], part)
 
 
 @dataclass(frozen=True)
 class Stacked:
     """Stacks one Hub tensor per expert; several per expert are joined along `dim`.
 
-    keys: [kind][expert], such as w1 and w3. dim: of the stacked tensor, at least 1. Only the
+    kinds: [kind][expert], such as w1 and w3. dim: of the stacked tensor, at least 1. Only the
     experts and rows that a part covers are read.
     """
 
-    keys: tuple[tuple[str, ...], ...]
+    kinds: tuple[tuple[str, ...], ...]
     dim: int = 1
 
-    def names(self) -> tuple[str, ...]:
-        """Return the Hub names it is made of."""
-        return tuple(key for kind in self.keys for key in kind)
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the Hub names it needs."""
+        return sum(self.kinds, ())
 
     def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
         """Return the part: [experts, …] with the kinds side by side along `dim`."""
         experts, inner = part[0], list(part[1:])
         along = self.dim - 1  # the same dimension, counted in one expert's tensor
         pieces, start = [], 0
-        for kind in self.keys:
+        for kind in self.kinds:
             size = tensors.shapes[kind[0]][along]
             begin, end = (min(max(edge - start, 0), size)
                           for edge in (part[self.dim].start, part[self.dim].stop))
             start += size
-            if begin < end or len(self.keys) == 1:
+            if begin < end or len(self.kinds) == 1:
                 inner[along] = slice(begin, end)
                 pieces.append(torch.stack([tensors.read(key, tuple(inner))
                                            for key in kind[experts]]))
@@ -78,10 +77,6 @@ class Converted:
     keys: tuple[str, ...]
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     name: str
-
-    def names(self) -> tuple[str, ...]:
-        """Return the Hub names it is made of."""
-        return self.keys
 
     def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
         """Return the part of the converted tensor."""

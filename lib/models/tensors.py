@@ -7,16 +7,15 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lib.core import hashing, records
-from lib.core.errors import ArtifactError, is_of_disk
+from lib.core.errors import ArtifactError
 from lib.models import directory
 from lib.models.directory import INDEX, WEIGHTS
 
@@ -26,23 +25,68 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
 FLOATING = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()
             if dtype.is_floating_point}  # names in files → names in configs
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
+               "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _BLOCK = 16 << 20  # bytes
 
 Shape = tuple[int, ...]
 TensorPart = tuple[slice, ...]
 
 
-@dataclass(frozen=True)
-class _Place:
-    descriptor: int
-    path: Path
-    offset: int
+@dataclass
+class Headers:
+    """Says what the headers of safetensors files hold, by Hub name.
+
+    starts: the byte of its file at which a tensor begins. problems: a sentence for each thing that
+    does not fit. damaged: names of the files that have one.
+    """
+
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    damaged: set[str] = field(default_factory=set)
+
+    def add(self, path: Path, size: int) -> None:
+        """Take in the tensors of a file of so many bytes, of which the beginning is there."""
+        before = len(self.problems)
+        try:
+            header, start = directory.read_header(path, size)
+            self._add(path.name, header, start, size - start)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self.problems.append(f"damaged: the file {path.name} ({error})")
+        if self.problems[before:]:
+            self.damaged.add(path.name)
+
+    def compare(self, file_of: Mapping[str, str]) -> None:
+        """Note the tensors that do not lie in the file that an index names, if that is whole."""
+        self.problems += [f"missing: {key} is not in {file}, where {INDEX} says it is"
+                          for key, file in file_of.items()
+                          if self.files.get(key) != file and file not in self.damaged]
+
+    def _add(self, file: str, header: dict[str, Any], start: int, data_bytes: int) -> None:
+        end = 0
+        for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, dtype = tuple(entry["shape"]), entry["dtype"]
+            first, last = entry["data_offsets"]
+            expected = math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
+            if first != end or (expected and last - first != expected):
+                self.problems.append(f"{key} in {file} lies at bytes {first} to {last}, expected "
+                                     f"{end} to {end + expected}")
+            if key in self.shapes:
+                self.problems.append(f"{key} is in both {self.files[key]} and {file}")
+            end = last
+            self.shapes[key], self.dtypes[key] = shape, dtype
+            self.files[key], self.starts[key] = file, start + first
+        if end != data_bytes:
+            self.problems.append(f"damaged: the file {file} is "
+                                 f"{'truncated' if data_bytes < end else 'too long'}: "
+                                 f"{data_bytes} bytes of data, its header says {end}")
 
 
-class HubTensors:
+class HubTensors(Headers):
     """Reads the tensors of a model directory by Hub name.
-
-    shapes, dtypes: of each. problems: one sentence per unreadable file.
 
     They are read by `pread`, not through mapped memory: mapped pages would count as this rank's
     memory on top of its shard, and some parallel file systems map slowly. Several threads may read
@@ -50,17 +94,21 @@ class HubTensors:
     """
 
     def __init__(self, model_dir: Path) -> None:
-        self.shapes: dict[str, Shape] = {}
-        self.dtypes: dict[str, str] = {}
-        self.problems: list[str] = []
-        self._places: dict[str, _Place] = {}
+        super().__init__()
+        self._directory, self._remedy = model_dir, directory.remedy(model_dir, "--overwrite")
         self._open = ExitStack()
-        file_of = _read_index(model_dir)
-        whole = {name: self._add(model_dir / name)
-                 for name in sorted(set(file_of.values()) or {WEIGHTS})}
-        self.problems += [f"missing: {key} is not in {file}, where {INDEX} says it is"
-                          for key, file in file_of.items()
-                          if whole[file] and key not in self.shapes]
+        self._descriptors: dict[str, int] = {}
+        file_of = read_index(model_dir)
+        for path in [model_dir / name for name in sorted(set(file_of.values()) or {WEIGHTS})]:
+            try:
+                file = self._open.enter_context(path.open("rb", buffering=0))
+            except FileNotFoundError:
+                self.problems.append(f"missing: the file {path.name}")
+                self.damaged.add(path.name)
+                continue
+            self.add(path, path.stat().st_size)
+            self._descriptors[path.name] = file.fileno()
+        self.compare(file_of)
 
     def __enter__(self) -> HubTensors:
         return self
@@ -74,49 +122,28 @@ class HubTensors:
         Of the first dimension only what is asked for is read; rows are read whole, in blocks, when
         only some of their columns are wanted.
         """
-        place, shape, dtype = self._places[key], self.shapes[key], _BY_NAME[self.dtypes[key]]
+        shape, dtype = self.shapes[key], _BY_NAME[self.dtypes[key]]
         if not part:
-            return _read(place, 0, shape, dtype)
+            return self._read(key, 0, shape)
         rows, inner = part[0], part[1:]
         row = math.prod(shape[1:]) * dtype.itemsize
         sizes = tuple(one.stop - one.start for one in part)
         if sizes[1:] == tuple(shape[1:]):
-            return _read(place, rows.start * row, sizes, dtype)
+            return self._read(key, rows.start * row, sizes)
         found = torch.empty(sizes, dtype=dtype)
         step = max(1, _BLOCK // max(row, 1))
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
-            block = _read(place, first * row, (last - first, *shape[1:]), dtype)
+            block = self._read(key, first * row, (last - first, *shape[1:]))
             found[first - rows.start:last - rows.start] = block[(slice(None), *inner)]
         return found
 
-    def _add(self, path: Path) -> bool:
-        """Take in a file's tensors; False, with a problem noted, when that is impossible."""
-        try:
-            with safe_open(path, framework="pt", device="cpu"):
-                pass  # which checks that header and size fit each other
-            file = self._open.enter_context(path.open("rb", buffering=0))
-        except FileNotFoundError:
-            self.problems.append(f"missing: the file {path.name}")
-            return False
-        except (SafetensorError, OSError) as error:
-            if is_of_disk(error):
-                raise
-            self.problems.append(f"damaged: the file {path.name} ({error})")
-            return False
-        header, start = directory.read_header(path, path.stat().st_size)
-        for key, entry in header.items():
-            self.shapes[key], self.dtypes[key] = tuple(entry["shape"]), entry["dtype"]
-            self._places[key] = _Place(file.fileno(), path, start + entry["data_offsets"][0])
-        return True
-
-
-def _read(place: _Place, offset: int, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return the tensor of a shape that begins at a byte of a tensor's data."""
-    tensor = torch.empty(shape, dtype=dtype)
-    read_into(tensor, place.descriptor, place.offset + offset, place.path,
-              **directory.remedy(place.path.parent, "--overwrite"))
-    return tensor
+    def _read(self, key: str, offset: int, shape: Shape) -> Tensor:
+        """Return the tensor of a shape that begins at a byte of a tensor's data."""
+        tensor, file = torch.empty(shape, dtype=_BY_NAME[self.dtypes[key]]), self.files[key]
+        read_into(tensor, self._descriptors[file], self.starts[key] + offset,
+                  self._directory / file, **self._remedy)
+        return tensor
 
 
 def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy: str) -> None:
@@ -133,7 +160,7 @@ def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy
         view, offset = view[count:], offset + count
 
 
-def _read_index(model_dir: Path) -> dict[str, str]:
+def read_index(model_dir: Path) -> dict[str, str]:
     """Return the file of each tensor as the index says, empty when there is but one file."""
     path = model_dir / INDEX
     if (model_dir / WEIGHTS).is_file() or not path.is_file():

@@ -21,7 +21,7 @@ from lib.models import directory, keys
 from lib.models.architecture import decoder_layers
 from lib.models.recipes import Recipe
 from lib.models.sharded import local_slice, local_tensor, own_class, own_classes, tie_again
-from lib.models.tensors import FLOATING, HubTensors
+from lib.models.tensors import HubTensors
 
 Drawn = dict[str, tuple[nn.Parameter, nn.Parameter]]  # name → parameter (a shard), full size
 Kept = Set[tuple[type[nn.Module], str]]  # parameters by the class and attribute that hold them
@@ -41,11 +41,8 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
     with HubTensors(model_dir) as stored, torch.no_grad():
         plan = keys.plan_loading(model, stored.shapes)
         tensors = model.state_dict(keep_vars=True)
-        wrong_dtype = [f"{key}: holds {stored.dtypes[key]} instead of floating point numbers"
-                       for name, recipe in plan.recipes.items()
-                       if tensors[name].is_floating_point()
-                       for key in recipe.names() if stored.dtypes[key] not in FLOATING]
-        _raise_if_any(model_dir, stored.problems + plan.problems + wrong_dtype)
+        _raise_if_any(model_dir, stored.problems + plan.problems
+                      + keys.list_wrong_dtypes(model, plan, stored.dtypes))
         restore_buffers(model)
         names_of = list(keys.group_tied(model).values())
 

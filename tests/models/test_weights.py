@@ -145,7 +145,8 @@ def test_all_misfits_are_told_at_once(rewrite: Callable[..., Path]) -> None:
     assert "missing: model.norm.weight" in told
     assert "lm_head.weight: expected shape (97, 32), found (96, 32)" in told
     assert "unexpected: model.layers.9.extra" in told
-    assert "model.layers.1.input_layernorm.weight: holds I8" in told
+    assert "model.layers.1.input_layernorm.weight: expected floating-point numbers, found I8" in \
+        told
     assert len(told.splitlines()) == 4
 
 
