@@ -271,7 +271,7 @@ def main(argv: list[str]) -> None:
     # Check the inputs.
     check_options(opts)
     if not (opts.dry_run or opts.merge or opts.save_dir.exists()):
-        pool.prepare()
+        pool.start_server()  # while this process still looks at its input
     files, skipped = inputs.find(opts.data_folder, progress)
     shape = Shape(tuple(opts.fields), opts.strings, opts.min_chars, opts.validation_percent,
                   opts.keep_source, opts.dedup, opts.fallback_encoding or "")

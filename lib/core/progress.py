@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 
 from lib.core import log, units
@@ -23,7 +24,7 @@ class Progress:
     def __init__(self, what: str, total: int | None, unit: str, enabled: bool = True,
                  done: int = 0, times: bool = True) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, done
-        self._before = done
+        self._before, self._lock = done, threading.Lock()
         self._began = self._last_line = time.monotonic()
         self._enabled = enabled and log.rank() == 0
         self._bar = None
@@ -44,21 +45,23 @@ class Progress:
             self._bar.close()
 
     def advance(self, amount: int = 1) -> None:
-        """Note that `amount` more units are done."""
-        self.done += amount
-        if self._bar is not None:
-            self._bar.update(amount)
-        elif self._enabled and time.monotonic() - self._last_line > _LINE_EVERY_S:
-            self._last_line = time.monotonic()
-            log.info(self._line())
+        """Note that `amount` more units are done; any thread may."""
+        with self._lock:
+            self.done += amount
+            if self._bar is not None:
+                self._bar.update(amount)
+            elif self._enabled and time.monotonic() - self._last_line > _LINE_EVERY_S:
+                self._last_line = time.monotonic()
+                log.info(self._line())
 
     def skip(self, amount: int) -> None:
         """Note that `amount` units were done before this launch; no speed counts them."""
-        self.done, self._before = self.done + amount, self._before + amount
-        if self._bar is not None:
-            for name in ("n", "initial", "last_print_n"):
-                setattr(self._bar, name, getattr(self._bar, name) + amount)
-            self._bar.refresh()
+        with self._lock:
+            self.done, self._before = self.done + amount, self._before + amount
+            if self._bar is not None:
+                for name in ("n", "initial", "last_print_n"):
+                    setattr(self._bar, name, getattr(self._bar, name) + amount)
+                self._bar.refresh()
 
     def tell(self, text: str) -> None:
         """Show a few words behind the bar, if there is one."""

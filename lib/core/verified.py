@@ -8,7 +8,6 @@ stage 03, or stage 04 with --prepare-only.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -119,18 +118,15 @@ def _alone(place: Path) -> Iterator[bool]:
 def _hash(directory: Path, content: dict[str, Any], what: str, workers: int, progress: bool,
           ) -> list[str]:
     """Return what is wrong with the files of an artifact, a sentence each."""
-    files, lock = content["files"], threading.Lock()
+    files = content["files"]
     total, began = sum(entry["bytes"] for entry in files), time.monotonic()
     is_long = total > _TOLD_BYTES
     if is_long:
         log.info(f"verifying {what} {directory}: {units.size(total)}, once until it changes")
     with Progress(f"verifying {what}", total, "B", progress and is_long) as bar, \
             ThreadPoolExecutor(max(1, workers)) as pool:
-        def advance(amount: int) -> None:
-            with lock:
-                bar.advance(amount)
         damaged = list(filter(None, pool.map(lambda entry: manifest.damage(
-            directory / entry["path"], entry, deep=True, advance=advance), files)))
+            directory / entry["path"], entry, deep=True, advance=bar.advance), files)))
     if is_long and not damaged:
         log.info(f"every byte is as it was written, {units.duration(time.monotonic() - began)}")
     return damaged

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from lib.corpus.documents import DROPPED, DROPPED_REST, SKIPPED_FILE, Documents
 from lib.corpus.raw_file import RawFile
@@ -36,7 +37,7 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
             try:
                 # pyarrow gives no row of a group that has no column to read.
                 batches = file.iter_batches(rows, [number], names, use_threads=False) \
-                    if names else [_Rows(group.num_rows)]
+                    if names else [SimpleNamespace(num_rows=group.num_rows, nbytes=0)]
                 _hand_on(batches, file.schema_arrow, before, documents)
             except (pa.ArrowException, OSError) as error:
                 _note(documents, error, f"Parquet (row group {number})", "row group dropped")
@@ -51,25 +52,19 @@ def read_arrow(raw: RawFile, documents: Documents) -> None:
         try:
             is_file = content.read(len(_ARROW_FILE)) == _ARROW_FILE
             content.seek(0)
-            open_it = _batches_of_file if is_file else _batches_of_stream
-            schema, batches, rows = open_it(pa, content, raw)
-            _hand_on(batches, schema, rows, documents)
+            source = pa.PythonFile(content, "r")
+            if is_file:
+                reader = pa.ipc.open_file(source)
+                stop = reader.num_record_batches if raw.stop is None else raw.stop
+                rows = sum(reader.get_batch(i).num_rows for i in range(raw.start))
+                batches = (reader.get_batch(i) for i in range(raw.start, stop))
+            else:
+                batches = reader = pa.ipc.open_stream(source)
+            _hand_on(batches, reader.schema, rows, documents)
         except (pa.ArrowException, OSError) as error:
             _note(documents, error, "Arrow", DROPPED_REST)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST)
-
-
-def _batches_of_file(pa: Any, content: BinaryIO, raw: RawFile) -> tuple:
-    reader = pa.ipc.open_file(pa.PythonFile(content, "r"))
-    stop = reader.num_record_batches if raw.stop is None else raw.stop
-    before = sum(reader.get_batch(i).num_rows for i in range(raw.start))
-    return reader.schema, (reader.get_batch(i) for i in range(raw.start, stop)), before
-
-
-def _batches_of_stream(pa: Any, content: BinaryIO, raw: RawFile) -> tuple:
-    reader = pa.ipc.open_stream(pa.PythonFile(content, "r"))
-    return reader.schema, iter(reader), 0
 
 
 def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
@@ -98,13 +93,6 @@ def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
             size = 0
         size += more
     return starts
-
-
-class _Rows:
-    """Stands for rows of a batch of which nothing is read."""
-
-    def __init__(self, rows: int) -> None:
-        self.num_rows, self.nbytes = rows, 0
 
 
 def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents) -> None:

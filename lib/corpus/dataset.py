@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import shards, work
-from lib.corpus.dedup import DIGEST_BYTES, Seen
+from lib.corpus.dedup import Seen
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
 from lib.corpus.scan import TreeEntry
 from lib.corpus.shards import Flusher, ShardWriter
@@ -58,7 +58,7 @@ class DatasetWriter:
                          for split, home in self._homes.items()}
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
-        self._seen = _DigestLog(directory / _DIGESTS) if shape.dedup != "none" else None
+        self._seen = Seen(directory / _DIGESTS) if shape.dedup != "none" else None
         self._unnoted, self._noted_at = 0, time.monotonic()
 
     def __enter__(self) -> DatasetWriter:
@@ -190,24 +190,6 @@ class DatasetWriter:
             manifest.write_json(self._directory / _PROGRESS, json.loads(text))
         self._flusher.then(write)
         self._unnoted, self._noted_at = 0, time.monotonic()
-
-
-class _DigestLog:
-    """Keeps the digests seen so far in memory, and in a file that fills that of a later run."""
-
-    def __init__(self, path: Path) -> None:
-        self._seen = Seen()
-        self.file = path.open("ab+")
-        self.file.seek(0)
-        while digests := self.file.read(DIGEST_BYTES << 20):
-            self._seen.add(digests)
-
-    def add(self, digests: bytes) -> np.ndarray:
-        """Return which of some digests are new (bool [n])."""
-        import numpy as np
-        new = self._seen.add(digests)
-        self.file.write(np.frombuffer(digests, np.uint64).reshape(-1, 2)[new].tobytes())
-        return new
 
 
 def _check(done: UnitResult) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,17 +16,29 @@ class Seen:
     """Keeps a set of digests in one numpy table with open addressing: 20 to 25 bytes for each.
 
     The digests are cryptographic, so their first half is as good as a hash of the whole.
+    file: holds those seen so far, and fills the table of a later run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         import numpy as np
         self.count = 0
         self._table = np.zeros((_FIRST_SLOTS, 2), np.uint64)
+        self.file = path.open("ab+")
+        self.file.seek(0)
+        while digests := self.file.read(DIGEST_BYTES << 20):
+            self._add(np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
     def add(self, digests: bytes) -> np.ndarray:
         """Return which of some digests are new (bool [n]); of equal ones the first is."""
         import numpy as np
-        keys = np.frombuffer(digests, np.uint64).reshape(-1, 2).copy()
+        keys = np.frombuffer(digests, np.uint64).reshape(-1, 2)
+        new = self._add(keys)
+        self.file.write(keys[new].tobytes())
+        return new
+
+    def _add(self, keys: np.ndarray) -> np.ndarray:
+        import numpy as np
+        keys = keys.copy()
         keys[~keys.any(axis=1), 1] = 1  # zeros mark a free slot
         order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in their order
         first = np.ones(len(keys), bool)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from lib.core import commands, log, manifest, paths, records, units
@@ -151,8 +152,5 @@ def _find_in_splits(folder: Path) -> list[InputFile]:
 
 
 def group_by_split(files: Sequence[InputFile]) -> dict[str, list[InputFile]]:
-    """Return the files of each split, in their order."""
-    found: dict[str, list[InputFile]] = {}
-    for file in files:
-        found.setdefault(file.split, []).append(file)
-    return found
+    """Return the files of each split, in their order; those of a split follow each other."""
+    return {split: list(members) for split, members in groupby(files, lambda file: file.split)}

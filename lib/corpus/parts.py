@@ -7,6 +7,7 @@ stream: worker processes write parts, and shards.py puts them together in order.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -124,17 +125,20 @@ class PartWriter:
         self._size = 0
 
 
-class _Splice:
+class _Splice(io.RawIOBase):
     """Takes a stream with one huge buffer and puts the content of a file in the buffer's place.
 
     skip: bytes to leave out before the rest is written.
     """
 
-    closed = False
-
     def __init__(self, target: BinaryIO, text: BinaryIO, size: int) -> None:
+        super().__init__()
         self._target, self._text, self._size = target, text, size
         self.skip = 0
+
+    def writable(self) -> bool:
+        """Tell pyarrow that this can be written to."""
+        return True
 
     def write(self, data: Any) -> int:
         """Write a buffer, or the file's content if it has the size of that."""
@@ -148,12 +152,6 @@ class _Splice:
         else:
             self._target.write(memoryview(data))
         return size
-
-    def flush(self) -> None:
-        """Do nothing: the target is flushed by its owner."""
-
-    def close(self) -> None:
-        """Do nothing: the target is closed by its owner."""
 
 
 def select(part: Path, keep: np.ndarray, keep_source: bool) -> Iterator[tuple[bytes, int]]:

@@ -222,12 +222,9 @@ def list_missing(root: Path, splits: Mapping[str, int]) -> list[str]:
 
     splits: by name, how many files it should hold. Directories are listed, no file is looked at.
     """
-    found = []
-    for name, expected in splits.items():
-        there = count_files(f"{root}/{name}")
-        if there < expected:
-            found.append(f"{root / name} holds {there:,} files instead of {expected:,}")
-    return found
+    return [f"{root / name} holds {there:,} files instead of {expected:,}"
+            for name, expected in splits.items()
+            if (there := count_files(f"{root}/{name}")) < expected]
 
 
 def deal(sizes: Sequence[int], splits: int) -> list[int]:

@@ -55,7 +55,9 @@ class Pool:
                 done = flying.pop(position).result()
             except BrokenProcessPool:
                 done = _alone(self._work, unit)
-                flying = {later: future for later, future in flying.items() if _is_good(future)}
+                # Of the broken pool some have a result all the same.
+                flying = {later: future for later, future in flying.items() if future.done()
+                          and not future.cancelled() and future.exception() is None}
             yield done
 
     def _submit(self, unit: WorkUnit) -> Future[UnitResult]:
@@ -68,17 +70,12 @@ class Pool:
 
 
 def _executor(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, _context(), _prepare)
-
-
-def prepare() -> None:
-    """Start what workers are made from, while this process still looks at its input."""
-    _context()
+    return ProcessPoolExecutor(workers, start_server(), _prepare)
 
 
 @cache
-def _context() -> BaseContext:
-    """Start the server that workers are forked from.
+def start_server() -> BaseContext:
+    """Start the server that workers are forked from, and return what makes them.
 
     It has imported what they need, so a worker starts in milliseconds, and has run nothing, so no
     thread or lock is copied half-way. It looks for modules where this process does.
@@ -94,11 +91,6 @@ def _context() -> BaseContext:
 def _prepare() -> None:
     sys.setrecursionlimit(_RECURSION_LIMIT)
     workers.set_up()
-
-
-def _is_good(future: Future[UnitResult]) -> bool:
-    """Tell whether a future of a broken pool still has its result."""
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _alone(work: Work, unit: WorkUnit) -> UnitResult:

@@ -117,7 +117,7 @@ class Scan:
             return ""
         # What a link inside the source points to is seen under its own name: taking the link
         # as well would train on the same text twice.
-        return INSIDE if _is_within(target, str(self.root)) else OUTSIDE
+        return INSIDE if Path(target).is_relative_to(self.root) else OUTSIDE
 
     def _why_not_file(self, name: str, path: str, info: os.stat_result) -> str:
         if name.startswith("."):
@@ -157,10 +157,6 @@ def _identity(info: os.stat_result) -> _Identity:
     return info.st_dev, info.st_ino
 
 
-def _is_within(path: str, root: str) -> bool:
-    return path == root or path.startswith(root.rstrip("/") + "/")
-
-
 def _pattern(globs: Iterable[str]) -> re.Pattern[str] | None:
     """Compile globs; `*` also crosses `/`, and a leading `**/` may stand for nothing."""
     globs = [glob.removeprefix("./").rstrip("/") for glob in globs]
@@ -198,20 +194,8 @@ def scan(root: Path, rules: Rules, output: Path | None = None, progress: bool = 
 
 
 def count_files(directory: str) -> int:
-    """Return how many entries that are not a directory lie in a tree; 0 when it is not there."""
-    count, stack = 0, [directory]
-    while stack:
-        try:
-            listing = os.scandir(stack.pop())
-        except FileNotFoundError:
-            continue
-        with listing:
-            for item in listing:
-                if item.is_dir(follow_symlinks=False):
-                    stack.append(item.path)
-                else:
-                    count += 1
-    return count
+    """Return how many files lie in a tree; 0 when it is not there."""
+    return sum(len(files) for _, _, files in os.walk(directory))
 
 
 def select_taken(entries: Iterable[TreeEntry]) -> list[TreeEntry]:

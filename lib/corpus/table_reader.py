@@ -23,29 +23,24 @@ _Line = tuple[int | None, int, str]  # offset (bytes) if it is known, number fro
 
 
 class _Lines:
-    """Decodes the lines of a file. row: those that were read since `begin`. last: read last."""
+    """Decodes the lines of a file.
+
+    row: those that were read of the row at hand. last: read last. again: come once more, first.
+    """
 
     def __init__(self, raw: RawFile, documents: Documents) -> None:
         self._lines, self._documents = raw.lines(), documents
-        self._again: deque[_Line] = deque()
+        self.again: deque[_Line] = deque()
         self._number = 0
         self.row: list[_Line] = []
         self.last: _Line = (0, 0, "\n")
-
-    def begin(self) -> None:
-        """Begin a row."""
-        self.row = []
-
-    def read_again(self, lines: list[_Line]) -> None:
-        """Have lines come once more, before the others."""
-        self._again.extendleft(reversed(lines))
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        if self._again:
-            self.last = self._again.popleft()
+        if self.again:
+            self.last = self.again.popleft()
         else:
             offset, line = next(self._lines)
             self._number += 1
@@ -65,7 +60,7 @@ def read_table(raw: RawFile, documents: Documents) -> None:
     rows = csv.reader(lines, strict=True, delimiter="\t" if raw.kind == "tsv" else ",")
     header: list[str] | None = None
     while True:
-        lines.begin()
+        lines.row = []
         try:
             row = next(rows)
         except StopIteration:
@@ -100,7 +95,7 @@ def _drop(lines: _Lines, header: list[str] | None, dialect: Dialect, error: str,
     if rest and _are_rows(rest, header, dialect):
         what += f"; the {units.counted(len(rest), 'line')} that its quote took along, up to line " \
                 f"{last:,}, are read as rows"
-        lines.read_again(rest)
+        lines.again.extendleft(reversed(rest))
     elif rest:
         what += f"; a quote that opens in line {number:,} took lines {number:,} to {last:,} " \
                 f"along, {units.counted(len(lines.row), 'line')} in all"

@@ -76,15 +76,14 @@ class Transfer:
     def _advance(self, amount: int) -> None:
         if self._hub.stopped.is_set():
             raise InterruptedError("another file failed")
-        with self._lock:
-            self._progress.advance(amount)
+        self._progress.advance(amount)
 
     def _note_bytes(self, place: str, amount: int) -> None:
         if place == "the Hub":
             self._advance(amount)
+        else:
+            self._progress.skip(amount)
         with self._lock:
-            if place != "the Hub":
-                self._progress.skip(amount)
             self.bytes_from[place] += amount
 
     def _begin(self, file: RemoteFile, directory: Path) -> list[Job]:

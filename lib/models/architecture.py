@@ -187,7 +187,7 @@ def _code_failed(model_dir: Path, error: Exception) -> UsageError:
                       run=commands.pip_install(*package.split()) if is_missing and package else "")
 
 
-def _first_lines(error: Exception, count: int = 3) -> str:
-    said = "\n".join(str(error).strip().splitlines()[:count])
+def _first_lines(error: Exception) -> str:
+    said = "\n".join(str(error).strip().splitlines()[:3])
     is_plain = isinstance(error, (ValueError, ImportError)) and said
     return said if is_plain else f"{type(error).__name__}: {said}".removesuffix(": ")

@@ -39,7 +39,7 @@ class Design:
 
     def choose_name(self) -> str:
         """Return the name of a model that was given none: `scratch-tiny`, `scratch-qwen2`."""
-        return scratch.choose_name(self.size or self._content["model_type"])
+        return f"scratch-{self.size or self._content['model_type']}"
 
     def identity(self, name: str) -> dict[str, Any]:
         """Return what decides the content, wherever the inputs lie."""

@@ -56,11 +56,6 @@ SIZES = {
 }
 
 
-def choose_name(size: str) -> str:
-    """Return the name of a model that was given none: `scratch-tiny`."""
-    return f"scratch-{size}"
-
-
 def pad_vocabulary(vocabulary: int) -> int:
     """Return the rows of an embedding that holds `vocabulary` tokens."""
     return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -89,17 +88,13 @@ def find_unfinished(cache_dir: Path) -> list[Path]:
 
 def check_all(found: Sequence[PreparedArtifact], workers: int, show_progress: bool) -> None:
     """Hash all files of artifacts and note in each what is wrong with them."""
-    lock, total = threading.Lock(), sum(artifact.bytes for artifact in found)
+    total = sum(artifact.bytes for artifact in found)
     with Progress("verifying", total, "B", show_progress) as progress, \
             ThreadPoolExecutor(workers) as pool:
-        def advance(amount: int) -> None:
-            with lock:
-                progress.advance(amount)
-
         for artifact in found:
             files = artifact.content["files"] if artifact.content else []
             problems = pool.map(lambda entry, root=artifact.directory: _problem(
-                Path(os.path.normpath(root / entry["path"])), entry, advance), files)
+                Path(os.path.normpath(root / entry["path"])), entry, progress.advance), files)
             artifact.problems += filter(None, problems)
             log.info(f"  {'damaged' if artifact.problems else 'whole  '}  {artifact.place}")
 
