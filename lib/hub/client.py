@@ -37,34 +37,11 @@ class OutOfReachError(UsageError):
     """Says that the Hub gave no answer."""
 
 
-class Pause:
-    """Makes all threads wait before requests: the Hub limits users, not connections."""
-
-    def __init__(self, stopped: threading.Event) -> None:
-        self._until, self._lock, self._stopped = 0.0, threading.Lock(), stopped
-
-    def wait(self) -> None:
-        """Sleep until requests may be made again."""
-        while (left := self._until - time.monotonic()) > 0 and not self._stopped.wait(left):
-            pass
-
-    def note_failure(self, asked: float, failures: int) -> None:
-        """Note a failure: wait as long as was asked for (seconds), or longer each time."""
-        if not asked:  # with chance, so that not all who were refused come back at once
-            self._stopped.wait(min(_LONGEST_S, 2.0 ** max(0, failures - 1))
-                               * random.uniform(0.75, 1.25))
-            return
-        seconds = min(asked, _LONGEST_ASKED_S)
-        with self._lock:  # holds for everyone
-            if seconds > _LONGEST_S:
-                log.info(f"the Hub asks to wait {units.duration(seconds)}")
-            self._until = max(self._until, time.monotonic() + seconds)
-
-
 class Hub:
     """Fetches from a Hub; `HF_ENDPOINT` names another than the public one.
 
-    token: of a user, or "" for the one in `HF_TOKEN` or of a login on this machine, if any.
+    A request to wait holds for all threads: the Hub limits users, not connections. token: of a
+    user, or "" for the one in `HF_TOKEN` or of a login on this machine, if any.
     """
 
     def __init__(self, token: str) -> None:
@@ -81,7 +58,7 @@ class Hub:
         self.endpoint = constants.ENDPOINT
         _require_settings()
         self.stopped = threading.Event()  # set from outside, it ends all waiting
-        self._pause = Pause(self.stopped)
+        self._paused_until, self._lock = 0.0, threading.Lock()
 
     def look_up(self, name: str, revision: str, kind: str = "model") -> Repository:
         """Return what a repository holds at a revision (branch, tag or commit).
@@ -103,15 +80,9 @@ class Hub:
 
     def read(self, repository: Repository, file: RemoteFile, start: int, end: int) -> bytes:
         """Return the bytes of a file from `start` to `end`."""
-        content = b""
         with self._explained(repository.name, repository.commit, repository.kind):
-            while left := end - start - len(content):
-                more = self._retry(lambda: b"".join(
-                    self._stream(repository, file, end - left, end)), lambda: False)
-                if not more:
-                    raise _incomplete(repository, file)
-                content += more
-        return content
+            return self._retry(lambda: b"".join(self._stream(repository, file, start, end)),
+                               lambda: False)
 
     def receive(self, repository: Repository, part: PartialFile, piece: int,
                 advance: Callable[[int], None]) -> None:
@@ -133,7 +104,9 @@ class Hub:
             while left():  # a stream may also end early without an error
                 self._retry(take_up, came_further)
                 if left() and not came_further():
-                    raise _incomplete(repository, part.file)
+                    raise ArtifactError(f"{repository.name}: {part.file.path} arrived incomplete",
+                                        expected=f"{part.file.size} bytes, as the Hub declares",
+                                        hint="later:", run=commands.again())
 
     def _ask(self, name: str, revision: str, kind: str) -> Repository:
         from huggingface_hub import HfApi
@@ -190,7 +163,9 @@ class Hub:
 
         failures = 0
         while True:
-            self._pause.wait()
+            while (left := self._paused_until - time.monotonic()) > 0 \
+                    and not self.stopped.wait(left):
+                pass
             try:
                 return request()
             except HTTPError as error:
@@ -200,7 +175,20 @@ class Hub:
                     else not came_further
                 if final or failures > _RETRIES or _is_lasting(error) or self.stopped.is_set():
                     raise
-                self._pause.note_failure(_read_wait_s(getattr(response, "headers", {})), failures)
+                self._pause(_read_wait_s(getattr(response, "headers", {})), failures)
+
+    def _pause(self, asked: float, failures: int) -> None:
+        """Wait longer after each failure, or have all threads wait as long as was asked (seconds).
+        """
+        if not asked:  # with chance, so that not all who were refused come back at once
+            self.stopped.wait(min(_LONGEST_S, 2.0 ** max(0, failures - 1))
+                              * random.uniform(0.75, 1.25))
+            return
+        seconds = min(asked, _LONGEST_ASKED_S)
+        with self._lock:
+            if seconds > _LONGEST_S:
+                log.info(f"the Hub asks to wait {units.duration(seconds)}")
+            self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     @contextmanager
     def _explained(self, name: str, revision: str, kind: str) -> Iterator[None]:
@@ -231,12 +219,6 @@ class Hub:
             raise _refused(error, name, endpoint, bool(self._token)) from None
         except errors.HTTPError as error:
             raise _out_of_reach(error, endpoint) from None
-
-
-def _incomplete(repository: Repository, file: RemoteFile) -> ArtifactError:
-    return ArtifactError(f"{repository.name}: {file.path} arrived incomplete",
-                         expected=f"{file.size} bytes, as the Hub declares", hint="later:",
-                         run=commands.again())
 
 
 def _read_wait_s(headers: Mapping[str, str]) -> float:
