@@ -16,150 +16,267 @@ network (but with --online). Writes outputs/<exp>/.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, NamedTuple
 
 from lib.core import commands, declared, log, options, stage
-from lib.core.errors import Preempted, UsageError
+from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train.config import Config, add_options, read_options
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
-    from lib.train.run import Run
+    from transformers import PreTrainedModel
+
+    from lib.checkpoints.checkpointer import Checkpointer
+    from lib.parallel.layout import ParallelLayout
+    from lib.parallel.loss import LossSum
+    from lib.parallel.meeting import Meeting
+    from lib.planning.estimate import MemoryEstimate
+    from lib.tokens.batches import DataStream
+    from lib.train.data import Data
+    from lib.train.evaluation import Evaluation
+    from lib.train.inputs import Inputs
+    from lib.train.journal import Journal
+    from lib.train.meters import Meters
+    from lib.train.plan import Plan
+    from lib.train.report import Report
+    from lib.train.state import TrainState
+    from lib.train.stop import StopRequest
 
 
 def parse(argv: list[str]) -> Config:
-    """Return the options of the command line and of --config."""
+    """Return the options of the command line and of --config; UsageError without -e or -d."""
     parser = options.Parser(__doc__, "-e NAME -d DIR [options]", declared.first_page(Config))
     add_options(parser)
-    return read_options(parser, argv)
+    config = read_options(parser, argv)
+    if not config.experiment_name or not config.dataset_name:
+        raise UsageError("-e and -d are needed: a name for the run, and a dataset",
+                         expected="-e exp -d hf_datasets/corpus, say", run=commands.help_of())
+    return config
 
 
 def main(argv: list[str]) -> None:
     """Plan, prepare the tokens, and train unless that is already done."""
     config = parse(argv)
-    if not config.experiment_name or not config.dataset_name:
-        raise UsageError("-e and -d are needed: a name for the run, and a dataset",
-                         expected="-e exp -d hf_datasets/corpus, say", run=commands.help_of())
 
-    from lib.train import checks, earlier, from_scratch, launches
+    from lib.train import checks, earlier, launches
+    from lib.train.inputs import find_inputs, is_complete, model_from_scratch, settle
 
     experiment = Experiment(config.save_dir, config.experiment_name)
     if launches.has_begun(experiment):
         config = launches.act_once(config)
     begun = {} if config.overwrite else earlier.read(experiment)
     checks.require_sound(config, has_begun=bool(begun))
-    with from_scratch.model(config) as made:
-        plan_and_train(config, experiment, made, begun)
+    with model_from_scratch(config) as made:  # --model-size; None without it
+        inputs = find_inputs(config, experiment, made, begun)
+        config = settle(config, inputs)
+        if not is_complete(config, experiment, inputs):
+            prepare_and_train(config, experiment, inputs)
 
 
-def plan_and_train(config: Config, experiment: Experiment, made: Path | None,
-                   begun: dict[str, Any]) -> None:
-    """Do what the options say. made: the model of --model-size, if any. begun: see Inputs."""
-    from lib.train import startup
-
-    inputs = startup.find_inputs(config, experiment, made, begun)
-    config = startup.settle(config, inputs)
-    if startup.is_complete(config, experiment, inputs):
-        return
-
+def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) -> None:
+    """Do what the options say: a plan, the tokens, or all of a run."""
     from lib.parallel.layout import meet, settle_allocator
-    from lib.train import dry_run, fitting, model_files
+    from lib.train import fitting, overview, resume
+    from lib.train.data import prepare_data
+    from lib.train.inputs import require_whole_model
+    from lib.train.model import build_model
+    from lib.train.plan import next_command
+    from lib.train.symptoms import explained
 
     settle_allocator()
-    config, model = startup.build_model(config, experiment, inputs)
+    config, model = build_model(config, experiment, inputs)
     config = fitting.settle(config, model)
-
     if config.dry_run:
-        dry_run.print_plan(config, inputs, model)
+        overview.show_plan(config, inputs, model)
         fitting.warn(config, inputs, model)
         return
+    meeting = None
     if not config.prepare_only:
         fitting.require(config, inputs, model)
         fitting.advise(config, model, has_begun=bool(inputs.begun))
         meeting = meet()
-    model_files.require_whole(config, inputs)
-    data = startup.prepare_data(config, inputs, model)
+    require_whole_model(config, inputs)
+    # Perhaps hours, so before any process group exists.
+    data = prepare_data(config, inputs, model.config.get_text_config().vocab_size)
     if config.prepare_only:
         log.info("next: " + commands.again(drop=["--prepare-only"]))
         return
-
-    from lib.train import resume
-    from lib.train.begin import begin
-    from lib.train.symptoms import explained
-
-    run = None
-    try:
-        run = begin(config, experiment, inputs, model, data, meeting)
+    with explained(config, experiment), ExitStack() as stack:  # closed in the reverse order
+        run = set_up(config, experiment, inputs, model, data, meeting, stack)
         while not train(run):
-            resume.roll_back(run)
-    except BaseException as error:
-        if run is not None:
-            run.failed(error)
-            run.close(in_order=isinstance(error, Preempted))
-        raise (explained(error, config, experiment) or error) from error
-    run.finish()
-    log.info(startup.next_command(config, experiment))
-    run.close(in_order=True)
+            resume.roll_back(run.state, run.checkpointer, experiment, run.report)
+        run.checkpointer.remove_tier(run.state.step)
+        run.report.finish()
+        log.info(next_command(config, experiment))
+
+
+class Run(NamedTuple):
+    """What the training loop holds."""
+
+    config: Config
+    plan: Plan
+    layout: ParallelLayout
+    state: TrainState
+    stream: DataStream
+    loss_sum: LossSum
+    meters: Meters
+    evaluation: Evaluation
+    checkpointer: Checkpointer
+    report: Report
+    stop_request: StopRequest
+
+
+def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel,
+           data: Data, meeting: Meeting | None, stack: ExitStack) -> Run:
+    """Return a run that stands at its first step, or where a checkpoint left off.
+
+    All ranks must call this. Raises ExperimentHeld, UsageError for ranks that were not started
+    alike, ArtifactError when no checkpoint of the run is valid.
+    """
+    import torch
+
+    from lib.checkpoints.checkpointer import Checkpointer, make_tier
+    from lib.models import float8
+    from lib.optim import registry
+    from lib.optim.guard import StepGuard
+    from lib.parallel.compiling import make_compiler
+    from lib.parallel.loss import build_loss
+    from lib.planning import capacity
+    from lib.train import journal as journals
+    from lib.train import overview, resume
+    from lib.train.evaluation import Evaluation
+    from lib.train.experiment import digests
+    from lib.train.meters import Meters
+    from lib.train.model import first_weights, settle_attention, shard, update_device
+    from lib.train.report import Report
+    from lib.train.state import TrainState
+    from lib.train.stop import StopRequest
+
+    layout, plan, journal, estimate = agree(config, experiment, inputs, model, data, meeting, stack)
+    config, device = plan.config, layout.device
+    work, peak = overview.show_head(plan, inputs, model, data, layout)
+    # The model: sharded before it has memory. What is in it comes further down.
+    memory_before, compiler = capacity.usage(device), make_compiler(config.compile, device)
+    shard(config, model, layout, compiler)
+    # All that is saved.
+    optimizer = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
+                               config.weight_decay, compiler and compiler.wrap)
+    guard = StepGuard(config.precision, config.spike_factor, update_device(config, layout),
+                      layout.ranks)
+    stream = stack.enter_context(closing(data.stream(plan, device)))
+    state = TrainState(model, optimizer, guard, plan, layout,
+                       digests(experiment.model) if layout.rank == 0 else {})
+    # Checkpoints: the run goes on from the newest, or from what --resume names, or begins.
+    checkpointer = Checkpointer(
+        experiment.checkpoints, layout, plan.identity(), total_steps=plan.total_steps,
+        every=config.ckpt_freq, keep=config.ckpt_keep, keep_every=config.ckpt_keep_every or 0,
+        tier=make_tier(config.ckpt_hyperpod, config.ckpt_local_dir, config.experiment_name,
+                       journals.read_config(experiment)["run"], layout, journal.event),
+        tier_every=config.ckpt_local_freq, note=journal.event,
+        room=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None)
+    if not resume.resume(state, checkpointer, experiment, inputs.named, journal):
+        first_weights(config, inputs, model, layout)
+        journal.event("start", 0, ranks=layout.ranks)
+    float8.rescale_with(optimizer, model)
+    settle_attention(config, model, layout)
+    loss_sum = build_loss(model, layout, config.packing, compiler)
+    meters = Meters(config, experiment, layout, work.flops, peak,
+                    memory_before["memory/current_gib"], state.step)
+    report = stack.enter_context(Report(experiment, journal, state, stream, meters, estimate))
+    return Run(config, plan, layout, state, stream, loss_sum, stack.enter_context(meters),
+               Evaluation(data.held_out, plan, layout), checkpointer, report,
+               StopRequest(layout, experiment.stop_file, config.max_minutes))
+
+
+def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel,
+          data: Data, meeting: Meeting | None, stack: ExitStack,
+          ) -> tuple[ParallelLayout, Plan, Journal, MemoryEstimate]:
+    """Bring all ranks together for one run, whose directory they hold from now on."""
+    from lib.parallel import determinism
+    from lib.parallel.layout import ParallelLayout
+    from lib.planning.estimate import MemoryEstimate
+    from lib.train import checks, fitting, launches
+    from lib.train.experiment import claim
+    from lib.train.journal import Journal
+    from lib.train.plan import Plan, degrees
+    from lib.train.watchdog import longest_section
+
+    estimate = stack.enter_context(MemoryEstimate(model, config.precision))  # forks: comes first
+    if config.deterministic:
+        determinism.require()
+    layout = stack.enter_context(ParallelLayout.start(
+        degrees(config), meeting, longest_section(config.watchdog_minutes)))
+    config = fitting.agree(config, data.samples, layout)
+    estimate.begin(fitting.case_here(config, model, data.most_documents))
+    config, launch = launches.join(config, experiment, layout)
+    plan = Plan.of(config, inputs.fingerprints, data.samples, layout.rank)
+    checks.require_room(config, plan.total_steps, has_begun=bool(inputs.begun))
+    plan.require_alike(layout)
+    journal = Journal(experiment, layout.rank)
+    stack.enter_context(claim(config, experiment, plan, inputs, journal, launch, layout))
+    log.add_file(experiment.rank_log(layout.rank))
+    return layout, plan, journal, estimate
 
 
 def train(run: Run) -> bool:
     """The training loop, from the step the run stands at to its last one.
 
-    Returns False when many steps in a row were bad: the run should go back to an earlier one.
+    Returns False when so many steps in a row were bad that an earlier state is better.
     """
-    import torch
-
     from lib.optim.registry import set_learning_rate
-    from lib.parallel.loss import token_loss_sum
+    from lib.train.meters import LossWindow
 
-    plan, layout, model, timers = run.plan, run.layout, run.model, run.timers
-    steps = run.stream.steps(run.position, plan.total_steps - run.step)
-    window_loss, window_tokens = torch.zeros((), dtype=torch.float64, device=layout.device), 0
+    config, plan, layout, state = run.config, run.plan, run.layout, run.state
+    model, optimizer, guard = state.model, state.optimizer, state.guard
+    meters, timers, window = run.meters, run.meters.timers, LossWindow(layout)
+    steps = run.stream.steps(state.position, plan.total_steps - state.step)  # a thread reads ahead
     timers.restart()
-    for step in range(run.step, plan.total_steps):
+    while state.step < plan.total_steps:
         run.stop_request.ask()
-        run.profiler.before(step + 1)
-        learning_rate = plan.schedule.lr(step)
-        set_learning_rate(run.optimizer, learning_rate)
-        step_loss = torch.zeros((), dtype=torch.float64, device=layout.device)
+        meters.begin(state.step + 1)
+        learning_rate = plan.schedule.lr(state.step)
+        set_learning_rate(optimizer, learning_rate)
         with timers("data"):
-            batch = next(steps)
+            step = next(steps)
         # The loss is a sum over all label tokens of the step, and gradients are over all ranks.
-        scale = run.step_guard.loss_factor(batch.label_tokens)
-        for number, micro_batch in enumerate(batch.batches, 1):
+        scale = guard.loss_factor(step.label_tokens)
+        for number, batch in enumerate(step.batches, 1):
             # Replicas exchange gradients once per step (their shards are summed in each pass).
-            model.set_requires_all_reduce(number == len(batch.batches))
+            model.set_requires_all_reduce(number == len(step.batches))
             with timers("data"):
-                on_device = micro_batch.to(layout.device)
+                batch = batch.to(layout.device)
             with timers("forward"):
-                loss = token_loss_sum(model, on_device, scale)
+                loss = run.loss_sum(batch, scale)
             with timers("backward"):
                 loss.backward()
-            step_loss += loss.detach()
+            window.add(loss)
         with timers("update"):
-            grad_norm = run.step_guard.clip(run.optimizer, run.config.grad_clip)
+            grad_norm = guard.clip(optimizer, config.grad_clip)
             with timers("optimizer"):
-                run.optimizer.step()  # changes nothing where the norm is NaN or infinite
-            run.optimizer.zero_grad(set_to_none=True)
-        run.step_done(batch)
-        window_loss, window_tokens = window_loss + step_loss, window_tokens + batch.label_tokens
+                optimizer.step()  # changes nothing where the norm is NaN or infinite
+            optimizer.zero_grad(set_to_none=True)
+        state.advance(step)
+        window.end_step(step.label_tokens)
+        meters.end(state.step)
+        run.report.step_done()
+        run.checkpointer.poll(state)
 
         stopping = run.stop_request.agreed()
-        evaluating = run.evaluation_is_due() and not stopping  # a launcher waits half a minute
-        if run.log_is_due() or evaluating or stopping:
-            losses = layout.total([step_loss.item(), window_loss.item()])
-            means = losses[0] / batch.label_tokens, losses[1] / window_tokens
-            figures = run.figures(*means, grad_norm, learning_rate)
+        evaluating = run.evaluation.is_due(state.step) and not stopping  # a launcher waits 30 s
+        if run.report.is_due(state.step) or evaluating or stopping:
+            figures = run.report.figures(window, grad_norm, learning_rate)
             if evaluating:
-                figures |= run.evaluate()
-            run.tell(figures)
-            window_loss, window_tokens = torch.zeros_like(window_loss), 0
-            if run.has_diverged() and not stopping:
+                with meters.aside("evaluation"):
+                    figures |= run.evaluation.measure(state.step, model, run.loss_sum, run.report)
+            run.report.write(figures)
+            if guard.in_a_row >= config.rollback_after and not stopping:
                 return False
-        run.save_if_due(stopping)
-        if stopping and run.step < plan.total_steps:
-            raise run.preempted(stopping)
+        if run.checkpointer.is_due(state.step) or stopping:
+            with meters.aside("save"):
+                run.checkpointer.save(state, bool(stopping), run.report.saved())
+        if stopping:
+            run.report.note_stop(stopping)  # raises Preempted where steps are left
     return True
 
 

@@ -195,7 +195,7 @@ def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
 def require_model_files(experiment: Experiment, checkpoint: commit.Checkpoint) -> None:
     """Raise ArtifactError when config or tokenizer are not those that the run was begun with."""
     try:
-        digests = checkpoint.train_state().get("model_files", {})
+        digests = checkpoint.record().get("model_files", {})
     except (OSError, ValueError):
         return  # hashing the checkpoint will tell
     wrong = [name for name, digest in digests.items()

@@ -166,9 +166,13 @@ class Bench:
 
     def capture(self, copies: Any = None) -> Any:
         """Return the state to be written, as the trainer takes it."""
-        from lib.checkpoints.save import capture
-        return capture(1, self.model, self.optimizer, {"step": 1, "tokens": 1, "seed": 0},
-                       self.identity, self.layout.device, copies)
+        from lib.checkpoints import contents
+        from lib.checkpoints.snapshot import capture
+        from lib.optim import registry
+        tensors = contents.name_tensors(self.model,
+                                        registry.named_states(self.model, self.optimizer))
+        return capture(tensors, {"step": 1, "tokens": 1, "seed": 0}, self.identity,
+                       self.layout.device, copies)
 
     def meet(self) -> None:
         """Wait for all ranks."""
@@ -224,7 +228,7 @@ class Bench:
 
     def write_ours(self, hasher: Callable[..., Any] | None = None) -> None:
         """Write and commit."""
-        from lib.checkpoints.save import write
+        from lib.checkpoints.snapshot import write
         from lib.core import hashing
         with mock.patch.object(hashing, "new", hasher or hashing.new):
             write(self.work / "ours", self.capture(), self.layout.saving)
@@ -296,9 +300,10 @@ class Bench:
 
     def read_ours(self) -> None:
         """Find the newest checkpoint, verify every byte, and load it."""
-        from lib.checkpoints import load
-        newest = load.newest_valid(self.work / "ours", self.layout.saving, lambda *_: None)
-        load.load(newest, self.model, self.optimizer, self.layout.device, self.layout.saving)
+        from lib.checkpoints import search, snapshot
+        newest = search.newest_valid(self.work / "ours", self.layout.saving, lambda *_: None)
+        snapshot.fill(newest, self.tensors, newest.record(), self.layout.device,
+                      self.layout.saving)
 
     def read_dcp(self) -> None:
         """Load unverified."""
@@ -318,8 +323,8 @@ class Bench:
         """Measure what saves in the background cost a training loop."""
         import torch.distributed.checkpoint as dcp
 
-        from lib.checkpoints.save import write
-        from lib.checkpoints.staging import HostCopies
+        from lib.checkpoints.host_copies import HostCopies
+        from lib.checkpoints.snapshot import write
 
         class Timed(HostCopies):
             waited = 0.0
@@ -329,7 +334,7 @@ class Bench:
                 super()._before_step()
                 self.waited += time.perf_counter() - began
 
-        copies, thread = Timed(), ThreadPoolExecutor(1)
+        copies, thread = Timed(self.optimizer), ThreadPoolExecutor(1)
 
         def ours() -> Any:
             return thread.submit(write, self.work / "ours", self.capture(copies),

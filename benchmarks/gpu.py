@@ -121,7 +121,7 @@ def _ready(rehearse: bool) -> tuple[str, dict[str, Any]]:
     if rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in ("transformers.models.llama.modeling_llama", "torch.distributed.checkpoint",
-                 "lib.train.begin", "tests.gpu.items"):
+                 "lib.train.resume", "tests.gpu.items"):
         importlib.import_module(name)
 
     for method in ("fork", "spawn"):

@@ -214,7 +214,8 @@ def role_checkpoint(arguments: argparse.Namespace) -> None:
     """Write the checkpoint that a run of the model leaves, and accelerate's of the same weights."""
     import torch.distributed.checkpoint as dcp
 
-    from lib.checkpoints.save import capture, write
+    from lib.checkpoints import contents
+    from lib.checkpoints.snapshot import capture, write
     from lib.core.paths import Experiment
     from lib.models import architecture, weights
     from lib.optim import registry
@@ -231,7 +232,8 @@ def role_checkpoint(arguments: argparse.Namespace) -> None:
     shutil.copyfile(arguments.model / "config.json", run.model / "config.json")
     dcp.save({"model": model.state_dict()}, checkpoint_id=run.root / "merge")
     adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
-    write(run.checkpoints, capture(1, model, adamw, {"step": 1, "tokens": 1, "loss": 1.0},
+    tensors = contents.name_tensors(model, registry.named_states(model, adamw))
+    write(run.checkpoints, capture(tensors, {"step": 1, "tokens": 1, "loss": 1.0},
                                    {"options": {}, "inputs": {}}, layout.device), layout.saving)
     sys.stdout.flush()
     os._exit(0)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lib.checkpoints import commit, load, state
-from lib.checkpoints.save import Snapshot, capture, write
+from lib.checkpoints import commit, contents, search
+from lib.checkpoints.snapshot import Snapshot, capture, fill, random_states, write
 from lib.optim import registry
 
 _CPU = torch.device("cpu")
@@ -29,9 +29,13 @@ def _model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(4, 3, bias=False)
     optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     with torch.no_grad():
-        for tensor in [*model.parameters(), *state.optimizer_tensors(model, optimizer).values()]:
+        for tensor in _tensors(model, optimizer).values():
             tensor.fill_(value)
     return model, optimizer
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return contents.name_tensors(model, registry.named_states(model, optimizer))
 
 
 def save(directory: str, first: str, last: str) -> None:
@@ -39,10 +43,9 @@ def save(directory: str, first: str, last: str) -> None:
     checkpoints, group = Path(directory), _group()
     for step in range(int(first), int(last) + 1):
         model, optimizer = _model(step)
-        tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
         torch.manual_seed(step)
-        write(checkpoints, Snapshot(step, tensors, state.random_states(_CPU), {
-            "step": step, "optimizer_steps": step, "seed": 0}, {"options": {}}), group)
+        write(checkpoints, Snapshot(step, _tensors(model, optimizer), random_states(_CPU), {
+            "step": step, "seed": 0}, {"options": {}}), group)
         if dist.get_rank() == 0:
             commit.prune(checkpoints, keep=2)
 
@@ -53,17 +56,15 @@ def load_each(parent: str) -> None:
     group = _group()
     for checkpoints in sorted(Path(parent).iterdir()):
         commit.clean(checkpoints)
-        checkpoint = load.newest_valid(checkpoints, group, lambda step, why: None)
+        checkpoint = search.newest_valid(checkpoints, group, lambda step, why: None)
         model, optimizer = _model(-1)
         torch.manual_seed(0)
-        facts = load.load(checkpoint, model, optimizer, _CPU, group)
+        tensors, record = _tensors(model, optimizer), checkpoint.record()
+        fill(checkpoint, tensors, record, _CPU, group)
         drawn = torch.rand(3)
         torch.manual_seed(checkpoint.step)
-        values = torch.cat([tensor.flatten() for tensor in model.parameters()] + [
-            tensor.flatten() for tensor in
-            state.optimizer_tensors(model, optimizer).values()]).unique().tolist()
-        assert values == [checkpoint.step] and facts["step"] == checkpoint.step
-        assert registry.steps_taken(optimizer) == checkpoint.step
+        values = torch.cat([tensor.flatten() for tensor in tensors.values()]).unique().tolist()
+        assert values == [checkpoint.step] and record["step"] == checkpoint.step
         assert torch.equal(drawn, torch.rand(3))
         print(f"loaded {checkpoints.name} {checkpoint.step}")
 
@@ -82,7 +83,7 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     parallelize.materialise(model, layout.device, False)
     adamw = registry.build("adamw", model, 0.0, (0.9, 0.95), 0.0)
     checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
-    facts = load.load(checkpoint, model, adamw, layout.device, layout.control)
-    write(Path(target), capture(checkpoint.step, model, adamw, facts, {}, layout.device),
-          layout.saving)
+    tensors, record = _tensors(model, adamw), checkpoint.record()
+    fill(checkpoint, tensors, record, layout.device, layout.control)
+    write(Path(target), capture(tensors, record, {}, layout.device), layout.saving)
     layout.stop()

@@ -21,10 +21,10 @@ def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -
 
     roll_back = resume.roll_back
 
-    def begin(run: Any) -> None:
+    def begin(*parts: Any) -> None:
         resume.roll_back = roll_back
         Fault(**faults[str(rank)]).install()
-        roll_back(run)
+        roll_back(*parts)
     disturb(rank, {}, clock)
     resume.roll_back = begin
 

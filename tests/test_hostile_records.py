@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lib.checkpoints import train_state
+from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
 from lib.core import manifest, options
 from lib.core.errors import StageError, visible
@@ -104,8 +104,8 @@ def test_records_of_a_run(tmp_path: Path):
     whole = {"step": 1, "tokens": 5, "seed": 0, "loss_scale": {"scale": 1.0, "good_steps": 0},
              "model_files": {"config.json": "sha256:0"}, "cursors": [{"epoch": 0, "place": None}]}
     (step / "train_state.json").write_text(json.dumps(whole))
-    assert train_state.read(step / "train_state.json") == whole
-    attack(step / "train_state.json", lambda: Checkpoint(step, 1).train_state())
+    assert contents.read(step / "train_state.json") == whole
+    attack(step / "train_state.json", lambda: Checkpoint(step, 1).record())
     (step / "COMMIT.json").write_text(json.dumps({"step": 1, "manifest": "x", "digest": "y"}))
     attack(step / "COMMIT.json", lambda: Checkpoint(step, 1).problems())
     run.config.write_text(json.dumps({

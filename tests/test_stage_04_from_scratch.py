@@ -10,8 +10,8 @@ import pytest
 
 from lib.core import log, options, paths
 from lib.core.errors import ArtifactError
-from lib.train import startup
 from lib.train.config import add_options, read_options
+from lib.train.inputs import find_inputs, settle
 from tests.conftest import run_stage
 from tests.training import losses
 
@@ -73,8 +73,8 @@ def found(*given: object) -> tuple[float, bool]:
     parser = options.Parser("")
     add_options(parser)
     config = read_options(parser, [*map(str, given)])
-    inputs = startup.find_inputs(config, paths.experiment(config.experiment_name), None, {})
-    return startup.settle(config, inputs).lr, inputs.scratch
+    inputs = find_inputs(config, paths.experiment(config.experiment_name), None, {})
+    return settle(config, inputs).lr, inputs.scratch
 
 
 def test_weights_that_are_missing_are_not_drawn_unasked(

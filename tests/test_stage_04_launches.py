@@ -54,14 +54,14 @@ def test_a_launch_overwrites_refuses_and_stops_once(project: Path, stage: StageR
 
 def ask_while_preparing(rank: int) -> None:
     """Ask for the end before the run has begun, as a person may while text is tokenised."""
-    from lib.train import startup
+    from lib.train import data
 
-    prepare = startup.prepare_data
+    prepare = data.prepare_data
 
     def asked(*arguments: object) -> object:
         Path("outputs/run/stop").touch()
         return prepare(*arguments)
-    startup.prepare_data = asked
+    data.prepare_data = asked
 
 
 def test_a_stop_file_of_the_time_of_preparation_ends_the_launch(project: Path):

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.checkpoints import train_state
+from lib.checkpoints import contents
+from lib.checkpoints.contents import TrainRecord
 from lib.core import hashing, log, manifest, paths, publish, reading, records, unfinished, units
 from lib.core.errors import ArtifactError, DiskFullError, StageError, is_missing
 
@@ -104,12 +105,12 @@ class Checkpoint:
         """Return the content of COMMIT.json, unchecked."""
         return records.read_json(self.path / COMMIT)
 
-    def train_state(self) -> dict[str, Any]:
+    def record(self) -> TrainRecord:
         """Return step, sample cursor and all other state that is not a tensor.
 
         Raises ArtifactError when a value has not the type in which it is written.
         """
-        return train_state.read(self.path / TRAIN_STATE)
+        return contents.read(self.path / TRAIN_STATE)
 
 
 def _digest(content: dict[str, Any]) -> str:

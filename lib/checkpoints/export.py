@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import PreTrainedModel
 
-from lib.checkpoints import commit, state
-from lib.checkpoints.pieces import PieceReader
-from lib.checkpoints.stream import Entry, TensorFile
+from lib.checkpoints import commit, contents
+from lib.checkpoints.storage import ShardFile, StrictReader
+from lib.checkpoints.tensor_file import Entry, TensorFile
 from lib.core import commands, manifest
 from lib.core.errors import ArtifactError
 from lib.models import keys
 from lib.models.directory import INDEX, WEIGHTS
+
+Described = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
     """Return each group's names in the checkpoint; ArtifactError when it is of another model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = model.state_dict(keep_vars=True)
-    saved = [[(state.MODEL if name in parameters else state.BUFFER) + name for name in group]
+    saved = [[(contents.MODEL if name in parameters else contents.BUFFER) + name for name in group]
              for group in groups]
     for names, group in zip(saved, groups, strict=True):
         for key, name in zip(names, group, strict=True):
@@ -157,7 +160,7 @@ def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
                                     found="nothing" if there is None else str(list(there)))
     used = {key for names in saved for key in names}
     if left := sorted(key for key in reader.described
-                      if key.startswith((state.MODEL, state.BUFFER)) and key not in used):
+                      if key.startswith((contents.MODEL, contents.BUFFER)) and key not in used):
         raise ArtifactError(f"checkpoint {path} holds more than {path.parents[1]}/model",
                             found=", ".join(left[:5]),
                             expected="the config.json that the run was begun with")
@@ -169,3 +172,57 @@ def _write_index(model: PreTrainedModel, planned: ExportPlan, path: Path) -> Non
     manifest.write_json(path, {"metadata": {"total_parameters": model.num_parameters(),
                                             "total_size": planned.bytes},
                                "weight_map": dict(sorted(where.items()))})
+
+
+class PieceReader:
+    """Reads full tensors out of the shards that ranks wrote; verify the digests before.
+
+    `dcp.load` would hold a shard, its copy in the tensor and what unpickling needs at once. Here
+    each shard goes from the file into its place, in memory that is used over and over.
+    described: shape and dtype by name. reads_ahead: what was read is valid until the next but one
+    call of `read`, at the cost of memory for two; else until the next.
+    """
+
+    def __init__(self, directory: Path, reads_ahead: bool) -> None:
+        self.reads_ahead = reads_ahead
+        metadata = StrictReader(directory).read_metadata()
+        self._tensors, self._places = metadata.state_dict_metadata, metadata.storage_data
+        self.described: dict[str, Described] = {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in self._tensors.items()}
+        # Opened now, so that a run that goes on may delete the checkpoint while it is read.
+        names = {place.relative_path for place in self._places.values()}
+        self._files = {name: ShardFile(directory / name) for name in sorted(names)}
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(1 + reads_ahead)]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def read(self, names: Sequence[str]) -> list[Tensor]:
+        """Return full tensors; ArtifactError when a file is cut short."""
+        spans = [_aligned(torch.Size(shape).numel() * dtype.itemsize)
+                 for shape, dtype in (self.described[name] for name in names)]
+        memory = self._memory.pop(0)
+        if sum(spans) > len(memory):
+            del memory  # before the larger one is there
+            memory = torch.empty(sum(spans), dtype=torch.uint8)
+        self._memory.append(memory)
+        return [self._read(name, part) for name, part
+                in zip(names, memory[:sum(spans)].split(spans), strict=True)]
+
+    def _read(self, name: str, memory: Tensor) -> Tensor:
+        shape, dtype = self.described[name]
+        full = memory[:torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        for chunk in self._tensors[name].chunks:
+            part = full[tuple(slice(first, first + size) for first, size
+                              in zip(chunk.offsets, chunk.sizes, strict=True))]
+            if part.numel():
+                place = self._places[MetadataIndex(name, chunk.offsets)]
+                self._files[place.relative_path].read(place, part, [0] * part.dim())
+        return full
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

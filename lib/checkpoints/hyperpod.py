@@ -28,9 +28,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load as tensors_in
 
-from lib.checkpoints import load, tier
+from lib.checkpoints import tier
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.save import Snapshot, facts
+from lib.checkpoints.contents import TrainRecord, facts
+from lib.checkpoints.snapshot import Snapshot, require_described
 from lib.core import commands, hashing, log, paths, records
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.identity import differences
@@ -59,7 +60,7 @@ class _Stored(Checkpoint):
     def commit(self) -> dict[str, Any]:
         return self.content
 
-    def train_state(self) -> dict[str, Any]:
+    def record(self) -> TrainRecord:
         return self.content["train_state"]
 
 
@@ -148,7 +149,7 @@ class HyperPodTier(tier.Tier):
 
     def _fill(self, checkpoint: _Stored, tensors: dict[str, torch.Tensor]) -> None:
         saved = tensors_in(checkpoint.part)
-        load.require_described(tensors, {name: (tuple(tensor.shape), tensor.dtype)
+        require_described(tensors, {name: (tuple(tensor.shape), tensor.dtype)
                                          for name, tensor in saved.items()}, checkpoint.path)
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -193,9 +194,9 @@ class HyperPodTier(tier.Tier):
     def _commit(self, snapshot: Snapshot, parts: list[dict[str, Any]]) -> None:
         if self._rank != 0:
             return
-        content = facts(snapshot) | {
+        content = facts(snapshot.record) | {
             "step": snapshot.step, "world_size": self._ranks, "identity": snapshot.identity,
-            "run": self._namespace, "train_state": snapshot.train_state, "parts": parts}
+            "run": self._namespace, "train_state": snapshot.record, "parts": parts}
         text = json.dumps(content).encode()
         digest = hashing.bytes_digest(text, "sha256").encode()
         self._client.put_checkpoint(snapshot.step, digest + b"\n" + text, rank=self._ranks)

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from lib.checkpoints import commit, load
+from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.save import Snapshot, facts
+from lib.checkpoints.contents import facts
+from lib.checkpoints.snapshot import Snapshot, require_same
 from lib.checkpoints.storage import HashingWriter, StrictReader, plain_errors
 from lib.checkpoints.tier import Note, Tier, tensors_of, unnoted
 from lib.core import log, manifest, paths, publish, unfinished
@@ -147,7 +148,7 @@ class LocalTier(Tier):
 
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         reader = StrictReader(checkpoint.path / _shards(self._rank))
-        load.require_same(tensors, reader, checkpoint.path)
+        require_same(tensors, reader, checkpoint.path)
         with torch.no_grad(), plain_errors():
             dcp.load(tensors, storage_reader=reader, no_dist=True)
 
@@ -205,10 +206,10 @@ class LocalTier(Tier):
               ) -> None:
         if not self._leads:
             return
-        manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.train_state)
+        manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
         files = [*files, manifest.file_entry(attempt, attempt / commit.TRAIN_STATE, "sha256")]
         commit.seal(attempt, snapshot.step, files, snapshot.identity, self._ranks,
-                    facts(snapshot) | {"save": save, "ranks": self._node})
+                    facts(snapshot.record) | {"save": save, "ranks": self._node})
 
 
 def _shards(rank: int) -> str:

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from lib.checkpoints import state
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.save import Snapshot
+from lib.checkpoints.snapshot import Snapshot, random_states, set_random_states
 from lib.models.sharded import local_tensor
-from lib.optim import registry
 
 _RANDOM = "random."  # prefix of random states among the tensors
 
@@ -69,30 +67,25 @@ class Tier(ABC):
         """Put out of the way what is newer than the step that the run goes on from."""
 
     @abstractmethod
-    def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    def _fill(self, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         """Fill tensors from this rank's part; ArtifactError when they are others than those."""
 
-    def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,
-             device: torch.device) -> dict[str, Any]:
-        """Fill model, optimizer and random states of this rank; return the train state.
+    def fill(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], device: torch.device,
+             ) -> None:
+        """Fill tensors and random states of this rank.
 
         Raises ArtifactError when names, shapes or dtypes differ.
         """
-        random_states = state.random_states(device)
-        tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
-        self._fill(checkpoint, _of_rank(tensors, random_states))
-        state.set_random_states(random_states, device)
-        train_state = checkpoint.train_state()
-        registry.set_steps_taken(optimizer, train_state["optimizer_steps"])
-        return train_state
+        states = random_states(device)
+        self._fill(checkpoint, _of_rank(tensors, states))
+        set_random_states(states, device)
 
 
-def tensors_of(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+def tensors_of(snapshot: Snapshot) -> dict[str, Tensor]:
     """Return all tensors of a snapshot as this rank holds them, random states among them."""
     return _of_rank(snapshot.tensors, snapshot.random_states)
 
 
-def _of_rank(tensors: dict[str, torch.Tensor], random_states: dict[str, torch.Tensor],
-             ) -> dict[str, torch.Tensor]:
+def _of_rank(tensors: dict[str, Tensor], states: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: local_tensor(tensor) for name, tensor in tensors.items()} | \
-        {_RANDOM + kind: states for kind, states in random_states.items()}
+        {_RANDOM + kind: state for kind, state in states.items()}

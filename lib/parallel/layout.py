@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lib.core import commands, log, units
-from lib.core.errors import StageError, UsageError, from_os_error
+from lib.core.errors import Preempted, StageError, UsageError, from_os_error
 from lib.parallel import flight_recorder
 from lib.parallel.degrees import Degrees
 from lib.parallel.meeting import START_TIMEOUT, Meeting
@@ -77,6 +77,15 @@ class ParallelLayout:
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, group=self.control)
         return numbers.tolist()
+
+    def __enter__(self) -> ParallelLayout:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 *_: object) -> None:
+        """Leave the process group where all ranks come to this, which an error does not say."""
+        if error is None or isinstance(error, Preempted):
+            self.stop()
 
     def stop(self) -> None:
         """Leave the process group; all ranks must call this."""

@@ -6,16 +6,16 @@ not looked up by family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lib.core import commands
+from lib.core import commands, log
 from lib.core.errors import UsageError
 from lib.parallel import attention, parallelize
 from lib.parallel.compiling import Compiler
@@ -30,6 +30,22 @@ _FEWEST_ROWS = 256  # smaller matrix products waste the device
 _NOISE = 0.02  # nats per token between two ways of rounding in half precision
 _LENGTHS = (9, 14)  # of two documents in one row
 _LEAK = 0.05  # of the logits' spread: more than rounding in half precision, less than any leak
+
+
+# Returns the loss of a micro-batch, summed over its label tokens; its gradients are scaled.
+LossSum = Callable[[MicroBatch, float], Tensor]
+
+
+def build_loss(model: nn.Module, layout: ParallelLayout, packing: str,
+               compiler: Compiler | None = None) -> LossSum:
+    """Return what computes the loss of a model, see token_loss_sum; all ranks must call this.
+
+    Tried on the weights that are there. Raises UsageError where packed documents see each other.
+    """
+    if packing == "documents":
+        require_isolation(model, layout)
+    log.info(f"loss: {chunk(model, layout, compiler)}")
+    return partial(token_loss_sum, model)
 
 
 def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> Tensor:
@@ -276,16 +292,3 @@ def trial(model: nn.Module) -> Iterator[None]:
     """
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), eval_mode(model):
         yield
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[MicroBatch], layout: ParallelLayout) -> float:
-    """Return the mean loss over all label tokens of all ranks; all ranks must call this."""
-    loss_sum = torch.zeros((), dtype=torch.float64, device=layout.device)
-    tokens = 0
-    with eval_mode(model):
-        for batch in batches:
-            loss_sum += token_loss_sum(model, batch.to(layout.device))
-            tokens += int((batch.labels != IGNORED).sum())
-    loss_total, token_total = layout.total([loss_sum.item(), tokens])
-    return loss_total / max(token_total, 1)

@@ -30,8 +30,8 @@ class MemoryEstimate:
     Must be made before the process group and before the model is sharded: it forks, which spares
     importing everything again. A fork of a process that uses a GPU could not compute (torch ends it
     in autograd), so there it imports all, and sees no GPU. It waits until the ranks have agreed on
-    what is to be traced (`begin`). For a model so small that libraries take more memory than it
-    does, nothing is estimated.
+    what is to be traced (`begin`). On other ranks than 0, and for a model so small that libraries
+    take more memory than it does, nothing is estimated.
     """
 
     def __init__(self, model: PreTrainedModel, precision: str) -> None:
@@ -41,7 +41,8 @@ class MemoryEstimate:
         context: SpawnContext | ForkContext = multiprocessing.get_context("spawn") \
             if torch.cuda.is_initialized() else multiprocessing.get_context("fork")
         self._answer, question = context.Pipe()
-        self._is_wanted = sum(p.numel() for p in model.parameters()) >= _ESTIMATED_FROM
+        self._is_wanted = log.rank() == 0 and \
+            sum(p.numel() for p in model.parameters()) >= _ESTIMATED_FROM
         if not self._is_wanted:
             self._answer.close()
             question.close()
@@ -56,6 +57,12 @@ class MemoryEstimate:
             except OSError as error:  # no room for another process, but for a run there may be
                 question.send(str(error))
         question.close()
+
+    def __enter__(self) -> MemoryEstimate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def begin(self, case: Case) -> None:
         """Start the trace of a run."""

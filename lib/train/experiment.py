@@ -5,35 +5,36 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lib.checkpoints import commit
 from lib.core import hashing, launcher, log, manifest, stamps
-from lib.core.errors import EXIT_BUG, UsageError
+from lib.core.errors import EXIT_BUG, Preempted, UsageError
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
 from lib.models import remote_code
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.tokens.encode import TOKENIZER_FILES
-from lib.train import model_files
 from lib.train.config import Config
+from lib.train.inputs import Inputs
 from lib.train.journal import Journal, read_config
 from lib.train.launches import Launch
 from lib.train.plan import Plan
-from lib.train.startup import Inputs
 
 _SHARED_WITHIN_S = 60.0
 _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
-def claim(config: Config, experiment: Experiment, run_plan: Plan, inputs: Inputs, journal: Journal,
-          launch: Launch, layout: ParallelLayout) -> Lease | None:
-    """Make the directory ours, and see that every rank means the same one by it.
+@contextmanager
+def claim(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs, journal: Journal,
+          launch: Launch, layout: ParallelLayout) -> Iterator[None]:
+    """Hold the directory for the while, and see that every rank means the same one by it.
 
-    All ranks must call this. Returns what rank 0 holds it by. Raises ExperimentHeld when another
-    launch is at work there.
+    All ranks must call this. Raises ExperimentHeld when another launch is at work there.
     """
-    leases = []
+    leases: list[Lease] = []
 
     def write() -> str:
         leases.append(_lease(experiment))
@@ -41,22 +42,47 @@ def claim(config: Config, experiment: Experiment, run_plan: Plan, inputs: Inputs
             leases.pop().release()
             _set_aside(experiment)
             leases.append(_lease(experiment))
-        old = inputs.stop_request  # one that has come since is meant for this launch
-        if not launch.has_begun and old and old == stamps.of(old):
-            log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
-            experiment.stop_file.unlink(missing_ok=True)
-        start = f"{time.time_ns():x}"
-        journal.config(config.recorded(), run_plan.identity(), inputs.model_dir, start,
-                       read_config(experiment).get("run", start), launch.marks)
-        manifest.remove_temporary(experiment.root, [path.name for path in (
-            experiment.config, experiment.state, experiment.metrics)])
-        _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
-        model_files.require_same(inputs)
-        if left := commit.clean(experiment.checkpoints):
-            journal.event("clean", 0, paths=left)
-        return start
+        return _describe(config, experiment, plan, inputs, journal, launch)
 
     start = on_rank_0(write, layout.control)
+    _require_shared(experiment, start, layout)
+    in_order = False  # whether all ranks come to the end
+    try:
+        yield
+        in_order = True
+    except Preempted:
+        in_order = True
+        raise
+    finally:
+        for lease in leases:
+            if in_order:  # asked to end while it was ending: not a word for the next launch
+                with suppress(OSError):
+                    experiment.stop_file.unlink(missing_ok=True)
+            with suppress(OSError):  # a record that stays is known to be of a process that is gone
+                lease.release()
+
+
+def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs, journal: Journal,
+              launch: Launch) -> str:
+    """Write what stands in the directory from the start; return the mark of this start (rank 0)."""
+    old = inputs.stop_request  # one that has come since is meant for this launch
+    if not launch.has_begun and old and old == stamps.of(old):
+        log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
+        experiment.stop_file.unlink(missing_ok=True)
+    start = f"{time.time_ns():x}"
+    journal.config(config.recorded(), plan.identity(), inputs.model_dir, start,
+                   read_config(experiment).get("run", start), launch.marks)
+    manifest.remove_temporary(experiment.root, [path.name for path in (
+        experiment.config, experiment.state, experiment.metrics)])
+    _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
+    inputs.require_unchanged()
+    if left := commit.clean(experiment.checkpoints):
+        journal.event("clean", 0, paths=left)
+    return start
+
+
+def _require_shared(experiment: Experiment, start: str, layout: ParallelLayout) -> None:
+    """Raise UsageError when a rank does not see the start that rank 0 has noted."""
     deadline = time.monotonic() + _SHARED_WITHIN_S  # network file systems may show it late
     while not (seen := read_config(experiment).get("launch") == start) \
             and time.monotonic() < deadline:
@@ -64,7 +90,6 @@ def claim(config: Config, experiment: Experiment, run_plan: Plan, inputs: Inputs
     if not all(gather(seen, layout.control)):
         raise UsageError(f"{experiment.root} is not the same directory on all nodes",
                          expected="--save-dir on a file system that all nodes share")
-    return leases[0] if leases else None
 
 
 def _lease(experiment: Experiment) -> Lease:

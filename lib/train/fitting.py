@@ -22,7 +22,7 @@ from lib.planning.trace import Case
 from lib.tokens import packing
 from lib.train import plan
 from lib.train.config import AUTO, Config
-from lib.train.startup import Inputs
+from lib.train.inputs import Inputs
 
 _FEW = 1 << 13  # tokens in a pass, below which a GPU waits
 _ENOUGH = {True: 1 << 15, False: 1 << 11}  # from here on more are hardly faster: on a GPU, a CPU

@@ -6,8 +6,11 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lib.core import units
+from lib.core import commands, units
+from lib.core.declared import Role
 from lib.core.errors import UsageError
+from lib.core.identity import differences
+from lib.core.paths import Experiment
 from lib.optim import schedule
 from lib.optim.schedule import Schedule
 from lib.parallel.degrees import Degrees
@@ -18,6 +21,7 @@ from lib.train.config import AUTO, Config
 if TYPE_CHECKING:  # imports torch
     from transformers import PreTrainedModel
 
+    from lib.parallel.layout import ParallelLayout
     from lib.planning.trace import Case
 
 
@@ -32,6 +36,17 @@ class Plan:
     division: Division
     samples: int | None
     total_steps: int
+
+    @classmethod
+    def of(cls, config: Config, inputs: dict[str, str], samples: int | None, rank: int = 0,
+           ranks: int | None = None) -> Plan:
+        """Return the plan of a run; UsageError when the batch cannot be divided or data is short.
+
+        ranks: None for those of this launch.
+        """
+        division = divide(config, rank, ranks or launched_size())
+        return cls(config, inputs, division, samples,
+                   total_steps(config, samples, division.global_batch))
 
     @property
     def tokens_per_step(self) -> int:
@@ -48,6 +63,26 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """Return what a run that resumes must share."""
         return self.config.identity(self.inputs, self.division.global_batch)
+
+    def require_alike(self, layout: ParallelLayout) -> None:
+        """Raise UsageError when a rank was started with other data or options; all ranks call this.
+
+        A difference would train on a mixture, or hang the first time one rank saves alone.
+        """
+        from lib.parallel.layout import gather
+
+        mine = self.identity()
+        mine["options"] |= self.config.having(Role.ALIKE) | {
+            "ckpt_local_dir": bool(self.config.ckpt_local_dir),
+            "steps": self.total_steps, "batch_size": self.division.micro_batch}
+        mine["inputs"] = mine["inputs"] | {"samples": self.samples}
+        for rank, other in enumerate(gather(mine, layout.control)):
+            if found := differences(other, mine):
+                raise UsageError(f"ranks {rank} and {layout.rank} were not started alike",
+                                 found="\n".join(each.told(f"on rank {rank}",
+                                                           f"on rank {layout.rank}")
+                                                 for each in found),
+                                 expected="the same command, dataset and model on every node")
 
     def describe(self) -> dict[str, str]:
         """Return the derived numbers, each with how it comes about."""
@@ -85,6 +120,11 @@ def launched_size() -> int:
 def degrees(config: Config) -> Degrees:
     """Return over how many ranks a run divides what."""
     return Degrees(config.shard_size)
+
+
+def adapters(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the settings of what changes the modules of the model, by name; see ADAPTERS."""
+    return {"float8": {"recipe": config.fp8_recipe}} if config.precision == "fp8" else {}
 
 
 def divide(config: Config, rank: int, ranks: int) -> Division:
@@ -155,3 +195,12 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
                 config.activation_checkpointing, per_step > a_pass, offload,
                 not offload and parallelize.may_stay_gathered(model, has),
                 by_mask, most_documents * by_kernel, optimizer=config.optimizer, on_gpu=on_gpu)
+
+
+def next_command(config: Config, experiment: Experiment) -> str:
+    """Return the line that says what to type after a complete run."""
+    save_dir = experiment.root.parent
+    where = ["--save-dir", str(save_dir)] if str(save_dir) != "outputs" else []
+    trust = ["--trust-remote-code"] if config.trust_remote_code else []
+    return "next: " + commands.script("05_export_checkpoint.py", "-e", experiment.root.name, *where,
+                                      *trust)

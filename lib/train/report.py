@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from lib.core import log, units
+from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.tokens.batches import MicroBatch
-from lib.train import console, metrics
-from lib.train.config import Config
+from lib.parallel.layout import gather
+from lib.planning.estimate import MemoryEstimate
+from lib.tokens.batches import DataStream, MicroBatch
+from lib.train import console, metrics, symptoms
+from lib.train.journal import Journal
+from lib.train.meters import LossWindow, Meters, Pace
 from lib.train.metrics import Metrics
 from lib.train.outlook import MEASURED
-from lib.train.plan import Plan
-from lib.train.timers import Pace
+from lib.train.state import TrainState
 
 _WORTH_TELLING_S = 60.0
 _ON_BAR = ("loss", "validation", "eta")
@@ -28,25 +32,100 @@ _ON_BAR = ("loss", "validation", "eta")
 class Report:
     """Rank 0 speaks for all ranks; each rank has its own figures in its log."""
 
-    def __init__(self, config: Config, experiment: Experiment, plan: Plan, rank: int, step: int,
-                 caption: str) -> None:
-        """step: where the run goes on. caption: what a reader of loss.png alone must know."""
-        self._style, self._experiment, self._plan = config.log_style, experiment, plan
-        self._rank, self._caption = rank, caption
-        self._metrics = Metrics(experiment, rank, step, config.wandb)
+    def __init__(self, experiment: Experiment, journal: Journal, state: TrainState,
+                 stream: DataStream, meters: Meters, estimate: MemoryEstimate) -> None:
+        self._experiment, self.journal, self._state = experiment, journal, state
+        self._stream, self._meters, self._estimate = stream, meters, estimate
+        self._plan, self._layout = state.plan, state.layout
+        config, rank, steps = self._plan.config, self._layout.rank, self._plan.total_steps
+        # What a reader of loss.png alone must know.
+        self._caption = f"{experiment.root.name}: {state.model.config.model_type}, " \
+                        f"{self._layout.ranks} × {self._layout.device.type}"
+        self._metrics = Metrics(experiment, rank, state.step, config.wandb)
         self._plot_may_fail = log.Tolerated(experiment.plot.name, Exception, done="drawn")
-        self._lines, self._pace = console.Lines(plan.total_steps), Pace()
-        self._bar = Progress("training", plan.total_steps, "step", done=step, times=False,
+        self._lines, self._pace = console.Lines(steps), Pace()
+        self._bar = Progress("training", steps, "step", done=state.step, times=False,
                              enabled=not config.no_progress and sys.stderr.isatty())
         self._said: dict[str, str] = {}
         self._began = time.monotonic()
 
-    def step_done(self, step: int) -> None:
+    def __enter__(self) -> Report:
+        self.note_state("running")
+        self._estimate.tell()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 *_: object) -> None:
+        """Note in state.json how the run ended, and flush all files."""
+        if isinstance(error, Preempted):
+            self.note_state("preempted")
+        elif error is not None:
+            known = from_os_error(error) if isinstance(error, OSError) else error
+            self.note_state("disk_full" if isinstance(known, DiskFullError) else "failed")
+        self._bar.close()
+        self._metrics.close()
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a step's figures are logged: the first, each --log-freq-th, the last."""
+        return step % self._plan.config.log_freq == 0 or step in (1, self._plan.total_steps)
+
+    def figures(self, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float,
+                ) -> dict[str, Any]:
+        """Return the row of the last step, as docs/artifacts.md defines its keys.
+
+        The mean loss and all speeds are over the steps since the row before. All ranks must call
+        this.
+        """
+        state, meters, ranks = self._state, self._meters, self._layout.ranks
+        loss, mean_loss = window.read()
+        times = meters.timers.read()
+        per_second = self._plan.tokens_per_step / (times["time/total"] / 1000)
+        per_device = per_second / ranks
+        in_use = meters.memory()
+        return {"step": state.step, "epoch": self._stream.epoch(state.position),
+                "train/loss": loss, "train/loss_mean": mean_loss,
+                "train/grad_norm": grad_norm.item(), "train/learning_rate": learning_rate,
+                "train/tokens_seen": state.tokens,
+                "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
+                "perf/tflops": per_device * meters.flops / 1e12,
+                "perf/mfu": per_device * meters.flops / meters.peak,
+                **self._speeds(), **times, **self._slowest(times),
+                **self._stream.costs(times), **in_use}
+
+    def _slowest(self, times: dict[str, float]) -> dict[str, float]:
+        """Return which rank is slowest in what no rank waits for others in, and by how much.
+
+        In a step all ranks take as long as the slowest; only the optimizer and the data tell them
+        apart. All ranks must call this.
+        """
+        own = gather(times["time/data"] + times["time/optimizer"], self._layout.control)
+        slowest = max(range(len(own)), key=own.__getitem__)
+        usual = max(statistics.median(own), 1e-9)
+        return {"perf/slowest_rank": slowest, "perf/slowest_ratio": own[slowest] / usual}
+
+    def write(self, figures: dict[str, Any]) -> None:
+        """Write a step's row everywhere, and say how many steps were skipped before it.
+
+        Raises UsageError when the loss of the first step is NaN or infinite.
+        """
+        state, config = self._state, self._plan.config
+        state.figures = figures
+        self._estimate.tell()
+        self._row(figures)
+        symptoms.require_finite(figures["train/loss"], state.step, config)
+        skipped = state.guard.read()
+        if skipped.steps:
+            why = f"the gradient norm was NaN or infinite in {skipped.steps - skipped.spikes}, " \
+                  f"and over {config.spike_factor:g} times the usual in {skipped.spikes}"
+            self.journal.event("skip_step", state.step, steps=skipped.steps, reason=why)
+            log.warn(f"{skipped.steps} of the last steps left the weights as they were: {why}")
+
+    def step_done(self) -> None:
         """Count a step of this launch."""
         self._pace.step_done()
         self._bar.advance()
         if (seconds := self._pace.seconds_per_step) is not None:
-            left = self._plan.total_steps - step
+            left = self._plan.total_steps - self._state.step
             self._tell_bar(eta=units.duration(left * seconds))
             if self._pace.steps == MEASURED and left * seconds > _WORTH_TELLING_S:
                 self._tell_duration(left)
@@ -62,15 +141,16 @@ class Report:
                  f"{units.duration(left * seconds)}, with a checkpoint every "
                  f"{units.duration(saves)}")
 
-    def speeds(self, step: int) -> dict[str, float]:
+    def _speeds(self) -> dict[str, float]:
         """Return the speed of the launch, and at that speed the seconds until the end, if any."""
         if (seconds := self._pace.seconds_per_step) is None:
             return {}
-        speed, left = self._plan.tokens_per_step / seconds, self._plan.total_steps - step
+        speed = self._plan.tokens_per_step / seconds
+        left = self._plan.total_steps - self._state.step
         return {"perf/run_tokens_per_sec": speed} | ({"perf/eta_sec": left * seconds} if left
                                                      else {})
 
-    def launch(self) -> str:
+    def _launch(self) -> str:
         """Return in words what this launch did, and how fast."""
         seconds, steps = self._pace.seconds_per_step, self._pace.steps
         speed = f", {self._plan.tokens_per_step / seconds:,.0f} tok/s after the first" \
@@ -78,12 +158,12 @@ class Report:
         return f"this launch: {steps:,} step{'s' * (steps != 1)} in " \
                f"{units.duration(time.monotonic() - self._began)}{speed}"
 
-    def row(self, row: dict[str, Any]) -> None:
+    def _row(self, row: dict[str, Any]) -> None:
         """Write a row: of rank 0 everywhere, of another rank in its log."""
         self._metrics.write(row)
-        record = console.record(row, self._rank)
+        record = console.record(row, self._layout.rank)
         log.to_file(record)
-        log.to_console(record if self._style == "dict" else self._lines.line(row))
+        log.to_console(record if self._plan.config.log_style == "dict" else self._lines.line(row))
         self._tell_bar(loss=f"{row['train/loss_mean']:.3f}")
 
     def validating(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -98,31 +178,62 @@ class Report:
                  f"{units.duration(time.monotonic() - began)}")
         self._tell_bar(validation=f"{loss:.3f}")
 
-    def rewind(self, step: int) -> None:
-        """Drop what was logged after a step: the steps that follow it are run again."""
-        self._metrics.rewind(step)
-        self._bar.advance(step - self._bar.done)
+    def rewind(self) -> None:
+        """Drop what was logged after the run's step: the steps that follow it are run again."""
+        self._metrics.rewind(self._state.step)
+        self._bar.advance(self._state.step - self._bar.done)
+        self.note_state("running")
 
-    def rows(self) -> list[dict[str, Any]]:
+    def saved(self) -> Callable[[bool], None]:
+        """Return what tells, on rank 0 and in any thread, that this step has been saved."""
+        facts = self._facts()
+
+        def tell(is_shared: bool) -> None:
+            self.journal.state("running", **facts)
+            if is_shared:
+                with self._plot_may_fail:
+                    self._metrics.curve.draw(self._experiment.plot, self._caption)
+        return tell
+
+    def note_stop(self, reason: str) -> None:
+        """Note that the run stops after this step, which is saved; Preempted where steps are left.
+        """
+        step = self._state.step
+        self.journal.event("signal", step, signal=reason)
+        if step < self._plan.total_steps:
+            again = " without --overwrite" * self._plan.config.overwrite
+            raise Preempted(f"stopped by {reason} after step {step:,}, which is saved; run the "
+                            f"same command again{again} to go on")
+
+    def note_state(self, status: str) -> None:
+        """Write state.json."""
+        self.journal.state(status, **self._facts())
+
+    def _facts(self) -> dict[str, int | None]:
+        """Return what state.json says of this step."""
+        state = self._state
+        return {"step": state.step, "total_steps": self._plan.total_steps, "tokens": state.tokens,
+                "sample_cursor": state.position.samples, "samples": self._plan.samples}
+
+    def finish(self) -> None:
+        """Tell how the run ended; the last step has been saved."""
+        self._bar.close()
+        self.journal.event("complete", self._state.step)
+        self.note_state("complete")
+        if self._layout.rank == 0 and (rows := self._rows()):
+            log.info(f"done: {self._state.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
+                     f"{self._launch()}")
+            log.table({"training loss": metrics.training(rows),
+                       "validation loss": metrics.last_validation(rows),
+                       "memory": self._estimate.compared(self._meters.memory_peak,
+                                                         self._meters.memory_before),
+                       "plot": self._experiment.plot, "metrics": self._experiment.metrics})
+
+    def _rows(self) -> list[dict[str, Any]]:
         """Return the rows of the run that have a training loss, as far as they can be read."""
         with suppress(OSError):
             return [row for row in metrics.read(self._experiment.metrics) if "train/loss" in row]
         return []
-
-    def draw(self) -> None:
-        """Draw loss.png; rank 0 alone, in any thread."""
-        if self._rank == 0:
-            with self._plot_may_fail:
-                self._metrics.curve.draw(self._experiment.plot, self._caption)
-
-    def close_bar(self) -> None:
-        """Take the bar away: no more steps come."""
-        self._bar.close()
-
-    def close(self) -> None:
-        """Take the bar away and flush all files."""
-        self._bar.close()
-        self._metrics.close()
 
     def _tell_bar(self, **said: str) -> None:
         """Show the last words of each kind behind the bar."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,26 @@ from lib.core import commands, launcher, log
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.parallel import meeting
-from lib.train import earlier, journal, profiling
+from lib.train import earlier, journal, meters
 from lib.train.config import Config
 from lib.train.plan import launched_size
 
 _MORE = "docs/troubleshooting.md says more"
 
 
-def explained(error: BaseException, config: Config, experiment: Experiment) -> StageError | None:
+@contextmanager
+def explained(config: Config, experiment: Experiment) -> Iterator[None]:
+    """Raise what is to be done about an error in its place, where that is known."""
+    try:
+        yield
+    except BaseException as error:
+        if (known := explanation(error, config, experiment)) is not None:
+            raise known from error
+        raise
+
+
+def explanation(error: BaseException, config: Config, experiment: Experiment,
+                ) -> StageError | None:
     """Return what to do about an error, None for one that explains itself or is a bug."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
@@ -76,7 +89,7 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
     if torch.cuda.is_available():
         path = experiment.profile / f"rank_{log.rank():05d}.out_of_memory.pickle"
         with suppress(Exception):  # the message matters more
-            profiling.snapshot(path)
+            meters.snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     knobs = []
     if config.activation_checkpointing != "full":

@@ -77,7 +77,7 @@ class Watchdog:
             faulthandler.dump_traceback(2, all_threads=True)
 
 
-def longest(minutes: float) -> float:
+def longest_section(minutes: float) -> float:
     """Return the seconds that a section may take at most."""
     return minutes * 60 * max(_PATIENCE.values())
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.save import capture, write
+from lib.checkpoints.snapshot import capture, write
 from lib.core.paths import Experiment
 from lib.models.architecture import build_on_meta
 from lib.models.weights import load_pretrained
@@ -33,10 +34,11 @@ def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,
     model.to_empty(device="cpu")
     load_pretrained(model, model_dir)
     adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
-    state = {"step": step, "tokens": 640 * step, "loss": 1.5, **(facts or {})}
+    record = {"step": step, "tokens": 640 * step, "loss": 1.5, **(facts or {})}
     identity = {"options": {"seq_length": 32, "seed": 7}, "inputs": {"dataset": "d1e5"}}
-    return write(experiment.checkpoints, capture(step, model, adamw, state, identity,
-                                                 torch.device("cpu")), dist.group.WORLD)
+    tensors = contents.name_tensors(model, registry.named_states(model, adamw))
+    return write(experiment.checkpoints, capture(tensors, record, identity, torch.device("cpu")),
+                 dist.group.WORLD)
 
 
 def run_stage_05(*arguments: object) -> None:

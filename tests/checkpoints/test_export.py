@@ -15,8 +15,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lib.checkpoints import card, commit, export
-from lib.checkpoints.pieces import PieceReader
-from lib.checkpoints.stream import Entry, TensorFile
+from lib.checkpoints.export import PieceReader
+from lib.checkpoints.tensor_file import Entry, TensorFile
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError
 from lib.models.architecture import build_on_meta
@@ -179,7 +179,7 @@ def test_what_does_not_read_back_is_not_published(run: Path, monkeypatch: pytest
 def test_a_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("lib.checkpoints.stream.os.pwrite", full)
+    monkeypatch.setattr("lib.checkpoints.tensor_file.os.pwrite", full)
     with pytest.raises(OSError, match="No space left"):  # exit 4, as any stage has it
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out")
     assert not list(run.glob("out*"))
@@ -208,8 +208,7 @@ def test_a_file_of_any_length_reads_back(tmp_path: Path, count: int) -> None:
 
 def test_a_file_system_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                              ) -> None:
-    from lib.checkpoints import stream
-    monkeypatch.setattr(stream, "_DIRECT", 0)
+    monkeypatch.setattr("lib.checkpoints.tensor_file._DIRECT", 0)
     test_a_file_of_any_length_reads_back(tmp_path, (1 << 21) + 3)
 
 

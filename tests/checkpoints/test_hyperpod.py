@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lib.checkpoints import hyperpod, state
+from lib.checkpoints import contents, hyperpod
 from lib.checkpoints.hyperpod import HyperPodTier
-from lib.checkpoints.save import Snapshot
+from lib.checkpoints.snapshot import Snapshot, random_states
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.optim import registry
 from tests.conftest import free_port
@@ -53,9 +53,13 @@ def state_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(4, 3, dtype=torch.bfloat16)
     optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
     with torch.no_grad():
-        for tensor in [*model.parameters(), *state.optimizer_tensors(model, optimizer).values()]:
+        for tensor in tensors_of(model, optimizer).values():
             tensor.fill_(value)
     return model, optimizer
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return contents.name_tensors(model, registry.named_states(model, optimizer))
 
 
 def save(tier: HyperPodTier, *steps: int) -> None:
@@ -63,9 +67,8 @@ def save(tier: HyperPodTier, *steps: int) -> None:
     for step in steps:
         model, optimizer = state_of(step)
         torch.manual_seed(step)
-        tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
-        tier.write(Snapshot(step, tensors, state.random_states(CPU), {
-            "step": step, "optimizer_steps": step, "tokens": 10 * step}, IDENTITY))
+        tier.write(Snapshot(step, tensors_of(model, optimizer), random_states(CPU), {
+            "step": step, "tokens": 10 * step}, IDENTITY))
 
 
 def newest(tier: HyperPodTier, after: int = 0, before: int | None = None,
@@ -80,14 +83,13 @@ def newest(tier: HyperPodTier, after: int = 0, before: int | None = None,
         return 0, left
     assert tier.holds(found) and found.commit()["tokens"] == 10 * found.step
     model, optimizer = state_of(-1)
-    facts = tier.load(found, model, optimizer, CPU)
+    tensors = tensors_of(model, optimizer)
+    tier.fill(found, tensors, CPU)
     drawn = torch.rand(3)
     torch.manual_seed(found.step)
     assert torch.equal(drawn, torch.rand(3))
-    values = [tensor for tensor in state.model_tensors(model).values()]
-    values += state.optimizer_tensors(model, optimizer).values()
-    assert all((tensor == found.step).all() for tensor in values)
-    assert facts["step"] == registry.steps_taken(optimizer) == found.step
+    assert all((tensor == found.step).all() for tensor in tensors.values())
+    assert found.record()["step"] == found.step
     return found.step, left
 
 

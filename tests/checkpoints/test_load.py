@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lib.checkpoints.load import require_same
+from lib.checkpoints.snapshot import require_same
 from lib.checkpoints.storage import HashingWriter, StrictReader
 from lib.core.errors import ArtifactError
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.checkpoints import commit, state
+from lib.checkpoints import commit
 from lib.checkpoints.local import LocalTier
-from lib.checkpoints.save import Snapshot
+from lib.checkpoints.snapshot import Snapshot, random_states
 from lib.core import hashing, manifest, reading
 
 
@@ -23,7 +23,7 @@ def test_deletions_are_noted_and_what_cannot_be_read_is_left(
     tier = LocalTier(tmp_path, group, group, lambda event, step, **facts: noted.append(
         (event, step, facts.get("steps") or facts.get("paths"))))
     for step in (1, 2, 3):
-        tier.write(Snapshot(step, {"model.x": torch.full((3,), step)}, state.random_states(
+        tier.write(Snapshot(step, {"model.x": torch.full((3,), step)}, random_states(
             torch.device("cpu")), {"step": step}, {"options": {}}))
     assert noted == [("clean", 0, [left]), ("prune", 3, [1])]
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lib.checkpoints.shard_file import ShardFile
-from lib.checkpoints.storage import HashingWriter, StrictReader
+from lib.checkpoints.storage import HashingWriter, ShardFile, StrictReader
 from lib.core.errors import ArtifactError
 
 SAVED = {"matrix": torch.arange(60.0).view(6, 10), "half": torch.randn(8, 3).bfloat16(),

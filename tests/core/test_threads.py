@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
-from lib.checkpoints.staging import HostCopies
+from lib.checkpoints.host_copies import HostCopies
 from lib.checkpoints.storage import HashingWriter, StrictReader
 from lib.core import workers
 from lib.tokens.batches import read_ahead

@@ -28,9 +28,9 @@ def nothing() -> None:
 
 def save_nothing() -> None:
     """Train without any checkpoint."""
-    from lib.train.run import Run
+    from lib.checkpoints.checkpointer import Checkpointer
 
-    Run.save_if_due = lambda run, stopping: None
+    Checkpointer.poll = Checkpointer.save = lambda *_: None
 
 
 def forbid_host_syncs() -> None:
@@ -109,15 +109,15 @@ def tell_memory() -> None:
 
 def _after_steps(act: Callable[[int], None]) -> None:
     """Call `act` with the number of each step that is done."""
-    from lib.train.run import Run
+    from lib.train.meters import Meters
 
-    step_done = Run.step_done
+    end = Meters.end
 
-    def then(run: Run, step: Any) -> None:
-        step_done(run, step)
-        act(run.step)
+    def then(meters: Meters, step: int) -> None:
+        end(meters, step)
+        act(step)
 
-    Run.step_done = then
+    Meters.end = then
 
 
 def main(hook: str, script: str, *arguments: str) -> None:

@@ -134,7 +134,8 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, window: i
 
 def bad_steps(place: Place) -> None:
     """A step whose gradient holds a NaN or an infinity changes no bit, with each optimizer."""
-    from lib.checkpoints import state
+    from lib.checkpoints import contents
+    from lib.optim import registry
     from lib.optim.guard import StepGuard
 
     for kind in ("adamw", "adamw8bit"):
@@ -145,7 +146,8 @@ def bad_steps(place: Place) -> None:
                     backward(model, tokens(place, 1, model), guard)
                     if bad:
                         next(model.parameters()).grad.to_local().view(-1)[3] = bad
-                    tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
+                    tensors = contents.name_tensors(
+                        model, registry.named_states(model, optimizer))
                     before = {name: local(t).clone() for name, t in tensors.items()}
                     guard.clip(optimizer, 1.0)
                     optimizer.step()
@@ -177,21 +179,23 @@ def gradient_scale(place: Place) -> None:
 
 def staging(place: Place) -> None:
     """Copies in host memory are those of before the step that follows at once, and pinned."""
-    from lib.checkpoints.save import capture
-    from lib.checkpoints.staging import HostCopies
+    from lib.checkpoints import contents
+    from lib.checkpoints.host_copies import HostCopies
+    from lib.checkpoints.snapshot import capture
+    from lib.optim import registry
     from lib.optim.guard import StepGuard
 
     changes = place.size({"hidden_size": 1024, "intermediate_size": 4096}, {})
     with trained(place, place.size("bf16", "fp32"), **changes) as (model, optimizer, layout):
-        guard, copies = StepGuard("fp32", 0.0, layout.device), HostCopies()
+        guard, copies = StepGuard("fp32", 0.0, layout.device), HostCopies(optimizer)
         seconds = []
         for number in range(4):
             if number:  # a capture after the first step: there are moments then
                 began = time.monotonic()
-                snapshot = capture(number, model, optimizer, {}, {}, layout.device, copies)
+                tensors = contents.name_tensors(model, registry.named_states(model, optimizer))
+                snapshot = capture(tensors, {"step": number}, {}, layout.device, copies)
                 seconds.append(time.monotonic() - began)
-                again = capture(number, model, optimizer, {}, {}, layout.device)
-                expected = {name: local(tensor).clone() for name, tensor in again.tensors.items()}
+                expected = {name: local(tensor).clone() for name, tensor in tensors.items()}
             backward(model, tokens(place, 1, model), guard)
             guard.clip(optimizer, 1.0)
             optimizer.step()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lib.checkpoints import state
 from lib.optim import adamw8bit, registry
 from lib.optim.adamw8bit import AdamW8bit
 from lib.optim.guard import StepGuard
@@ -35,14 +34,14 @@ def fill_gradients(model: nn.Module, seed: int) -> None:
 
 
 def everything(model: nn.Module, adamw: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = state.optimizer_tensors(model, adamw) | dict(model.named_parameters())
+    tensors = registry.named_states(model, adamw) | dict(model.named_parameters())
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def test_states_take_a_quarter() -> None:
     model = model_of((64, 1024), (10, 300), (6, 4, 64), (1024,))
     sizes = {kind: {name: tensor.nbytes for name, tensor in
-                    state.optimizer_tensors(model, build(model, kind)).items()}
+                    registry.named_states(model, build(model, kind)).items()}
              for kind in ("adamw", "adamw8bit")}
     for i, ratio in ((0, 1 / 4), (1, 1 / 4), (2, 1 / 4), (3, 1)):
         old, new = (sum(size for name, size in sizes[kind].items() if name.endswith(f".{i}"))

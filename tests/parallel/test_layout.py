@@ -21,7 +21,7 @@ from lib.core.paths import Experiment
 from lib.parallel import loss, parallelize
 from lib.parallel.layout import Degrees, ParallelLayout, _stay_near
 from lib.tokens.batches import MicroBatch
-from lib.train import startup, watchdog
+from lib.train import model, watchdog
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def tiny(tied: bool = False) -> PreTrainedModel:
 @pytest.mark.parametrize("minutes", [30.0, 0.0])
 def test_the_watchdog_speaks_before_a_collective_times_out(environment: dict[str, str], left: None,
                                                            minutes: float) -> None:
-    patience = watchdog.longest(minutes)
+    patience = watchdog.longest_section(minutes)
     layout = ParallelLayout.start(patience=patience)
     for group in (dist.group.WORLD, layout.fsdp.get_group(), layout.control, layout.saving):
         limit = group._get_backend(torch.device("cpu")).options._timeout
@@ -66,17 +66,14 @@ def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
     """torch reads the variable when CUDA is initialised, which a question about a GPU does."""
     seen: list[str] = []
     stage_04 = importlib.import_module("04_train_fsdp")
-    monkeypatch.setattr(startup, "find_inputs", lambda *_: None)
-    monkeypatch.setattr(startup, "settle", lambda *_: None)
-    monkeypatch.setattr(startup, "is_complete", lambda *_: False)
 
     def ask() -> bool:
         seen.append(environment["PYTORCH_ALLOC_CONF"])
         raise LookupError
     monkeypatch.setattr(torch.cuda, "is_available", ask)
-    monkeypatch.setattr(startup, "build_model", lambda *_: torch.cuda.is_available())
+    monkeypatch.setattr(model, "build_model", lambda *_: torch.cuda.is_available())
     with pytest.raises(LookupError):
-        stage_04.plan_and_train(None, Experiment(tmp_path, "exp"), None, {})
+        stage_04.prepare_and_train(None, Experiment(tmp_path, "exp"), None)
     assert "expandable_segments:True" in seen[0]
 
 

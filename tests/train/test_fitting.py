@@ -13,8 +13,8 @@ import torch
 
 from lib.core.errors import UsageError
 from lib.planning import capacity
-from lib.train import fitting, startup
-from lib.train.startup import Inputs
+from lib.train import fitting
+from lib.train.inputs import Inputs, settle
 from tests.planning.test_fit import MIB, Known
 from tests.planning.test_memory import ASKED, on_meta
 
@@ -125,7 +125,7 @@ def test_what_a_run_was_begun_with_is_kept() -> None:
             ({"batch_size": 4}, 64, (None, None))):
         begun = {"identity": {"options": {"global_batch_size": begun_with}}}
         inputs = Inputs(Path("model"), [], {}, begun, None, scratch=False)
-        settled = startup.settle(replace(ASKED, **{"batch_size": "auto", **given}), inputs)
+        settled = settle(replace(ASKED, **{"batch_size": "auto", **given}), inputs)
         assert (settled.global_batch_size, settled.grad_accum_steps) == then
 
 

@@ -18,7 +18,7 @@ PLAIN = Config(batch_size=4, precision="bf16")
 
 
 def explained(error: BaseException, **options: object):
-    return symptoms.explained(error, replace(PLAIN, **options), Experiment(Path("o"), "e"))
+    return symptoms.explanation(error, replace(PLAIN, **options), Experiment(Path("o"), "e"))
 
 
 def test_too_large_an_allocation_names_the_knobs_in_order() -> None:

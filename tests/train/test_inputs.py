@@ -13,7 +13,8 @@ import torch
 from lib.core import manifest, stamps, verified
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import directory
-from lib.train import begin, model_files
+from lib.train import inputs, model
+from lib.train.inputs import Inputs
 from tests.training import save_model
 
 
@@ -33,16 +34,16 @@ def model_dir(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / ".cache/models/org--name"))
 
 
-def of(model_dir: Path, **more: object) -> SimpleNamespace:
-    facts = {"scratch": False, "begun": {}, "named": None,
+def of(model_dir: Path, **more: object) -> Inputs:
+    facts = {"begun": {}, "named": None, "scratch": False,
              "model_stamps": stamps.of(directory.list_files(model_dir))}
-    return SimpleNamespace(model_dir=model_dir, **facts | more)
+    return Inputs(model_dir, [], {}, **facts | more)
 
 
 def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
     opts = SimpleNamespace(cache_dir=tmp_path / ".cache", num_workers=2, no_progress=True,
                            prepare_only=False, seed=0)
-    model_files.require_whole(opts, of(model_dir, **more))
+    inputs.require_whole_model(opts, of(model_dir, **more))
 
 
 def flip(path: Path) -> None:
@@ -92,8 +93,8 @@ def test_a_model_that_changes_while_it_is_read_is_not_trained(model_dir: Path, m
             directory.with_name("new").rename(directory)
         else:
             (directory / "model.safetensors").write_bytes(b"")
-    inputs = of(model_dir)
-    monkeypatch.setattr(begin, "load_pretrained", disturbed)
+    read = of(model_dir)
+    monkeypatch.setattr(model, "load_pretrained", disturbed)
     with pytest.raises(UsageError, match="was replaced or changed while the run started"):
-        begin._first_weights(SimpleNamespace(seed=0), inputs, torch.nn.Linear(1, 1),
-                             SimpleNamespace(rank=0))
+        model.first_weights(SimpleNamespace(seed=0), read, torch.nn.Linear(1, 1),
+                            SimpleNamespace(rank=0))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from lib.checkpoints import state
-from lib.checkpoints.host_memory import HostMemory, NoHostMemoryError
+from lib.checkpoints import contents
 from lib.core import units, workers
 from lib.models.sharded import local_tensor
 
 _USABLE = 0.9  # of the free host memory: the rest is for the file cache and the data's workers
+_ALIGNED = 512  # bytes; what a copy begins at
 
 
 class HostCopies:
@@ -30,14 +33,14 @@ class HostCopies:
     the last copies.
     """
 
-    def __init__(self, room: Callable[[], float] = lambda: math.inf) -> None:
+    def __init__(self, optimizer: Optimizer, room: Callable[[], float] = lambda: math.inf) -> None:
         self._room = room
+        optimizer.register_step_pre_hook(self._before_step)
         self._thread = workers.thread_pool(name="staging")
         self._memory: Future[HostMemory] | None = None
         self._on_cpu: Future[None] | None = None
         self._on_gpu: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
         self.waited = 0.0
 
     @property
@@ -75,16 +78,12 @@ class HostCopies:
         return ""
 
     @torch.no_grad()
-    def take(self, tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer,
-             ) -> dict[str, Tensor]:
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors as they are now, sharded in the same way; the last copies are gone.
 
         They are whole after `wait`. Buffers, which a forward pass may change, are copied at once.
         Raises NoHostMemoryError where `refusal` says so.
         """
-        if self._optimizer is not optimizer:
-            optimizer.register_step_pre_hook(self._before_step)
-            self._optimizer = optimizer
         if not self.are_prepared:
             self.prepare(tensors)
         copies = self._memory.result().tensors
@@ -95,7 +94,7 @@ class HostCopies:
             # Not `from_local`, which would move the copy back to the mesh's device.
             taken[name] = DTensor(copy, tensor._spec, requires_grad=False) \
                 if isinstance(tensor, DTensor) else copy
-            if name.startswith(state.BUFFER):
+            if name.startswith(contents.BUFFER):
                 copy.copy_(local)
             else:
                 pairs.append((copy, local))
@@ -133,3 +132,47 @@ class HostCopies:
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for buffer, tensor in pairs:
         buffer.copy_(tensor, non_blocking=True)
+
+
+class NoHostMemoryError(Exception):
+    """There is not enough host memory, or it cannot be page-locked; says which."""
+
+
+class HostMemory:
+    """One mapping with a tensor for each name, all of its pages there and, if asked, locked.
+
+    torch's allocator of pinned memory rounds each tensor up to a power of two: 162 GiB for 85. It
+    stays until the process ends.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], locked: bool) -> None:
+        """Raise NoHostMemoryError where the system or the driver refuses."""
+        starts, end = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            starts[name] = end
+            end += -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+        try:
+            self._pages = mmap.mmap(-1, max(end, 1))
+        except OSError as error:
+            raise NoHostMemoryError(f"host memory is refused: {error.strerror}") from error
+        self.tensors = {name: self._tensor(starts[name], *shapes[name]) for name in shapes}
+        for tensor in self.tensors.values():
+            # A page that is there is copied to at three times the speed. The driver would make
+            # those that are not by one thread, and keep others from mapping memory meanwhile.
+            tensor.zero_()
+        if locked:
+            self._lock(end)
+
+    def _lock(self, size: int) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        result = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(result) != 0:
+            raise NoHostMemoryError(f"the driver does not page-lock {units.memory(size)} of host "
+                                    f"memory (CUDA error {int(result)})")
+
+    def _tensor(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a part as a tensor with a storage of its own, which DCP writes as it stands."""
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._pages, dtype=dtype, count=shape.numel(), offset=start
+                                ).view(shape)

@@ -1,23 +1,18 @@
-"""Loading: newest first, verified before anything is unpickled, agreed by all ranks."""
+"""The newest checkpoint that is whole: verified before anything is unpickled, agreed by all ranks.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
 
-from lib.checkpoints import aside, commit, state
+from lib.checkpoints import aside, commit
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.storage import StrictReader, plain_errors
-from lib.core import commands, log, units
+from lib.core import commands
 from lib.core.errors import ArtifactError, StageError
-from lib.optim import registry
 from lib.parallel.layout import on_rank_0, together
 
 _PAUSES_S = (1.0, 3.0)  # until all ranks see the same
@@ -92,50 +87,3 @@ def _agreed_problems(checkpoint: Checkpoint, group: dist.ProcessGroup) -> list[s
     found = seen if any(seen) else together(
         lambda: checkpoint.content_problems(rank, ranks), group)
     return list(dict.fromkeys(problem for part in found for problem in part))
-
-
-def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer,
-         device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Fill model, optimizer and random states from a verified checkpoint; return its train state.
-
-    All ranks must call this. Raises ArtifactError when names, shapes or dtypes differ.
-    """
-    tensors = state.model_tensors(model) | state.optimizer_tensors(model, optimizer)
-    reader = StrictReader(checkpoint.path / commit.TENSORS)
-    require_same(tensors, reader, checkpoint.path)
-    with torch.no_grad(), plain_errors():
-        dcp.load(tensors, storage_reader=reader, process_group=group)
-    train_state = checkpoint.train_state()
-    registry.set_steps_taken(optimizer, train_state["optimizer_steps"])
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if not state.restore_rng(checkpoint.path / commit.RNG, device, rank, ranks):
-        torch.manual_seed(train_state["seed"] + 1_000_003 * checkpoint.step + rank)
-        log.info("other ranks or devices than at the save: random states are drawn anew")
-    return train_state
-
-
-def require_same(tensors: dict[str, torch.Tensor], reader: StrictReader, path: Path) -> None:
-    """Raise ArtifactError when names, shapes or dtypes differ from those in a checkpoint.
-
-    DCP itself ignores extra keys and casts in silence.
-    """
-    require_described(tensors, {name: (tuple(entry.size), entry.properties.dtype) for name, entry
-                                in reader.read_metadata().state_dict_metadata.items()}, path)
-
-
-def require_described(tensors: dict[str, torch.Tensor],
-                      saved: dict[str, tuple[tuple[int, ...], torch.dtype]], path: Path) -> None:
-    """Raise ArtifactError when names, shapes or dtypes differ from those that were saved."""
-    problems = [f"{name} is missing" for name in tensors.keys() - saved.keys()]
-    problems += [f"{name} is not in the model" for name in saved.keys() - tensors.keys()]
-    for name in tensors.keys() & saved.keys():
-        there = saved[name]
-        here = (tuple(tensors[name].shape), tensors[name].dtype)
-        if there != here:
-            problems.append(f"{name} is {there[1]} {list(there[0])}, the model has "
-                            f"{here[1]} {list(here[0])}")
-    if problems:
-        shown = "\n".join(sorted(problems)[:8])
-        raise ArtifactError(f"checkpoint {path} is of another model "
-                            f"({units.counted(len(problems), 'difference')})",
-                            found=shown, expected="the model that this experiment was begun with")

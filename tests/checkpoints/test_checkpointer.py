@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.checkpoints import commit, state
-from lib.checkpoints.save import Snapshot
+from lib.checkpoints import commit
+from lib.checkpoints.checkpointer import Checkpointer
 from lib.core.paths import Experiment
 from lib.train.journal import Journal
-from lib.train.saving import Saves
 
 
 def test_all_that_follows_a_save_is_done_in_its_thread(
@@ -24,7 +23,8 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
     """Deleting, noting and drawing; a run that begins the next save waits for it, and no step does.
     """
     experiment, seen = Experiment(tmp_path, "exp"), []
-    prune, opts = commit.prune, SimpleNamespace(ckpt_keep=2, ckpt_keep_every=None, ckpt_async=True)
+    prune, layout = commit.prune, SimpleNamespace(rank=0, device=torch.device("cpu"),
+                                                  control=group, saving=group)
 
     def slowly(*rules: object) -> list[int]:
         time.sleep(0.2)
@@ -32,18 +32,20 @@ def test_all_that_follows_a_save_is_done_in_its_thread(
         return prune(*rules)
 
     monkeypatch.setattr(commit, "prune", slowly)
-    longest = 0.0
-    saves = Saves(opts, experiment, Journal(experiment, 0), group, None)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer, longest = torch.optim.SGD([weight]), 0.0
+    checkpointer = Checkpointer(experiment.checkpoints, layout, {}, total_steps=9, every=1, keep=2,
+                                room=lambda: 1e9, note=Journal(experiment, 0).event)
     for step in range(1, 5):
-        saves.finish(wait=True)
-        saves.begin(Snapshot(step, {"model.x": torch.zeros(3)}, state.random_states(
-            torch.device("cpu")), {"step": step}, {}), after=lambda: seen.append("after"))
+        state = SimpleNamespace(step=step, optimizer=optimizer, tensors=lambda: {"model.x": weight},
+                                state_dict=lambda step=step: {"step": step})
+        checkpointer.save(state, after=lambda is_shared: seen.append("after" * is_shared))
         while len(seen) < 2 * step - 1:
             began = time.monotonic()
-            saves.finish(wait=False)
+            checkpointer.poll(state)
             longest = max(longest, time.monotonic() - began)
             time.sleep(0.001)
-    saves.finish(wait=True)
+    checkpointer.finish(wait=True)
     assert [name.rpartition("_")[0] or name for name in seen] == ["saving", "after"] * 4
     assert [c.step for c in commit.scan(experiment.checkpoints)] == [4, 3] and longest < 0.1
     events = [json.loads(line) for line in experiment.events.open()]

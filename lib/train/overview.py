@@ -1,4 +1,4 @@
-"""`--dry-run`: the plan of a run, for the ranks of this launch or for each of --plan-gpus."""
+"""What a run is going to do: told at its start, and by `--dry-run` for other machines too."""
 
 from __future__ import annotations
 
@@ -9,26 +9,55 @@ from transformers import PreTrainedModel
 
 from lib.core import log, units
 from lib.core.errors import Problems, UsageError
+from lib.optim.registry import OPTIMIZERS
+from lib.parallel import determinism
+from lib.parallel.layout import ParallelLayout
 from lib.planning import memory, saving
 from lib.tokens import encode, packing, store
-from lib.train import checks, fitting, flops, outlook, startup, streaming
+from lib.train import checks, fitting, flops, outlook
 from lib.train import plan as plans
 from lib.train.config import Config
-from lib.train.outlook import Hardware
+from lib.train.data import Data, mix, shards_of_rank
+from lib.train.inputs import Inputs
+from lib.train.model import weights_of
+from lib.train.outlook import Hardware, Work
 from lib.train.plan import Plan
-from lib.train.startup import Data, Inputs
+
+_MASTER_BYTES = 4  # of a parameter, in a checkpoint
 
 
-def print_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
+def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data,
+              layout: ParallelLayout) -> tuple[Work, float]:
+    """Print what the run is, at its start; return its work, and the FLOP/s that a rank reaches."""
+    config, device = plan.config, layout.device
+    work = work_of(config, inputs, model)
+    peak, where = flops.device_peak(device, config.precision)
+    hardware = Hardware(layout.ranks, peak, where, "GPU" if device.type == "cuda" else "rank")
+    log.info(f"experiment {config.save_dir / config.experiment_name}")
+    held_out = " + ".join(f"{len(part.samples):,}" for part in data.held_out)
+    no_split = "none with --streaming" if data.samples is None else \
+        "none that fills a sample (stage 02 makes a split with --validation-percent)"
+    log.table({"model": _model_of(config, inputs), "dataset": inputs.datasets,
+               "validation": f"{held_out} samples" if held_out else no_split,
+               **data.describe(plan), **outlook.rows(plan, work, hardware)})
+    _tell_doubts(plan, work, hardware, bool(data.held_out))
+    if config.deterministic:
+        log.info(f"deterministic: {determinism.measure_cost(device, config.precision)}")
+    log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
+             + flops.described(model, config.seq_length))
+    return work, peak
+
+
+def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     """Print what a run would do; touches nothing.
 
     Raises UsageError when a batch cannot be divided, after everything else has been printed.
     """
-    work, problems = startup.work_of(config, inputs, model), Problems()
+    work, problems = work_of(config, inputs, model), Problems()
     log.info("plan:")
-    log.table({"model": f"{startup.model_of(config, inputs)} ({model.config.model_type}, "
+    log.table({"model": f"{_model_of(config, inputs)} ({model.config.model_type}, "
                         f"{units.count(work.parameters)} parameters)",
-               "weights": startup.weights_of(config, inputs), "dataset": startup.dataset_of(inputs),
+               "weights": weights_of(config, inputs), "dataset": inputs.datasets,
                "precision": f"float32 masters, {config.precision} compute", **_ranks(config)})
     data, samples = _data(config, inputs)
     asked = fitting.planned(config, model) or {plans.launched_size(): config}
@@ -36,8 +65,8 @@ def print_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
         if config.plan_gpus:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
         asked[ranks] = given = fitting.limit(given, samples, ranks)
-        plan = problems.collect(lambda ranks=ranks, given=given: startup.make_plan(
-            given, inputs, samples, ranks=ranks))
+        plan = problems.collect(lambda ranks=ranks, given=given: Plan.of(
+            given, inputs.fingerprints, samples, ranks=ranks))
         if plan is None:
             log.info("  not possible: the error at the end says why")
             continue
@@ -59,24 +88,33 @@ def _ranks(config: Config) -> dict[str, str]:
                      "plans for N GPUs"}
 
 
-def _tell(config: Config, plan: Plan, data: Data | None, work: outlook.Work, hardware: Hardware,
+def _tell(config: Config, plan: Plan, data: Data | None, work: Work, hardware: Hardware,
           ) -> None:
     """Print the numbers of a plan. data: None when its samples are an estimate."""
-    numbers = startup.describe(plan, data) if data else plan.describe()
+    numbers = data.describe(plan) if data else plan.describe()
     if config.plan_gpus or config.plan_step_seconds:
         numbers["best interval"] = saving.describe(
             round(work.checkpoint), hardware.ranks, config.plan_mtbf_hours, config.plan_write_gbps,
             config.ckpt_async, config.plan_step_seconds, outlook.step_seconds(plan, work, hardware))
     log.table(numbers | outlook.rows(plan, work, hardware))
-    if unusual := outlook.advice(plan, work, hardware):
-        log.warn(unusual)
-    startup.tell_doubts(plan, work, bool(data.held_out) if data else work.validates)
+    _tell_doubts(plan, work, hardware, bool(data.held_out) if data else work.validates)
+
+
+def _tell_doubts(plan: Plan, work: Work, hardware: Hardware, has_validation: bool) -> None:
+    """Warn of options that are odd for a run of this length and a model of this size."""
+    config = plan.config
+    doubts = [outlook.advice(plan, work, hardware),
+              checks.rate_doubt(config.lr, work.parameters, work.scratch),
+              *checks.doubts(config, plan.total_steps, has_validation)]
+    for doubt in filter(None, doubts):
+        if log.rank() == 0:
+            log.warn(doubt)
 
 
 def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
     """Return the data with its samples, or only an estimate of these where it is not prepared."""
     if inputs.shards:
-        return Data(streaming.part(config, inputs.shards), []), None
+        return Data(shards_of_rank(config, inputs.shards), []), None
     targets = [store.directory(config.cache_dir, corpus.dataset,
                                store.identity(corpus.dataset, inputs.model_dir))
                for corpus in inputs.corpora]
@@ -94,7 +132,7 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
                  "the samples are estimated as if nothing had to be padded")
         return None, sum(len(tokens.splits["train"].tokens) for tokens in stores) \
             // config.seq_length
-    data = startup.data_of(config, inputs, stores)
+    data = mix(config, inputs, stores)
     return data, len(data.train)
 
 
@@ -123,3 +161,18 @@ def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config
         raise
     except Exception as error:  # the rest of the plan is worth having
         log.warn(f"the memory could not be traced: {type(error).__name__}: {error}")
+
+
+def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
+    """Return what an estimate of the run must know of the model."""
+    parameters = sum(p.numel() for p in model.parameters())
+    return Work(parameters, flops.per_token(model, config.seq_length),
+                parameters * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
+                inputs.scratch,
+                any("validation" in corpus.dataset.splits for corpus in inputs.corpora))
+
+
+def _model_of(config: Config, inputs: Inputs) -> str:
+    """Return the name of the model of a run."""
+    return f"{config.model_size} from scratch with the tokenizer of {config.tokenizer}" \
+        if config.model_size else str(inputs.model_dir)

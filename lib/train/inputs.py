@@ -1,0 +1,262 @@
+"""The model and the data that a run begins with: found and checked from files alone, before torch.
+
+Config and tokenizer of `--from-scratch --model-size SIZE --tokenizer DIR` are those that stage 03
+would make. They lie in `.cache/scratch/`, derived like tokens: whoever deletes them has them made
+again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lib.checkpoints.commit import Checkpoint
+from lib.core import commands, hashing, log, manifest, paths, publish, stamps, units, verified
+from lib.core.errors import ArtifactError, Problems
+from lib.core.identity import differences
+from lib.core.paths import Experiment
+from lib.hub.dataset import HubDataset
+from lib.models import directory, tokenizer
+from lib.models.design import Design
+from lib.tokens import build, encode, mixture, raw_shards
+from lib.tokens.dataset import find_dataset
+from lib.tokens.mixture import Corpus
+from lib.tokens.raw_shards import RawShards
+from lib.train import checks, earlier, plan
+from lib.train.config import AUTO, Config
+from lib.train.plan import Plan
+
+KIND = "scratch/1"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """fingerprints: of model, dataset and tokenizer. shards: of --streaming, instead of corpora.
+
+    begun: what the run that has left checkpoints here was begun with; empty when there is none.
+    named: the checkpoint that --resume names. scratch: the first weights are drawn from the seed.
+    model_stamps: of the model's files, from before its fingerprint. stop_request: of the stop file
+    that lay there when this launch began.
+    """
+
+    model_dir: Path
+    corpora: list[Corpus]
+    fingerprints: dict[str, str]
+    begun: dict[str, Any]
+    named: Checkpoint | None
+    scratch: bool
+    shards: RawShards | None = None
+    model_stamps: stamps.Stamps = field(default_factory=dict)
+    stop_request: stamps.Stamps = field(default_factory=dict)
+
+    @property
+    def datasets(self) -> str:
+        """Return the names of the datasets, with their weights."""
+        return str(self.shards or ", ".join(map(str, self.corpora)))
+
+    def begun_with(self, option: str) -> Any:
+        """Return the value of an option that the run was begun with, or None."""
+        return self.begun.get("identity", {}).get("options", {}).get(option)
+
+    def require_unchanged(self) -> None:
+        """Raise UsageError when the model is not the one any more that the run was planned with."""
+        stamps.require_same(self.model_stamps, f"the model {self.model_dir}", "the run started")
+
+
+def find_inputs(config: Config, experiment: Experiment, made: Path | None,
+                begun: dict[str, Any]) -> Inputs:
+    """Find and check model and dataset without importing torch.
+
+    made: the model of --model-size. Without it and -m, a run that has begun keeps its model. begun:
+    see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
+    """
+    stop_request = stamps.of([experiment.stop_file] * experiment.stop_file.exists())
+    problems = Problems()
+    name, began_with = config.model_name, begun.get("model_dir")
+    if name is None and began_with and Path(began_with).is_dir():
+        name = began_with
+    model_dir = made or problems.collect(lambda: directory.find(name, config.cache_dir))
+    corpora = [] if config.streaming else \
+        problems.collect(lambda: mixture.open_corpora(config.dataset_name))
+    shards = problems.collect(lambda: _open_shards(config, begun)) \
+        if config.streaming else None
+    named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
+    problems.raise_if_any()
+    model_stamps = stamps.of(directory.list_files(model_dir))
+    fingerprints = {"model": directory.fingerprint(model_dir),
+                    "tokenizer": encode.tokenizer_fingerprint(model_dir),
+                    **(_shards_identity(config, shards) if shards
+                       else {"dataset": mixture.fingerprint(corpora)})}
+    scratch = _is_from_scratch(config, model_dir, bool(begun or named))
+    return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
+                  model_stamps, stop_request)
+
+
+def settle(config: Config, inputs: Inputs) -> Config:
+    """Return the options with what files decide where they are silent.
+
+    Raises UsageError when the learning rate would rise to its minimum.
+    """
+    whole = inputs.begun or (inputs.named.commit() if inputs.named else {})
+    batch = whole.get("identity", {}).get("options", {}).get("global_batch_size")
+    if config.batch_size == AUTO and config.global_batch_size is None and batch:
+        # The memory of another machine, or a new estimate, would choose another number of samples.
+        config = config.settled("earlier launch", global_batch_size=batch, grad_accum_steps=None)
+    for name in ("seq_length", "precision"):
+        if getattr(config, name) is None and (value := inputs.begun_with(name)):
+            config = config.settled("earlier launch", **{name: value})
+    if config.lr is None:
+        config = config.settled("weights", lr=checks.DEFAULT_LRS[inputs.scratch])
+    if config.min_lr is None:
+        config = config.settled("--lr", min_lr=config.lr / 10)
+    checks.require_falling(config, config.lr)
+    return config
+
+
+def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
+    """Tell whether this very run has already reached its end, and say so; takes milliseconds."""
+    checkpoint = None if config.overwrite or inputs.named or config.prepare_only \
+        else earlier.newest(experiment)
+    if checkpoint is None:
+        return False
+    facts = checkpoint.commit()
+    planned = Plan.of(config, inputs.fingerprints, facts["samples_per_epoch"])
+    if checkpoint.step < planned.total_steps or \
+            differences(facts["identity"], planned.identity()):
+        return False
+    earlier.mark_complete(experiment, checkpoint.step)
+    log.info(f"already done: {experiment.root} is complete at step {checkpoint.step:,}; raise "
+             f"--num-epochs or --max-steps to go on\n{plan.next_command(config, experiment)}")
+    return True
+
+
+def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
+    """Tell whether the first weights are drawn from the seed.
+
+    That is so when --from-scratch was typed, when stage 03 made the model from scratch, or when the
+    run has begun so: then its weights are in its checkpoints. Raises ArtifactError when weights are
+    missing and nobody asked for random ones; where nothing is trained, that is only a warning.
+    """
+    if config.from_scratch or directory.is_made_from_scratch(model_dir):
+        return True
+    if has_begun:
+        return not directory.has_weights(model_dir)
+    if missing := directory.list_missing_weights(model_dir):
+        error = ArtifactError(
+            f"the model {model_dir} has no weights" if not directory.has_weights(model_dir) else
+            f"the weights of the model {model_dir} are not whole",
+            found=units.join_lines(missing, 5),
+            expected=f"{directory.WEIGHTS}, or {directory.INDEX} and the shards that it names",
+            hint="copy the missing files to it; with --from-scratch, training would begin with "
+                 "random weights")
+        if not (config.dry_run or config.prepare_only):
+            raise error
+        log.warn("training would end here: " + error.render().removeprefix("error: "))
+    return False
+
+
+def _open_shards(config: Config, begun: dict[str, Any]) -> RawShards:
+    """Return the shards; UsageError or ArtifactError when there are none.
+
+    begun: see Inputs; a run that has begun keeps the commit of a dataset on the Hub.
+    """
+    name = config.dataset_name[0]
+    if not config.online:
+        return raw_shards.open_directory(find_dataset(name))
+    commit = begun.get("identity", {}).get("inputs", {}).get("commit", "main")
+    root = paths.streaming_root(config.cache_dir, name)
+    dataset = HubDataset(name, commit, config.include or ["*"], root)
+    return raw_shards.open_repository(name, dataset.commit, dataset.sizes, root, dataset)
+
+
+def _shards_identity(config: Config, found: RawShards) -> dict[str, str]:
+    """Return what a run that resumes must share of the shards: each rank goes on in its own part.
+    """
+    shared = {"dataset": found.fingerprint, "text field": text_field(config),
+              "ranks": str(plan.degrees(config).dp_size(plan.launched_size()))}
+    return {**shared, "commit": found.commit} if found.commit else shared
+
+
+def text_field(config: Config) -> str:
+    """Return the name of the field or column that holds the text."""
+    return config.text_field or "text"
+
+
+def require_whole_model(config: Config, inputs: Inputs) -> None:
+    """Hash the files of the model once until they change; ArtifactError when one is damaged.
+
+    One process of each machine does it, before any process group exists. The weights are left out
+    where they are not read: of a run that goes on, they are in its checkpoints.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    content, reads_weights = _model_content(inputs.model_dir), not (
+        inputs.scratch or inputs.begun or inputs.named)
+    files = [entry for entry in content["files"]
+             if reads_weights or not entry["path"].endswith(".safetensors")]
+    if reads_weights and not files:
+        log.info(f"{inputs.model_dir} has no digests to check its weights against")
+    remedy = directory.remedy(inputs.model_dir, "--overwrite") \
+        if content.get("kind") == directory.KIND else {}
+    verified.require(inputs.model_dir, content | {"files": files}, "the model", config.cache_dir,
+                     workers=config.num_workers, progress=not config.no_progress,
+                     always=config.prepare_only, **remedy)
+
+
+def _model_content(model_dir: Path) -> dict[str, Any]:
+    """Return the manifest of a model, or what the names of a Hugging Face cache's blobs say."""
+    if content := manifest.read_if_any(model_dir):
+        return content
+    blobs = {path.name: path.resolve() for path in directory.list_files(model_dir)
+             if path.is_symlink()}
+    return {"files": [{"path": name, "bytes": blob.stat().st_size, "digest": f"sha256:{blob.name}"}
+                      for name, blob in blobs.items() if _SHA256.fullmatch(blob.name)]}
+
+
+@contextmanager
+def model_from_scratch(config: Config) -> Iterator[Path | None]:
+    """Make the directory of the model for the while; None without --model-size.
+
+    It stays in the cache, but for a dry run. Raises UsageError when the tokenizer does not load or
+    fit.
+    """
+    if not config.model_size:
+        yield None
+        return
+    design = Design(config.model_size, None, config.vocab_size, None, config.tokenizer)
+    content = design.identity(design.choose_name())
+    target = paths.scratch_root(config.cache_dir) / \
+        f"{config.model_size}-{hashing.fingerprint(content)[:12]}"
+    if config.dry_run and not target.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            _make(design, Path(folder) / target.name, content, config)
+            yield Path(folder) / target.name
+        return
+    build.once(target, KIND, content, lambda: _make(design, target, content, config),
+               lambda made: manifest.check(target, made, "the model from scratch", deep=True,
+                                           run=commands.remade(target)))
+    yield target
+
+
+def _make(design: Design, target: Path, content: dict[str, Any], config: Config) -> None:
+    from lib.models import check
+
+    vocabulary = design.vocabulary()
+    with publish.Build(target, KIND, content, overwrite=False) as building:
+        tokenizer.copy(config.tokenizer, design.context(), building.dir)
+        design.write_beside_tokenizer(building.dir, vocabulary)
+        check.examine_build(building, weights=False, name=f"--model-size {config.model_size}")
+        design.require_same(content, design.choose_name())
+        files = [manifest.file_entry(building.dir, path, "sha256")
+                 for path in building.files()]
+        building.publish(stage="04_train_fsdp.py", options=config.recorded(), files=files,
+                         summary={"source": "scratch"})
+    rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
+    log.info(f"made from scratch: {rows}; tokenizer of {config.tokenizer}")

@@ -1,0 +1,118 @@
+"""The model of a run: built without memory, sharded, and given its first weights."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lib.core import log, units
+from lib.core.errors import UsageError
+from lib.core.paths import Experiment
+from lib.models import adapters, architecture, directory
+from lib.models.sharded import Placement
+from lib.models.weights import initialise, load_pretrained
+from lib.parallel import attention, attention_kernel, parallelize
+from lib.parallel.compiling import Compiler
+from lib.parallel.layout import ParallelLayout
+from lib.planning import capacity
+from lib.train import earlier, plan, precision
+from lib.train.config import Config
+from lib.train.inputs import Inputs
+
+_SEQ_LENGTH = 1024
+
+
+def build_model(config: Config, experiment: Experiment, inputs: Inputs,
+                ) -> tuple[Config, PreTrainedModel]:
+    """Return the model on the meta device, and the options with what it and the hardware decide.
+
+    All is checked that can be before the long work begins. Raises UsageError or ArtifactError when
+    the options exceed the model, the batch cannot be divided, or the experiment's directory cannot
+    be used.
+    """
+    if config.precision is None:
+        config = config.settled("hardware", precision="bf16" if config.plan_gpus
+                                else precision.default())
+    shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
+    model = architecture.build_on_meta(inputs.model_dir, attention.choose(
+        config.attention, config.packing, config.precision, shape), config.trust_remote_code)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if config.seq_length is None:
+        config = config.settled("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
+    elif longest and config.seq_length > longest:
+        raise UsageError(f"--seq-length {config.seq_length} is longer than the model allows",
+                         expected=f"at most {longest} (max_position_embeddings in config.json)")
+    if config.precision == "fp8":
+        precision.require_float8(config)
+    elif config.fp8_recipe != "tensorwise":
+        raise UsageError(f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
+                         found=f"--precision {config.precision}")
+    if not config.plan_gpus:  # a plan for other machines than this one, perhaps of a run there
+        precision.warn_if_emulated(config.precision)
+        batch = plan.divide(config, 0, plan.launched_size()).global_batch
+        earlier.require_free_name(config, experiment, inputs.begun,
+                                  config.identity(inputs.fingerprints, batch))
+        _require_writable(experiment.root)
+    return config, model
+
+
+def _require_writable(directory: Path) -> None:
+    """Raise UsageError when a directory can be neither written to nor made."""
+    there = next(path for path in (directory, *directory.resolve().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{directory} cannot be written",
+                         found=f"{there} is {'read-only' if there.is_dir() else 'a file'}",
+                         hint="--save-dir DIR names another place")
+
+
+def shard(config: Config, model: PreTrainedModel, layout: ParallelLayout,
+          compiler: Compiler | None) -> None:
+    """Shard the model and give it memory, without content."""
+    offload = update_device(config, layout) != layout.device
+    placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
+    for said in adapters.adapt(model, adapters.make(plan.adapters(config)), placement).said:
+        log.info(said)
+    small = not offload and parallelize.may_stay_gathered(model, capacity.total(layout.device))
+    log.info("sharded: " + parallelize.parallelize(
+        model, layout.fsdp, config.precision, config.activation_checkpointing, compiler, offload,
+        small))
+    parallelize.materialise(model, layout.device, offload)
+
+
+def update_device(config: Config, layout: ParallelLayout) -> torch.device:
+    """Return where a rank's shards, gradients and states of the optimizer lie."""
+    return torch.device("cpu") if config.cpu_offload else layout.device
+
+
+def first_weights(config: Config, inputs: Inputs, model: nn.Module, layout: ParallelLayout) -> None:
+    """Fill a model that no checkpoint has filled; UsageError when its files have changed."""
+    began = time.monotonic()
+    if inputs.scratch:
+        initialise(model, config.seed)
+    else:
+        load_pretrained(model, inputs.model_dir)
+        inputs.require_unchanged()
+    count = sum(p.numel() for p in model.parameters())
+    log.info(f"weights: {units.count(count)} parameters {weights_of(config, inputs)} in "
+             f"{units.duration(time.monotonic() - began)}")
+    torch.manual_seed(config.seed + 1_000_003 * layout.rank)  # dropout differs between ranks
+
+
+def weights_of(config: Config, inputs: Inputs) -> str:
+    """Return where the first weights come from, in words."""
+    if inputs.scratch:
+        return f"drawn from seed {config.seed}"
+    return f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from " \
+           f"{inputs.model_dir}"
+
+
+def settle_attention(config: Config, model: PreTrainedModel, layout: ParallelLayout) -> None:
+    """Decide how the model attends, and say so."""
+    attention.ask_no_device(model, config.packing, config.seq_length)
+    log.info("attention: " + attention_kernel.settle(model, config.packing,
+                                                     config.precision, layout.device))
