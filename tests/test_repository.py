@@ -32,7 +32,7 @@ ROOMS = {
     "parallel": {"core", "tokens", "models"},
     "optim": {"core", "models"},
     "planning": {"core", "tokens", "models", "parallel", "optim"},
-    "checkpoints": {"core", "models", "parallel", "optim"},
+    "checkpoints": {"core", "models", "parallel"},
     "train": {"core", "tokens", "models", "hub", "parallel", "optim", "planning", "checkpoints"},
 }
 # Below launch/, where each package serves one script or, as common/ does, several.

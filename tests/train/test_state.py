@@ -1,0 +1,73 @@
+"""What a record holds comes back, and what other ranks have read does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lib.checkpoints import contents
+from lib.core.errors import ArtifactError
+from lib.optim import registry
+from lib.optim.guard import StepGuard
+from lib.tokens.batches import BEGINNING, Cursor, Position, Step
+from lib.train.state import TrainState
+from tests.train.test_plan import make
+
+
+def state_of(group: dist.ProcessGroup) -> TrainState:
+    """Return the state of a run that has not begun; its optimizer has states."""
+    model = nn.Linear(2, 2)
+    optimizer = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    registry.named_states(model, optimizer)
+    return TrainState(model, optimizer, StepGuard("fp16", 30.0, torch.device("cpu")),
+                      make(samples=100, max_steps=10), SimpleNamespace(ranks=1, control=group))
+
+
+def test_a_record_brings_back_what_it_holds(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    state = state_of(group)
+    for tokens in (7, 9):
+        state.advance(Step([], 1, tokens, Position(8, Cursor(1, 2, None, 3))))
+    state.rollbacks, state.guard.scale, state.model_files = 2, 512.0, {"config.json": "sha256:0"}
+    registry.set_steps_taken(state.optimizer, 1)
+    nan = float("nan")
+    for figures, losses in (({"step": 2, "train/loss": 1.5, "eval/loss": nan}, (1.5, None)),
+                            ({"step": 1, "train/loss": 1.5}, (None, None))):
+        state.figures = figures
+        record = state.state_dict()
+        assert (record["loss"], record["eval_loss"]) == losses
+    (tmp_path / "train_state.json").write_text(json.dumps(record))
+    read = contents.read(tmp_path / "train_state.json")
+    contents.require_complete(read, tmp_path)
+    other = state_of(group)
+    other.load_state_dict(read)
+    assert (other.step, other.tokens, other.position) == (2, 16, state.position)
+    assert other.guard.state() == state.guard.state() and other.rollbacks == 2
+    assert registry.steps_taken(other.optimizer) == 1
+    other.model_files = state.model_files
+    assert other.state_dict() == record
+
+
+def test_cursors_of_another_number_of_readers_are_void(group: dist.ProcessGroup) -> None:
+    state, cursor = state_of(group), {"epoch": 0, "piece": 1, "place": None, "token": 5}
+    state.load_state_dict({**state.state_dict(), "samples": 4, "cursors": [cursor, cursor]})
+    assert state.position == BEGINNING
+
+
+def test_what_a_run_cannot_go_on_without_is_named(group: dist.ProcessGroup) -> None:
+    record = state_of(group).state_dict()
+    for key in ("samples", "optimizer_steps"):
+        del record[key]
+    with pytest.raises(ArtifactError, match="lacks what a run goes on from") as caught:
+        contents.require_complete(record, Path("step_00000001"))
+    assert caught.value.found == "no optimizer_steps, samples in its train state"
+    record = state_of(group).state_dict()
+    del record["loss_scale"]["usual_norm"]
+    with pytest.raises(ArtifactError) as caught:
+        contents.require_complete(record, Path("step_00000001"))
+    assert caught.value.found == "no usual_norm in its train state"
