@@ -161,7 +161,7 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     shard(config, model, layout, compiler)
     # All that is saved.
     optimizer = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
-                               config.weight_decay, compiler and compiler.wrap)
+                               config.weight_decay, compiler.wrap if compiler else None)
     guard = StepGuard(config.precision, config.spike_factor, update_device(config, layout),
                       layout.ranks)
     stream = stack.enter_context(closing(data.stream(plan, device)))

@@ -25,7 +25,8 @@ def unread(checkpoints: Path) -> list[Checkpoint]:
                     steps.add(event["step"])
     found = [(paths.step_of(path.name.partition("-")[0]), path)
              for path in commit.quarantined(checkpoints)]
-    return sorted((Checkpoint(path, step) for step, path in found if step in steps),
+    return sorted((Checkpoint(path, step) for step, path in found
+                   if step is not None and step in steps),
                   key=lambda c: c.step, reverse=True)
 
 

@@ -48,7 +48,8 @@ class Checkpointer:
         self._total, self._every, self._keep = total_steps, every, (keep, keep_every)
         self._often = every if tier is None else tier_every or max(1, every // _TIER_PER_SHARED)
         self._tier, self._note = tier, note
-        self._room, self._copies = room, None
+        self._room = room
+        self._copies: HostCopies | None = None
         self._thread = workers.thread_pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
         self._step, self._is_shared, self._failures = 0, True, 0

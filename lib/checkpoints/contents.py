@@ -26,16 +26,7 @@ MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
 # What a COMMIT repeats of the record, so that a table of checkpoints needs no other file.
 _FACTS = ("tokens", "loss", "eval_loss", "bad_steps", "samples_per_epoch", "resumed_from",
           "resumed_path")
-
-
-class LossScale(TypedDict):
-    """What `StepGuard` goes on from."""
-
-    scale: float
-    good_steps: int
-    in_a_row: float
-    sound_steps: float
-    usual_norm: float
+_LOSS_SCALE = {"scale", "good_steps", "in_a_row", "sound_steps", "usual_norm"}  # of StepGuard
 
 
 class _Needed(TypedDict):
@@ -45,7 +36,7 @@ class _Needed(TypedDict):
     seed: int
     total_steps: int
     rollbacks: int
-    loss_scale: LossScale
+    loss_scale: dict[str, float]
     optimizer_steps: int
 
 
@@ -60,7 +51,7 @@ class TrainRecord(_Needed, total=False):
     model/. Those that a run does not go on from may be missing in older checkpoints.
     """
 
-    cursors: list[dict[str, int | None]]
+    cursors: list[dict[str, Any]]
     world_size: int
     samples_per_epoch: int | None
     resumed_from: str | None
@@ -120,7 +111,7 @@ def require_complete(record: TrainRecord, checkpoint: Path) -> None:
     """Raise ArtifactError when a record lacks what a run goes on from."""
     lacking = _Needed.__annotations__.keys() - record.keys()
     if not lacking:
-        lacking = LossScale.__annotations__.keys() - record["loss_scale"].keys()
+        lacking = _LOSS_SCALE - record["loss_scale"].keys()
     if lacking:
         raise ArtifactError(f"{checkpoint} lacks what a run goes on from",
                             found=f"no {', '.join(sorted(lacking))} in its train state")
@@ -128,7 +119,8 @@ def require_complete(record: TrainRecord, checkpoint: Path) -> None:
 
 def facts(record: TrainRecord) -> dict[str, Any]:
     """Return what a COMMIT repeats of a record."""
-    return {key: record[key] for key in _FACTS if key in record}
+    content: Mapping[str, Any] = record
+    return {key: content[key] for key in _FACTS if key in content}
 
 
 def _is_count(value: Any) -> bool:

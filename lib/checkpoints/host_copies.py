@@ -46,7 +46,7 @@ class HostCopies:
     @property
     def bytes(self) -> int:
         """Return the host memory that the copies take on this rank."""
-        return sum(tensor.nbytes for tensor in self._memory.result().tensors.values())
+        return sum(tensor.nbytes for tensor in self._prepared().tensors.values())
 
     @property
     def are_prepared(self) -> bool:
@@ -72,10 +72,14 @@ class HostCopies:
     def refusal(self) -> str:
         """Say why there is no room for the copies, nothing where there is; waits for `prepare`."""
         try:
-            self._memory.result()
+            self._prepared()
         except NoHostMemoryError as error:
             return str(error)
         return ""
+
+    def _prepared(self) -> HostMemory:
+        assert self._memory is not None, "prepare was called"
+        return self._memory.result()
 
     @torch.no_grad()
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -86,7 +90,7 @@ class HostCopies:
         """
         if not self.are_prepared:
             self.prepare(tensors)
-        copies = self._memory.result().tensors
+        copies = self._prepared().tensors
         taken: dict[str, Tensor] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():

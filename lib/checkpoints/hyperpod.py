@@ -147,7 +147,8 @@ class HyperPodTier(tier.Tier):
                 found=_text(error), run=commands.again(),
                 hint="leave out --ckpt-hyperpod, or when the service answers again:") from error
 
-    def _fill(self, checkpoint: _Stored, tensors: dict[str, torch.Tensor]) -> None:
+    def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+        assert isinstance(checkpoint, _Stored)  # as `holds` tells
         saved = tensors_in(checkpoint.part)
         require_described(tensors, {name: (tuple(tensor.shape), tensor.dtype)
                                          for name, tensor in saved.items()}, checkpoint.path)

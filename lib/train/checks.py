@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 from lib.core import commands, units
 from lib.core.errors import Problems, UsageError
@@ -45,8 +46,8 @@ def require_sound(config: Config, has_begun: bool) -> None:
     for name in ("beta1", "beta2"):
         if getattr(config, name) >= 1:
             problems.add(f"--{name} must be below 1, got {getattr(config, name):g}")
-    if config.max_steps:
-        problems.collect(lambda: require_room(config, config.max_steps, has_begun))
+    if steps := config.max_steps:
+        problems.collect(lambda: require_room(config, steps, has_begun))
     problems.raise_if_any()
 
 
@@ -98,7 +99,7 @@ def _batch(config: Config, problems: Problems) -> None:
     if config.global_batch_size and config.grad_accum_steps:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
     for ranks in config.plan_gpus or [plan.launched_size()]:
-        problems.collect(lambda ranks=ranks: plan.degrees(config).replicas(ranks))
+        problems.collect(partial(plan.degrees(config).replicas, ranks))
     if config.plan_gpus and not config.dry_run:
         problems.add("--plan-gpus plans and does not train", run=commands.again("--dry-run"))
 

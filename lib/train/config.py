@@ -27,9 +27,9 @@ def _auto_or_count(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class Config:
-    """What a run is asked for. why: by field, where a value is from that nobody typed."""
+    """What a run is asked for, None or AUTO until settled. why: by field, where a value is from."""
 
-    experiment_name: str | None = option(
+    experiment_name: str = option(
         None, "-e", group="the run", role=LOCAL, first="name of the run; it lies in outputs/",
         metavar="NAME",
         help="name of the run, a directory under --save-dir; or the path of that directory "
@@ -43,7 +43,7 @@ class Config:
         None, "-m", role=LOCAL, first="model of stage 03", metavar="NAME|DIR",
         help="model that stage 03 prepared, or any model directory (default: the only one "
              "prepared)")
-    save_dir: Path | None = option(
+    save_dir: Path = option(
         None, role=LOCAL, parse=Path,
         help="where experiments lie (default: outputs, or where -e leads)")
     cache_dir: Path = option(
@@ -102,7 +102,7 @@ class Config:
     max_steps: int | None = option(
         None, role=LOCAL, parse=positive_int, first="optimizer steps at most",
         help="optimizer steps at most (default: no limit)")
-    batch_size: int | str = option(
+    batch_size: int = option(
         1, "-b", role=LOCAL, parse=_auto_or_count, first="samples per process in one pass",
         metavar="N|auto",
         help="samples per process in one pass; auto: as many as fit by the memory plan, up to "
@@ -113,7 +113,7 @@ class Config:
              "--batch-size × ranks)")
     grad_accum_steps: int | None = option(
         None, role=LOCAL, parse=positive_int, help="passes per step (default: 1)")
-    seq_length: int | None = option(
+    seq_length: int = option(
         None, "-s", "--seq-len", role=RESULT, renumbers=True, parse=positive_int,
         first="tokens per sample", help="tokens per sample (default: 1024 or the model's limit)")
     packing: str = option(
@@ -124,10 +124,10 @@ class Config:
     optimizer: str = option(
         "adamw", group="optimizer", role=RESULT, quiet=True, choices=tuple(OPTIMIZERS),
         help="adamw8bit: moments of one byte per number instead of four")
-    lr: float | None = option(
+    lr: float = option(
         None, "--max-lr", role=RESULT, parse=non_negative, first="peak learning rate",
         help="peak learning rate (default: 3e-5, from scratch 3e-4)")
-    min_lr: float | None = option(
+    min_lr: float = option(
         None, role=RESULT, parse=non_negative,
         help="learning rate at the last step (default: a tenth of the peak)")
     warmup_steps: int | None = option(
@@ -153,7 +153,7 @@ class Config:
         20, role=ALIKE, parse=positive_int,
         help="after N such steps in a row go back to the checkpoint before them and pass over "
              "their data, three times at most")
-    precision: str | None = option(
+    precision: str = option(
         None, "--mixed-precision", role=RESULT, choices=_PRECISIONS,
         parse=options.dtype(*_PRECISIONS),
         help="compute dtype; masters are float32; bfloat16, float16 and float32 mean the same; "
@@ -271,13 +271,13 @@ class Config:
     no_progress: bool = option(False, role=LOCAL)
     why: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def chose_batch(self) -> bool:
-        return self.batch_size == AUTO or "batch_size" in self.why
-
     def settled(self, why: str, **values: Any) -> Config:
         """Return it with other values. why: where they are from."""
         return replace(self, **values, why={**self.why, **dict.fromkeys(values, why)})
+
+    @property
+    def chose_batch(self) -> bool:
+        return self.batch_size == AUTO or "batch_size" in self.why
 
     def having(self, *roles: Role) -> dict[str, Any]:
         """Return the values of the fields that have one of these roles."""
@@ -306,8 +306,7 @@ DEFAULTS = Config()
 def add_options(parser: options.Parser) -> None:
     """Add all options of stage 04."""
     declared.add(parser, Config)
-    title = Config.__dataclass_fields__["activation_checkpointing"].metadata["group"]
-    speed = next(group for group in parser._action_groups if group.title == title)
+    speed = next(group for group in parser._action_groups if str(group.title).startswith("speed"))
     speed.add_argument("--use-flash-attn", dest="attention", action="store_const",
                        const="flash_attention_2", help="short for --attention flash_attention_2")
     parser.add_common(workers="tokenise")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,13 +81,17 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
 
 def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     """Return the samples of all corpora, making the index of packs first where it is needed."""
-    splits = [packing.prepare(tokens, config.seq_length) if config.packing == "documents" else
-              {name: Windows(split.tokens, config.seq_length)
-               for name, split in tokens.splits.items()}
-              for tokens in stores]
+    splits = [_split(config, tokens) for tokens in stores]
     train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
     return Data(train, mixture.held_out(inputs.corpora, train,
                                         [split.get("validation") for split in splits]))
+
+
+def _split(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
+    """Return the samples of one corpus by split."""
+    if config.packing == "documents":
+        return packing.prepare(tokens, config.seq_length)
+    return {name: Windows(split.tokens, config.seq_length) for name, split in tokens.splits.items()}
 
 
 def shards_of_rank(config: Config, found: RawShards) -> RawDocuments:

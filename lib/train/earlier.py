@@ -74,8 +74,11 @@ def with_samples(facts: dict[str, Any], now: dict[str, Any], samples: int | None
     Packs that were made anew may be others than those that an earlier version made of the same
     documents, and there are more of them then. facts: of the checkpoint.
     """
-    return tuple(each | {"inputs": each["inputs"] | {_SAMPLES: count}} for each, count in (
-        (facts["identity"], facts.get("samples_per_epoch", samples)), (now, samples)))
+    def among_inputs(identity: dict[str, Any], count: int | None) -> dict[str, Any]:
+        return identity | {"inputs": identity["inputs"] | {_SAMPLES: count}}
+
+    return (among_inputs(facts["identity"], facts.get("samples_per_epoch", samples)),
+            among_inputs(now, samples))
 
 
 def is_other_data(changes: list[Difference]) -> bool:

@@ -89,6 +89,7 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
         if config.streaming else None
     named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
     problems.raise_if_any()
+    assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = stamps.of(directory.list_files(model_dir))
     fingerprints = {"model": directory.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
@@ -250,6 +251,7 @@ def _make(design: Design, target: Path, content: dict[str, Any], config: Config)
 
     vocabulary = design.vocabulary()
     with publish.Build(target, KIND, content, overwrite=False) as building:
+        assert config.tokenizer is not None  # checks.py asks for it
         tokenizer.copy(config.tokenizer, design.context(), building.dir)
         design.write_beside_tokenizer(building.dir, vocabulary)
         check.examine_build(building, weights=False, name=f"--model-size {config.model_size}")

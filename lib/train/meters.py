@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -54,7 +55,7 @@ class Timers:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, object, object]] = []
+        self._spans: list[tuple[str, Any, Any]] = []
         self._steps = 0
         self._window_began = time.perf_counter()
 
@@ -85,7 +86,7 @@ class Timers:
         """Begin a window now: what came since the last step (a save, say) is no one's time."""
         self._spans, self._steps, self._window_began = [], 0, time.perf_counter()
 
-    def _mark(self) -> object:
+    def _mark(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -199,7 +200,7 @@ class Meters:
         self.memory_before, self.memory_peak = memory_before, 0.0
         self.timers = Timers(layout.device)
         self.profiler = Profiler(config.profile, experiment.profile, layout.rank, layout.device)
-        if self.profiler.has_passed(step) and layout.rank == 0:
+        if config.profile and self.profiler.has_passed(step) and layout.rank == 0:
             first, last = config.profile
             log.warn(f"--profile {first}:{last} records nothing: the run goes on after step "
                      f"{step:,}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -65,14 +66,14 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
         if config.plan_gpus:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")
         asked[ranks] = given = fitting.limit(given, samples, ranks)
-        plan = problems.collect(lambda ranks=ranks, given=given: Plan.of(
-            given, inputs.fingerprints, samples, ranks=ranks))
+        plan = problems.collect(partial(
+            Plan.of, given, inputs.fingerprints, samples, ranks=ranks))
         if plan is None:
             log.info("  not possible: the error at the end says why")
             continue
         if data:
-            problems.collect(lambda plan=plan: checks.require_room(
-                config, plan.total_steps, has_begun=bool(inputs.begun)))
+            problems.collect(partial(checks.require_room, config, plan.total_steps,
+                                     has_begun=bool(inputs.begun)))
         _tell(config, plan, data, work, _hardware(config, ranks))
     if config.plan_gpus:
         _plan_memory(config, model, asked, data.most_documents if data else packing.FEWEST)
@@ -133,7 +134,7 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
         return None, sum(len(tokens.splits["train"].tokens) for tokens in stores) \
             // config.seq_length
     data = mix(config, inputs, stores)
-    return data, len(data.train)
+    return data, data.samples
 
 
 def _hardware(config: Config, ranks: int) -> Hardware:

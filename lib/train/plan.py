@@ -156,10 +156,8 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
 
     Raises UsageError when the data is too small for a single step.
     """
-    if samples is None:
-        return config.max_steps
     limits = [config.max_steps] if config.max_steps else []
-    if asked := epochs(config):
+    if samples is not None and (asked := epochs(config)):
         limits.append(asked * samples // global_batch)
     if samples == 0 or min(limits) == 0:
         raise UsageError("the dataset is too small for one step",

@@ -36,8 +36,8 @@ def resume(state: TrainState, checkpointer: Checkpointer, experiment: Experiment
         search.require_intact(named, control)
         checkpoint, is_named = named, True
         facts = {"resumed_from": named.commit()["manifest"], "resumed_path": str(named.path)}
-    elif checkpoint := checkpointer.newest():
-        facts = checkpoint.commit()
+    elif newest := checkpointer.newest():
+        checkpoint, facts = newest, newest.commit()
     else:
         return False
     changes = earlier.require_same(

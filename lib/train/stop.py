@@ -59,6 +59,7 @@ class StopRequest:
 
     def agreed(self) -> str:
         """Return the reason on which all ranks agreed, or an empty string."""
+        assert self._pending is not None, "asked before"
         self._pending.wait()
         number = int(self._agreed)
         if number and self._layout.rank == 0:  # whatever it was: it has been heeded
