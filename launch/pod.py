@@ -111,11 +111,13 @@ def command_of(opts: Options, train: list[str], operators: dict[str, str]) -> li
 def rank_of(operators: dict[str, str]) -> int:
     """Return the number of this node: the operator's, or that at the end of the pod's name."""
     given = operators.get("PET_NODE_RANK") or os.environ.get("JOB_COMPLETION_INDEX")
+    if given:
+        return int(given)
     ending = re.search(r"-(\d+)$", platform.node())
-    if not given and not ending:
+    if not ending:
         raise UsageError(f"the number of this node cannot be told from its name {platform.node()}",
                          expected="PET_NODE_RANK or JOB_COMPLETION_INDEX in the environment")
-    return int(given or ending[1])
+    return int(ending[1])
 
 
 def head_of(operators: dict[str, str]) -> str:
@@ -156,8 +158,8 @@ def follow(command: list[str]) -> int:
     for number in _SIGNALS:
         signal.signal(number, hand_on)
     child = subprocess.Popen(command)
-    for number in early:
-        child.send_signal(number)
+    for missed in early:
+        child.send_signal(missed)
     code = child.wait()
     code = code if code >= 0 else 128 - code
     # torchrun returns 1 whatever ended it: a run that was told to end is worth another try.

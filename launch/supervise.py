@@ -30,7 +30,8 @@ from launch.supervision.node import Follower, NodeLauncher
 from lib.core import commands, launcher, lease, options, stage, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
-from lib.core.paths import Experiment
+from lib.core.paths import OUTPUTS, Experiment
+from lib.train.config import Config
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -74,7 +75,7 @@ def parse(argv: list[str]) -> Options:
     return opts
 
 
-def stage_options(words: list[str]) -> Options:
+def stage_options(words: list[str]) -> Config:
     """Return the options of stage 04; UsageError when a run cannot be started with them."""
     opts = stage_04.parse(words)
     if not opts.experiment_name or not opts.dataset_name:
@@ -113,9 +114,10 @@ def main(argv: list[str]) -> None:
     if opts and asked:
         problems.collect(lambda: stage_04.check_ranks(asked, opts.nnodes * opts.nproc_per_node))
     problems.raise_if_any()
+    assert opts and asked  # or a problem would have been raised
     environment = {} if opts.nnodes == 1 else network.environment(opts.head, opts.interface)
     command = NodeCommand(words, environment, opts.save_seconds)
-    experiment = Experiment(asked.save_dir.absolute(), asked.experiment_name)
+    experiment = Experiment((asked.save_dir or OUTPUTS).absolute(), asked.experiment_name or "")
     show(opts, command)
     if opts.dry_run:
         print("dry run: nothing was started")

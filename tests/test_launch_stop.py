@@ -102,12 +102,17 @@ def test_a_launch_that_prepares_a_run_once_more_is_stopped(
 def test_what_prepares_a_run_without_a_launcher_is_named(run: Path, capsys: pytest.CaptureFixture,
                                                          tmp_path: Path) -> None:
     (tmp_path / "04_train_fsdp.py").write_text("import time; print(flush=True); time.sleep(600)")
-    with subprocess.Popen([sys.executable, "04_train_fsdp.py", "-e", "exp", "-d", "corpus"],
-                          stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "04_train_fsdp.py", "-d", "corpus"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as nameless, \
+            subprocess.Popen([*command, "-e", "exp"], stdout=subprocess.PIPE) as process:
+        nameless.stdout.readline()
         process.stdout.readline()
-        text = said(run, capsys)
-        assert f"process {process.pid} prepares it" in text and process.poll() is None
-        process.kill()
+        try:
+            text = said(run, capsys)
+            assert f"process {process.pid} prepares it" in text and process.poll() is None
+        finally:
+            process.kill()
+            nameless.kill()
 
 
 def test_jobs_that_would_start_it_again_are_named(

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import tarfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,11 @@ def code(allow_dirty: bool) -> Code:
     files, payloads = {}, []
     with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as archive:
         for member in archive:
-            if not member.isfile():
+            if not member.isfile() or (file := archive.extractfile(member)) is None:
                 continue
-            data = archive.extractfile(member).read()
-            files[member.name] = data
+            files[member.name] = data = file.read()
             payloads.append(Payload(member.name, data, len(data), 0o755 if member.mode & 0o100
-                                    else 0o644, member.mtime * 10**9))
+                                    else 0o644, int(member.mtime) * 10**9))
     return Code(_git("rev-parse", "HEAD").decode().strip(), files, payloads, changed)
 
 
@@ -107,16 +107,14 @@ def _git(*arguments: str) -> bytes:
 
 def artifacts(opts: Options) -> list[PackedDirectory]:
     """Return what --model, --dataset and --tokens name; raises for all that is wrong at once."""
-    problems, found = Problems(), []
-    for name in opts.model:
-        found.append(problems.collect(lambda n=name: _model(n, opts.cache_dir)))
-    for name in opts.dataset:
-        found.append(problems.collect(lambda n=name: _dataset(n)))
+    problems = Problems()
+    found = [*(problems.collect(partial(_model, name, opts.cache_dir)) for name in opts.model),
+             *(problems.collect(partial(_dataset, name)) for name in opts.dataset)]
     for name in opts.tokens:
-        found += problems.collect(lambda n=name: _tokens(n, opts.cache_dir)) or []
+        found += problems.collect(partial(_tokens, name, opts.cache_dir)) or []
     problems.raise_if_any()
     places: dict[str, PackedDirectory] = {}
-    for artifact in found:
+    for artifact in filter(None, found):
         there = places.setdefault(artifact.to, artifact)
         if there.source.resolve() != artifact.source.resolve():
             problems.add(f"{there.source} and {artifact.source} would both become {artifact.to}",

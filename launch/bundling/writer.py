@@ -32,7 +32,8 @@ def layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, l
     parts: dict[str, list[Entry]] = {}
     volume, free = 1, volume_bytes or sum(payload.bytes for payload in payloads)
     for payload in payloads:
-        cuts, offset = [], 0
+        cuts: list[tuple[int, int, int]] = []
+        offset = 0
         while not cuts or offset < payload.bytes:
             if volume_bytes and not free:
                 volume, free = volume + 1, volume_bytes
@@ -147,7 +148,7 @@ class Writer:
         is_grown = isinstance(payload.source, Path) \
             and payload.source.stat().st_size != payload.bytes
         if is_grown or (found and found != payload.digest):
-            raise ArtifactError(f"{payload.source} has other content than when it was written",
+            raise ArtifactError(f"{payload.source!s} has other content than when it was written",
                                 hint="this names what is damaged in .cache/, and what mends it:",
                                 run=commands.script("03_download_model.py", "--verify"))
         return entries

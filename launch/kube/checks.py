@@ -127,8 +127,8 @@ def storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
 
 def quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     """Tell when the namespace's quotas leave too little for the job."""
-    needed = {f"requests.{GPU}": wanted.nodes * wanted.gpus_per_node,
-              f"requests.{EFA}": wanted.nodes * wanted.efa_per_node,
+    needed = {f"requests.{GPU}": wanted.nodes * (wanted.gpus_per_node or 0),
+              f"requests.{EFA}": wanted.nodes * (wanted.efa_per_node or 0),
               "pods": wanted.nodes, "count/pods": wanted.nodes}
     for item in kube.items("resourcequotas"):
         hard = item.get("status", {}).get("hard", {})

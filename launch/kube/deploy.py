@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from launch.common import stage_04
 from launch.kube import causes, cluster_state
@@ -91,7 +92,7 @@ def check(asked: Job, kubectl: Kubectl) -> None:
         _note_nodes(asked, kubectl)
 
 
-def _looked_up(kubectl: Kubectl, kind: str, name: str) -> dict[str, object] | None:
+def _looked_up(kubectl: Kubectl, kind: str, name: str) -> dict[str, Any] | None:
     """Return an object, None when it is missing; empty where one may not look."""
     try:
         return kubectl.find(kind, name)
@@ -147,13 +148,12 @@ def deploy(asked: Job, kubectl: Kubectl, *, token: str = "", monitor: bool = Tru
         cure = _CURES.get(cause.name)
         cured = cure(asked, kubectl) if cure else None
         if attempt == patience.attempts or not (cured or cause.passes):
-            break
+            raise _give_up(asked, kubectl, cause, attempt)
         pause = min(patience.backoff_seconds * 2 ** (attempt - 1), _LONGEST_BACKOFF_S)
         log.info(f"trying again in {units.duration(pause)}" + (", with the cure" if cured else ""))
         stop(asked, kubectl)
         time.sleep(pause)
         asked = cured or asked
-    raise _give_up(asked, kubectl, cause, attempt)
 
 
 def _is_there(asked: Job, kubectl: Kubectl) -> bool:
@@ -193,7 +193,7 @@ def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
     return replace(asked, train=(*asked.train, f"--activation-checkpointing={more}"))
 
 
-def _changed(said: str, **changes: object) -> Callable[[Job, Kubectl], Job | None]:
+def _changed(said: str, **changes: Any) -> Callable[[Job, Kubectl], Job | None]:
     """Return the cure that changes a job in one way; None once it has been changed so."""
     def cure(asked: Job, kubectl: Kubectl) -> Job | None:
         if changes.items() <= vars(asked).items():

@@ -21,7 +21,7 @@ from launch.kube.asked import TEMPLATES, JobOptions
 from launch.kube.kinds import HYPERPOD_PREFIX, KINDS
 from lib.core import units
 from lib.core.errors import Problems, UsageError
-from lib.core.options import Options
+from lib.train.config import Config
 
 # What is not the node network: loopback, containers, and the interfaces that EKS gives to pods.
 NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
@@ -62,7 +62,7 @@ class Job(JobOptions):
             "PORT_NAME": kind.port[0], "PORT": kind.port[1],
             "NUM_NODES": self.nodes, "LEAST_NODES": self.min_nodes or self.nodes,
             "HEALTH": kind.on_hyperpod or self.instance_type.startswith(HYPERPOD_PREFIX),
-            "GPU_PER_NODE": self.gpus_per_node, "PROC_PER_NODE": max(self.gpus_per_node, 1),
+            "GPU_PER_NODE": self.gpus_per_node, "PROC_PER_NODE": self.gpus_per_node or 1,
             "HUGE_PAGES": self.huge_pages and self.efa_per_node,
             "IMAGE_URI": self.image, "PULL_SECRET": self.image_pull_secret,
             "PROJECT_DIR": self.project_dir or self.mount_path,
@@ -86,11 +86,10 @@ def planned(asked: JobOptions, given: Sequence[str], launched_as: str = "") -> J
     settled = asked.settled()
     train = problems.collect(lambda: _train_options(asked, given))
     if train and (asked.node or asked.gpus_per_node is not None):
-        parsed, per_node = stage_04.parse(train), max(settled.gpus_per_node, 1)
-        if problems.collect(lambda: stage_04.check_ranks(parsed, asked.nodes * per_node) or True):
-            _check_fewer_nodes(asked, parsed, per_node, problems)
+        parsed, per_node = stage_04.parse(train), settled.gpus_per_node or 1
+        problems.collect(lambda: _check_division(asked, parsed, per_node))
     problems.raise_if_any()
-    return Job(**vars(settled), train=tuple(train), launched_as=launched_as,
+    return Job(**vars(settled), train=tuple(train or ()), launched_as=launched_as,
                env={str(key): str(value) for key, value in asked.node.get("env", {}).items()})
 
 
@@ -113,23 +112,23 @@ def _train_options(asked: JobOptions, given: Sequence[str]) -> list[str]:
     return words if parsed.experiment_name else [f"--experiment-name={asked.job_name}", *words]
 
 
-def _check_fewer_nodes(asked: JobOptions, train: Options, per_node: int, problems: Problems,
-                       ) -> None:
-    """Note that a job which goes on with fewer nodes could not divide its batch among them.
+def _check_division(asked: JobOptions, train: Config, per_node: int) -> None:
+    """Raise UsageError where the ranks cannot share the work, on all nodes or on fewer.
 
-    train: options of stage 04, which all nodes together can share. per_node: ranks.
+    train: options of stage 04. per_node: ranks.
     """
     from lib.train import plan
 
+    stage_04.check_ranks(train, asked.nodes * per_node)
     division = plan.divide(train, 0, asked.nodes * per_node)
     batch, share = division.global_batch, division.micro_batch * per_node
     numbers = range(asked.min_nodes or asked.nodes, asked.nodes + 1)
     if unfit := [nodes for nodes in numbers if batch % (nodes * share)]:
         least = math.lcm(*(nodes * share for nodes in numbers))
-        problems.add(f"--min-nodes {asked.min_nodes}: {units.counted(batch, 'sample')} per step "
-                     f"cannot be divided among the ranks of {' or '.join(map(str, unfit))} "
-                     f"{'nodes' if unfit[-1] > 1 else 'node'}",
-                     expected=f"--global-batch-size, a multiple of {least}, or no --min-nodes")
+        raise UsageError(f"--min-nodes {asked.min_nodes}: {units.counted(batch, 'sample')} per "
+                         f"step cannot be divided among the ranks of "
+                         f"{' or '.join(map(str, unfit))} {'nodes' if unfit[-1] > 1 else 'node'}",
+                         expected=f"--global-batch-size, a multiple of {least}, or no --min-nodes")
 
 
 def text(found: list[Document], headline: str) -> str:
@@ -160,14 +159,17 @@ def _filled(template: str, settings: dict[str, Any]) -> list[Document]:
             return loader.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
             return loader.construct_sequence(node, deep=True)
+        assert isinstance(node, yaml.ScalarNode)  # there is no other
         filled = scalar(loader, node)
         return filled if node.style or not isinstance(filled, str) else yaml.safe_load(filled)
 
-    reader = type("TemplateLoader", (yaml.SafeLoader,), {})  # constructors of its own
-    reader.add_constructor("tag:yaml.org,2002:str", scalar)
-    reader.add_multi_constructor("!if-", conditional)
+    class TemplateLoader(yaml.SafeLoader):
+        """Has constructors of its own."""
+
+    TemplateLoader.add_constructor("tag:yaml.org,2002:str", scalar)
+    TemplateLoader.add_multi_constructor("!if-", conditional)
     with path.open(encoding="utf-8") as file:
-        return [_pruned(document) for document in yaml.load_all(file, reader)]
+        return [_pruned(document) for document in yaml.load_all(file, TemplateLoader)]
 
 
 def _pruned(value: Any) -> Any:

@@ -92,7 +92,7 @@ def _unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
 
 def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[Finding]:
     """Tell whether a job fits. wanted: settled. grows: an autoscaler adds nodes."""
-    gpus, efa = wanted.gpus_per_node, wanted.efa_per_node
+    gpus, efa = wanted.gpus_per_node or 0, wanted.efa_per_node or 0
     candidates = [node for node in nodes if wanted.instance_type in ("", node.instance_type)
                   and (node.gpus or wanted.instance_type or not gpus)]
     label = wanted.instance_type or ("nodes with GPUs" if gpus else "nodes")
@@ -128,7 +128,7 @@ def _devices(fit: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
         yield Finding(ERROR, "EFA", f"fewer than {efa} {EFA} on {units.join_names(bare, 4)}",
                       "install the EFA device plugin (aws-efa-k8s-device-plugin), and launch the "
                       "nodes with EFA interfaces")
-    if efa and (bare := [node for node in fit if node.huge_pages < HUGE_PAGES_NEEDED]):
-        yield Finding(WARNING, "huge pages", f"{units.size(bare[0].huge_pages)} on "
-                      f"{units.join_names([n.name for n in bare], 4)}, EFA pods ask for 5120Mi",
+    if efa and (small := [node for node in fit if node.huge_pages < HUGE_PAGES_NEEDED]):
+        yield Finding(WARNING, "huge pages", f"{units.size(small[0].huge_pages)} on "
+                      f"{units.join_names([n.name for n in small], 4)}, EFA pods ask for 5120Mi",
                       "use an EKS accelerated AMI, or reserve them: sysctl vm.nr_hugepages=5128")

@@ -113,12 +113,13 @@ class Attempt:
     def _running(self) -> list[int]:
         """Return what descends from this process and has not ended, and reap orphans that have."""
         self._process.poll()
-        me, children = os.getpid(), defaultdict(list)
+        me = os.getpid()
+        children: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, IndexError):  # it has just ended
                 # The name of the program, in brackets, may hold spaces and brackets itself.
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                children[int(parent)].append((int(entry.name), state))
+                state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                children[int(above)].append((int(entry.name), state))
         running, parents = [], [me]
         while parents:
             parent = parents.pop()

@@ -41,7 +41,7 @@ class NoteBoard:
         if self.directory is None:
             return
         self._beat += 1
-        path = self._path(self.node)
+        path = self.directory / _note(self.node)
         temporary = path.with_suffix(".tmp")
         with suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class NoteBoard:
         if self.directory is None:
             return {}
         try:
-            note = records.read_json(self._path(node))
+            note = records.read_json(self.directory / _note(node))
             self._last[node] = note if isinstance(note, dict) else {}
         except FileNotFoundError:
             self._last[node] = {}
@@ -89,10 +89,11 @@ class NoteBoard:
         """Delete this node's note, or everyone's, and the board when it was the last one."""
         if self.directory is not None:
             with suppress(OSError):  # others may have theirs beside it
-                for path in self.directory.glob("node_*") if everyone else [self._path(self.node)]:
+                for path in self.directory.glob("node_*" if everyone else _note(self.node)):
                     path.unlink()
                 self.directory.rmdir()
                 self.directory.parent.rmdir()
 
-    def _path(self, node: int) -> Path:
-        return self.directory / f"node_{node:05d}.json"
+
+def _note(node: int) -> str:
+    return f"node_{node:05d}.json"

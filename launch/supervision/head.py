@@ -47,7 +47,7 @@ class Head(NodeLauncher):
             if (verdict := self._gather()) is None:
                 verdict = self._train()
             if verdict.code is not None:
-                return self._leave(verdict)
+                return self._leave(verdict.code, verdict.why)
             seconds = min(self._backoff * 2 ** (self._history.restarts - 1), _LONGEST_BACKOFF_S)
             self._not_before = time.monotonic() + seconds
             self.say(f"{verdict.why}; restart {self._history.restarts} of "
@@ -140,16 +140,16 @@ class Head(NodeLauncher):
                 waiting.remove(node)
         return outcomes, lost
 
-    def _leave(self, verdict: Verdict) -> int:
+    def _leave(self, code: int, why: str) -> int:
         """Tell all nodes to end with the code, and wait until they have read it."""
-        self.say(f"exit code {verdict.code}: {verdict.why}")
+        self.say(f"exit code {code}: {why}")
         deadline = time.monotonic() + OTHERS_LEAVE_WITHIN_S
-        self.post("leave", code=verdict.code)
+        self.post("leave", code=code)
         while any(note and self.board.is_alive(node) for node, note in self.notes.items()) \
                 and time.monotonic() < deadline:
-            self.turn(self._others, "leave", code=verdict.code)
+            self.turn(self._others, "leave", code=code)
         self.board.take_down(everyone=True)
-        return verdict.code
+        return code
 
     def _newest(self) -> int:
         """Return the step of the newest checkpoint by its name, -1 without one."""

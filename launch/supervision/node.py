@@ -8,6 +8,7 @@ round meets one of another. It ends everywhere once it has ended anywhere.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from launch.supervision.attempt import Attempt, NodeCommand
@@ -21,7 +22,7 @@ _TICK_S, _TICK_ALONE_S = 1.0, 0.2
 _LOOKS = 4
 
 
-class NodeLauncher:
+class NodeLauncher(ABC):
     """Launches on a node. stop: name of the signal that it got.
 
     patience: seconds to wait for a node that is not there.
@@ -32,6 +33,10 @@ class NodeLauncher:
         self.round, self.stop = 0, ""
         self.notes: dict[int, dict[str, Any]] = {}
         self.attempt: Attempt | None = None
+
+    @abstractmethod
+    def run(self) -> int:
+        """Keep the command of this node running; return the run's exit code."""
 
     def signalled(self, name: str) -> None:
         """Note a signal; the first one stops the run, a second Ctrl-C does not wait for its save.
