@@ -51,10 +51,11 @@ class Hub:
         from huggingface_hub import constants, get_token, logging
 
         logging.set_verbosity_error()  # it would tell retries a second time, with addresses
-        self._token = token or get_token() or False  # None would look for a login once more
-        if self._token and not re.fullmatch(r"[\x21-\x7e]+", self._token):
+        given = token or get_token()
+        if given and not re.fullmatch(r"[\x21-\x7e]+", given):
             raise UsageError("the token holds spaces or characters that no token has",
                              expected="a token as the settings page of a Hub account shows it")
+        self._token = given or False  # None would look for a login once more
         self.endpoint = constants.ENDPOINT
         _require_settings()
         self.stopped = threading.Event()  # set from outside, it ends all waiting
@@ -236,14 +237,14 @@ def _read_wait_s(headers: Mapping[str, str]) -> float:
 
 def _require_endpoint() -> None:
     """Raise UsageError when HF_ENDPOINT is not an address."""
-    given = os.environ.get("HF_ENDPOINT")
+    given = os.environ.get("HF_ENDPOINT", "")
     try:
-        parts = urlsplit(given or "")
+        parts = urlsplit(given)
         is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 \
             and not parts.query and not parts.fragment and re.fullmatch(r"[\x21-\x7e]+", given)
     except ValueError:  # brackets that do not close, a port beyond 65535
         is_good = False
-    if given is not None and not is_good:
+    if "HF_ENDPOINT" in os.environ and not is_good:
         raise UsageError("HF_ENDPOINT is not an address of a Hub", found=repr(redact(given)),
                          expected="https://HOST or http://HOST:PORT, or HF_ENDPOINT unset")
 

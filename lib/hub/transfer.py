@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ class Transfer:
         what = f"fetching {units.counted(len(files), 'file')}"
         total = sum(file.size for file in files)
         with Progress(what, total, "B", self._show_progress) as self._progress:
-            self._run([lambda file=file: self._begin(file, directory) for file in files])
+            self._run([functools.partial(self._begin, file, directory) for file in files])
         for file in files:
             partial.forget(file, directory)
         return [_entry(file, directory) for file in files]
@@ -101,8 +102,8 @@ class Transfer:
         return self._list_jobs(part)
 
     def _list_jobs(self, part: partial.PartialFile) -> list[Job]:
-        left = [lambda piece=piece: self._receive(part, piece) for piece in range(part.pieces)
-                if len(range(*part.range_left(piece)))]
+        left: list[Job] = [functools.partial(self._receive, part, piece)
+                           for piece in range(part.pieces) if len(range(*part.range_left(piece)))]
         return left or self._finish(part)
 
     def _receive(self, part: partial.PartialFile, piece: int) -> list[Job]:
@@ -128,7 +129,7 @@ class Transfer:
     def _take_copy(self, file: RemoteFile, target: Path) -> bool:
         """Copy a file from elsewhere on this machine if it is there and as the Hub declares it."""
         cached = cache.find_blob(file, self._repository.name, self._repository.kind)
-        places = [place / file.path for place in self._earlier] + [cached] * bool(cached)
+        places = [*(place / file.path for place in self._earlier), *([cached] if cached else [])]
         for place in places if file.declared else []:
             if not place.is_file() or place.stat().st_size != file.size:
                 continue

@@ -48,7 +48,7 @@ class Design:
             inputs["config.json content"] = hashing.fingerprint(self._content)
         if self.train_on:
             inputs["dataset content"] = tokenizer.fingerprint_corpus(self.train_on)
-        else:
+        if self.copy_from:
             inputs["tokenizer files"] = tokenizer.fingerprint(self.copy_from)
         wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
         return {"options": {"from_scratch": True, "model_name": name, "model_size": self.size,
@@ -63,7 +63,7 @@ class Design:
 
     def vocabulary(self) -> int:
         """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""
-        if self.train_on:
+        if not self.copy_from:
             return self.vocab_size or self._default_vocabulary()
         tokens = len(tokenizer.load(self.copy_from))
         if self.vocab_size and tokens > self.vocab_size:
@@ -144,6 +144,7 @@ class Design:
     @cached_property
     def _content(self) -> dict[str, Any]:
         """Return the file without what belongs to the weights it came with."""
+        assert self.config_json  # or there is a size
         try:
             content = records.read_json(self.config_json)
         except FileNotFoundError:
