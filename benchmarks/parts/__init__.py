@@ -1,0 +1,1 @@
+"""Holds what benchmarks start in processes of their own, and what several of them use."""
