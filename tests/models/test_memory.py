@@ -21,12 +21,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
     for layers in (2, 8):
         root = tmp_path_factory.mktemp(f"layers{layers}")
         model = root / "model"
-        benchmark._call("make", model, layers=layers)
-        load = benchmark._call("ours", model, benchmark.RANKS)
-        benchmark._call("checkpoint", model, benchmark.RANKS)
-        export = benchmark._call("export", model, out=root / "out", dtype="bfloat16")
-        found[layers] = {"bytes": benchmark._bytes(model), "load": load, "export": export,
-                         "exported": benchmark._bytes(root / "out")}
+        benchmark.measured("make", model, layers=layers)
+        load = benchmark.measured("ours", model, benchmark.RANKS)
+        benchmark.measured("checkpoint", model, benchmark.RANKS)
+        export = benchmark.measured("export", model, out=root / "out", dtype="bfloat16")
+        found[layers] = {"bytes": benchmark.weight_bytes(model), "load": load, "export": export,
+                         "exported": benchmark.weight_bytes(root / "out")}
         shutil.rmtree(root)
     return found
 

@@ -1,0 +1,195 @@
+"""Makes, loads, exports and serves models in processes of their own, for benchmarks/models.py."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers.models.llama.modeling_llama  # noqa: F401 (its import is not loading)
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.parts import processes
+from benchmarks.parts.processes import ROOT
+from lib.checkpoints import contents
+from lib.checkpoints.snapshot import capture, write
+from lib.core.paths import Experiment
+from lib.models import architecture, weights
+from lib.optim import registry
+from lib.parallel import parallelize
+from lib.parallel.layout import ParallelLayout
+
+
+def main() -> None:
+    """Do what --role says, and tell how it went."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", choices=tuple(_ROLES))
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--vocabulary", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dtype")
+    arguments = parser.parse_args()
+    _ROLES[arguments.role](arguments)
+
+
+def make(arguments: argparse.Namespace) -> None:
+    """Save a Llama with random weights, bfloat16, with a tokenizer."""
+    from tests.training import save_tokenizer, write_corpus
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=arguments.vocabulary, hidden_size=arguments.width,
+                         intermediate_size=arguments.width * 11 // 4,
+                         num_hidden_layers=arguments.layers, num_attention_heads=16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(arguments.model, max_shard_size="500MB")
+    write_corpus(arguments.model / "texts", 4)
+    save_tokenizer(arguments.model, arguments.model / "texts")
+    shutil.rmtree(arguments.model / "texts")
+
+
+def load(arguments: argparse.Namespace) -> None:
+    """Load on all ranks in the way of --role, and tell what that took."""
+    layout = ParallelLayout.start()
+    torch.set_num_threads(1)
+    dist.barrier()
+    before, read, began = _peak_memory(), _read_bytes(), time.perf_counter()
+    if arguments.role == "ours":
+        _ours(arguments.model, layout)
+    elif arguments.role == "from_pretrained":
+        parallelize.shard(_from_pretrained(arguments.model), layout.fsdp, "fp32")
+    else:
+        _broadcast(arguments.model, layout)
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    mine = {"memory": _peak_memory() - before, "read": _read_bytes() - read}
+    found: list[Any] = [None] * layout.ranks
+    dist.all_gather_object(found, mine)
+    processes.end({"seconds": seconds, "memory": [each["memory"] for each in found],
+                   "read": sum(each["read"] for each in found)} if layout.rank == 0 else None)
+
+
+def _ours(path: Path, layout: ParallelLayout) -> Any:
+    model = architecture.build_on_meta(path)
+    parallelize.shard(model, layout.fsdp, "fp32")
+    model.to_empty(device="cpu")
+    weights.load_pretrained(model, path)
+    return model
+
+
+def _from_pretrained(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def _broadcast(path: Path, layout: ParallelLayout) -> None:
+    """Fill the ranks as accelerate does with `cpu_ram_efficient_loading`.
+
+    The real thing: its own functions, called as `prepare_model` calls them.
+    """
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
+    full = _from_pretrained(path).state_dict() if layout.rank == 0 else {}
+    model = architecture.build_on_meta(path)
+    parallelize.shard(model, layout.fsdp, "fp32")
+
+    class Accelerator:
+        is_main_process = layout.rank == 0
+        device = layout.device
+
+    if layout.rank != 0:
+        full = {name: tensor for name, tensor in model.state_dict().items()}
+    fsdp2_load_full_state_dict(Accelerator(), model, full)
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Run stage 05 in a process that has imported what it needs."""
+    import lib.checkpoints.export  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location("stage", ROOT / "05_export_checkpoint.py")
+    stage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stage)
+    root = arguments.model.with_name(f"{arguments.model.name}-run")
+    _measure(lambda: stage.main(["-e", root.name, "--save-dir", str(root.parent), "--out",
+                                 str(arguments.out), "--dtype", arguments.dtype,
+                                 "--no-progress"]))
+
+
+def merge(arguments: argparse.Namespace) -> None:
+    """Run accelerate's merge of a sharded state dict, in a process that has imported it."""
+    from accelerate.utils import merge_fsdp_weights
+    root = arguments.model.with_name(f"{arguments.model.name}-run")
+    _measure(lambda: merge_fsdp_weights(str(root / "merge"), str(arguments.out)))
+
+
+def checkpoint(arguments: argparse.Namespace) -> None:
+    """Write the checkpoint that a run of the model leaves, and accelerate's of the same weights."""
+    layout = ParallelLayout.start()
+    model = _ours(arguments.model, layout)
+    run = Experiment(arguments.model.parent, f"{arguments.model.name}-run")
+    run.model.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(arguments.model / "config.json", run.model / "config.json")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=run.root / "merge")
+    adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.0)
+    tensors = contents.name_tensors(model, registry.named_states(model, adamw))
+    write(run.checkpoints, capture(tensors, {"step": 1, "tokens": 1, "loss": 1.0},
+                                   {"options": {}, "inputs": {}}, layout.device), layout.saving)
+    processes.end()
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Serve the model as the Hub does until terminated; the digests are made once, before."""
+    from tests.hub_server import HubServer, Repo
+
+    class Known(Repo):
+        def info(self, name: str) -> dict:
+            return info
+
+    class Quick(HubServer):
+        def _send_file(self, http: Any, request: Any, repo: Repo, file: str) -> None:
+            start, stop = self._begin_file(http, request, repo, len(repo.files[file]), file)
+            http.wfile.write(memoryview(repo.files[file])[start:stop])
+            http.close_connection = True
+
+    files = {path.name: path.read_bytes() for path in arguments.model.iterdir()}
+    info = Repo(files).info("org/model")
+    with Quick() as server:
+        server.repos["org/model"] = Known(files)
+        print(server.url, flush=True)
+        while True:
+            time.sleep(3600)
+
+
+def _measure(action: Callable[[], Any]) -> None:
+    before, began = _peak_memory(), time.perf_counter()
+    action()
+    processes.end({"seconds": time.perf_counter() - began, "memory": _peak_memory() - before})
+
+
+def _peak_memory() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def _read_bytes() -> int:
+    """Return the bytes that this process has read through system calls, mapped files left out."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+_ROLES = {"make": make, "ours": load, "from_pretrained": load, "broadcast": load,
+          "checkpoint": checkpoint, "export": export, "merge": merge, "serve": serve}
+
+
+if __name__ == "__main__":
+    main()
