@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import random
-import resource
 import shutil
 import statistics
 import subprocess
@@ -28,14 +27,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.process_tree import resident, tree  # noqa: E402
+from benchmarks.parts import limits, processes
+from benchmarks.parts.processes import ROOT
+from tests.process_tree import resident, tree
 
 _MB = 1_000_000
 _PEER = """
@@ -154,99 +154,17 @@ def clear(*paths: Path) -> None:
     os.sync()
 
 
-def in_turn(contestants: dict[str, list[object]], out: Path, repeat: int,
-            ) -> dict[str, Run]:
-    """Run commands in turn; return the median seconds and CPU and the largest memory of each."""
-    found: dict[str, list[Run]] = {name: [] for name in contestants}
-    for _ in range(repeat):
-        for name, command in contestants.items():
-            clear(out, Path(f"{out}.cache"))
-            found[name].append(run(command, out.parent))
+def compete(contestants: dict[str, list[object]], out: Path, repeat: int) -> dict[str, Run]:
+    """Run commands in turns; return the median seconds and CPU and the largest memory of each."""
+    def run_alone(command: list[object]) -> Run:
+        clear(out, Path(f"{out}.cache"))
+        return run(command, out.parent)
+    found = processes.in_turns({name: partial(run_alone, command)
+                                for name, command in contestants.items()}, repeat)
     clear(out, Path(f"{out}.cache"))
     return {name: Run(statistics.median(run.seconds for run in runs),
                       max(run.memory for run in runs), statistics.median(run.cpu for run in runs))
             for name, runs in found.items()}
-
-
-# --- what the machine allows ----------------------------------------------------------------
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """Return the CPU seconds (user and system) of some work in this process."""
-    def spent() -> float:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return used.ru_utime + used.ru_stime
-    before = spent()
-    work()
-    return spent() - before
-
-
-def read_all(paths: list[Path]) -> int:
-    """Open and read files with as little as Python needs for it."""
-    total = 0
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        while data := os.read(descriptor, 1 << 22):
-            total += len(data)
-        os.close(descriptor)
-    return total
-
-
-def parse_lines(paths: list[Path]) -> None:
-    """Parse JSON Lines and take the strings, with nothing around it."""
-    import orjson
-
-    from lib.corpus.documents import extract_strings
-    for path in paths:
-        with path.open("rb", buffering=1 << 20) as file:
-            for line in file:
-                "\n".join(extract_strings(orjson.loads(line))).encode()
-
-
-def write_rate(directory: Path, size: int) -> float:
-    """Return the bytes per second of a sequential write with fdatasync."""
-    path, block = directory / "written", os.urandom(4 * _MB)
-    began = time.monotonic()
-    with path.open("wb", buffering=0) as file:
-        for _ in range(max(1, size // len(block))):
-            file.write(block)
-        os.fdatasync(file.fileno())
-    seconds = time.monotonic() - began
-    path.unlink()
-    return max(1, size // len(block)) * len(block) / seconds
-
-
-def limit(paths: list[Path], out_bytes: int, directory: Path, workers: int, lines: bool,
-          ) -> dict[str, float]:
-    """Return the least seconds that each part of the machine needs."""
-    read_all(paths)  # warm, as the contestants find them
-    began = time.monotonic()
-    read_all(paths)
-    reading = time.monotonic() - began
-    rate = statistics.median(write_rate(directory, out_bytes) for _ in range(3))
-    found = {"read": reading / (1 if lines else workers), "write": out_bytes / rate}
-    if lines:
-        found["parse"] = cpu_seconds(lambda: parse_lines(paths)) / workers
-    else:
-        found["open"] = cpu_seconds(lambda: read_all(paths)) / workers
-    return found
-
-
-def own_cpu(source: Path, directory: Path, workers: int) -> float:
-    """Return the CPU seconds of the stage's units of work ÷ cores: what perfect scaling takes."""
-    import pyarrow  # noqa: F401  (its import is no work on the input)
-
-    from lib.corpus import inputs, work
-    from lib.corpus.tally import Shape
-    files, _ = inputs.find(source, False)
-    units = work.cut(source, files, directory / "parts", Shape())
-
-    def process() -> None:
-        for unit in units:
-            work.process(unit)
-            for part in unit.parts():
-                part.unlink()
-    process() if len(files) > 1000 else None  # warm
-    return cpu_seconds(process) / workers
 
 
 NOTES: list[str] = []
@@ -268,8 +186,8 @@ def compare(what: str, source: Path, builder: str, args: argparse.Namespace, wor
     contestants = {"ours": ours(source, out, args.workers)}
     if against:
         contestants["peer"] = peer(builder, source, out, args.workers)
-    found = in_turn(contestants, out, args.repeat)
-    least = limit(paths, out_bytes, work, args.workers, builder == "json")
+    found = compete(contestants, out, args.repeat)
+    least = limits.seconds(paths, out_bytes, work, args.workers, builder == "json")
     mine, memory, cpu = found["ours"]
     cells, cpu_note = ["-"] * 3, f"stage 02 {cpu:.1f} s"
     if against:
@@ -279,7 +197,7 @@ def compare(what: str, source: Path, builder: str, args: argparse.Namespace, wor
     name, seconds = max(least.items(), key=lambda item: item[1])
     row(what, f"{mine:.2f} s", f"{size / mine / _MB:,.0f} MB/s, {len(paths) / mine:,.0f} files/s",
         f"{memory / _MB:,.0f} MB", *cells, f"{seconds:.2f} s ({name})", f"{seconds / mine:.2f}")
-    least["the stage's own CPU ÷ cores"] = scaled = own_cpu(source, work, args.workers)
+    least["the stage's own CPU ÷ cores"] = scaled = limits.own_cpu(source, work, args.workers)
     NOTES.append(f"{what}: " + ", ".join(f"{k} {v:.2f} s" for k, v in least.items())
                  + f" ({scaled / mine:.2f} of stage 02). CPU of the process tree: {cpu_note}")
 
@@ -291,29 +209,13 @@ def organize(source: Path, work: Path, repeat: int) -> None:
         directories, files = directories + len(below), files + len(names)
     command = [sys.executable, ROOT / "01_organize_data.py", "--src-dir", source, "--dst-root",
                work / "out", "--no-progress"]
-    seconds, memory, cpu = in_turn({"ours": command}, work / "out", repeat)["ours"]
-    made, linked = kernel_seconds(source, work / "out", directories)
+    seconds, memory, cpu = compete({"ours": command}, work / "out", repeat)["ours"]
+    made, linked = limits.kernel_seconds(source, work / "out", directories)
     print(f"\nStage 01, hard links: {files:,} files in {seconds:.2f} s, "
           f"{files / seconds:,.0f} files/s, {cpu:.2f} s of CPU, {memory / _MB:,.0f} MB of memory; "
           f"here mkdir takes {made * 1e6:.0f} µs and link {linked * 1e6:.0f} µs, so the "
           f"{20 * directories:,} directories alone take {20 * directories * made:.2f} s and the "
           f"links {files * linked:.2f} s of one core")
-
-
-def kernel_seconds(source: Path, out: Path, directories: int) -> tuple[float, float]:
-    """Return the seconds that this file system takes to make a directory, and a hard link."""
-    out.mkdir()
-    began = time.monotonic()
-    for number in range(20 * directories):
-        (out / str(number)).mkdir()
-    made = (time.monotonic() - began) / (20 * directories)
-    paths = [path for path in source.rglob("*") if path.is_file()][:20_000]
-    began = time.monotonic()
-    for number, path in enumerate(paths):
-        os.link(path, f"{out}/{number % directories}/{number}")
-    linked = (time.monotonic() - began) / len(paths)
-    clear(out)
-    return made, linked
 
 
 def memory(work: Path, megabytes: int, workers: int) -> None:

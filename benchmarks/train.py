@@ -34,8 +34,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.parts import processes
+from benchmarks.parts.processes import ROOT
+
 _WARM = 3  # steps left out
 _IMPORTS = """import torch, transformers
 from transformers import AutoModelForCausalLM
@@ -64,13 +67,9 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192", help="tokens per sample")
     parser.add_argument("--ours", default="", help="further options for stage 04")
     parser.add_argument("--work", type=Path, help="where to put files (default: temporary)")
-    parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.trainer:
-        trainer_rank(args)
-        return
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        args.trainer = Path(folder)
+        args.work = Path(folder)
         print(f"{platform.machine()}, {os.cpu_count()} cores, {_device()}, {args.ranks} ranks, "
               f"load before the start {os.getloadavg()[0]:.1f}\n", flush=True)
         for part in args.only.split(","):
@@ -116,16 +115,16 @@ def start(args: argparse.Namespace) -> None:
     """Print the seconds from torchrun to the first step beside those that cannot be avoided."""
     make_model(args, args.vocab)
     make_data(args, args.vocab, args.seq_length)
-    script = args.trainer / "imports.py"
+    script = args.work / "imports.py"
     script.write_text(_IMPORTS)
-    weights = map(str, args.trainer.glob("model/*.safetensors"))
+    weights = map(str, args.work.glob("model/*.safetensors"))
     read = [sys.executable, "-c", "import sys\nfor p in sys.argv[1:]: open(p, 'rb').read()",
             *weights]
     short = argparse.Namespace(**vars(args) | {"steps": 3})
     alone, together, reading, runs = [], [], [], []
     for number in range(args.rounds):
         alone.append(_timed([sys.executable, str(script)]))
-        together.append(_timed([*_torchrun(args), str(script)]))
+        together.append(_timed([*processes.torchrun(args.ranks), str(script)]))
         reading.append(_timed(read) - _timed([sys.executable, "-c", "pass"]))
         runs.append(launch("stage 04", short, f"start-{number}"))
     imports, weights_s = min(together), max(0.0, min(reading))
@@ -170,25 +169,20 @@ def lengths(args: argparse.Namespace) -> None:
 
 def launch(name: str, args: argparse.Namespace, tag: str, **env: str) -> dict[str, float]:
     """Run one contestant as a torchrun launch of its own and return its figures."""
-    work = args.trainer
+    work = args.work
     if name == "stage 04":
-        command = [*_torchrun(args), ROOT / "04_train_fsdp.py", "-e", tag, "-d", work / "data",
-                   "-m", work / "model", "--save-dir", work / "outputs",
+        command = [*processes.torchrun(args.ranks), ROOT / "04_train_fsdp.py", "-e", tag,
+                   "-d", work / "data", "-m", work / "model", "--save-dir", work / "outputs",
                    "--cache-dir", work / ".cache", "-s", args.seq_length, "-b", args.batch,
                    "--max-steps", args.steps, "--log-freq", 1, "--log-style", "dict",
                    "--ckpt-freq", 10**6, "--overwrite", *shlex.split(args.ours)]
     else:
-        command = [*_torchrun(args), __file__, "--trainer", work, "--batch", args.batch,
-                   "--seq-length", args.seq_length, "--steps", args.steps]
+        command = processes.command("trainer.py", args.ranks, work=work, batch=args.batch,
+                                    length=args.seq_length, steps=args.steps)
     printed = _watch(name, list(map(str, command)), work, env)
     if name == "stage 04":
         return _ours(work / "outputs" / tag, printed)
     return _theirs(json.loads((work / "trainer.json").read_text()), args)
-
-
-def _torchrun(args: argparse.Namespace) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={args.ranks}"]
 
 
 def _watch(name: str, command: list[str], cwd: Path, env: dict[str, str],
@@ -213,13 +207,13 @@ def _ours(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float
     rows = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
     steady = rows[_WARM:] or rows[-1:]
     figures = {key: statistics.median(row[key] for row in steady)
-               for key in steady[0] if key.startswith(("time/", "perf/"))}
+               for key in steady[-1] if key.startswith(("time/", "perf/"))}  # no eta
     for text, name in _MARKS.items():
         figures[f"at {name}"] = next(at for at, line in printed if text in line)
-    told = "".join(line for _, line in printed if line.startswith("  memory "))
+    printed_memory = "".join(line for _, line in printed if line.startswith("  memory "))
     peak, estimated = (
         float(found[1].replace(",", "")) * (1024 if found[2] == "G" else 1)
-        if (found := re.search(rf"([\d.,]+) ([GM])iB {kind}", told)) else float("nan")
+        if (found := re.search(rf"([\d.,]+) ([GM])iB {kind}", printed_memory)) else float("nan")
         for kind in ("without", "were estimated"))  # for small models there is none
     return figures | {
         "tokens_per_s": figures["perf/tokens_per_sec"], "mfu": figures["perf/mfu"],
@@ -232,63 +226,6 @@ def _theirs(steps: dict[str, Any], args: argparse.Namespace) -> dict[str, float]
     seconds = statistics.median(steps["seconds"][_WARM:])
     return {"tokens_per_s": args.ranks * args.batch * args.seq_length / seconds,
             "memory_mb": steps["memory_mb"]}
-
-
-def trainer_rank(args: argparse.Namespace) -> None:
-    """Be one rank of the Trainer: the same model, tokens and optimizer."""
-    import torch
-    from transformers import (
-        AutoModelForCausalLM,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
-
-    from lib.planning import capacity as measured
-    from lib.tokens import store
-    from lib.tokens.samples import Windows
-    from lib.train import precision
-
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:  # what stage 04 does too; torchrun would leave one thread to each rank
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0))
-                                  // int(os.environ["LOCAL_WORLD_SIZE"])))
-    tokens = store.open_store(next((args.trainer / ".cache" / "tokens").glob("data-*")))
-    windows = Windows(tokens.splits["train"].tokens, args.seq_length)
-
-    class Data(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return len(windows)
-
-        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-            import numpy as np
-            ids = torch.from_numpy(windows.take(np.array([i]))[0, :-1])
-            return {"input_ids": ids, "labels": ids}
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-            self.last = 0.0
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            self.seconds.append(now - (self.last or now))
-            self.last = now
-
-    clock = Clock()
-    model = AutoModelForCausalLM.from_pretrained(args.trainer / "model", dtype=torch.float32)
-    Trainer(model, TrainingArguments(
-        output_dir=str(args.trainer / "trainer"), per_device_train_batch_size=args.batch,
-        max_steps=args.steps, bf16=precision.default() == "bf16", use_cpu=not on_gpu,
-        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True,
-        weight_decay=0.1, optim="adamw_torch_fused", ddp_find_unused_parameters=False),
-        train_dataset=Data(), callbacks=[clock]).train()
-    if int(os.environ["RANK"]) == 0:
-        peak = measured.usage(torch.device("cuda" if on_gpu else "cpu"))["memory/peak_gib"] * 1024
-        (args.trainer / "trainer.json").write_text(json.dumps(
-            {"seconds": clock.seconds, "memory_mb": peak}))
 
 
 # --- what they train ------------------------------------------------------------------------
@@ -304,7 +241,7 @@ def make_model(args: argparse.Namespace, vocabulary: int) -> None:
                          max_position_embeddings=max(4096, args.seq_length))
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
-        args.trainer / "model")
+        args.work / "model")
 
 
 def make_data(args: argparse.Namespace, vocabulary: int, seq_length: int) -> None:
@@ -319,15 +256,15 @@ def make_data(args: argparse.Namespace, vocabulary: int, seq_length: int) -> Non
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(
-        args.trainer / "model")
+        args.work / "model")
     draw = random.Random(0)
     size = max(400, 2 * args.steps * args.ranks * args.batch * seq_length // 1000)
     texts = ["".join(draw.choices("etaoin shrdlu\n", k=1000)) for _ in range(size)]
     datasets.disable_progress_bars()
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(args.trainer / "data")
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(args.work / "data")
     subprocess.run([sys.executable, ROOT / "04_train_fsdp.py", "-e", "x", "-d",
-                    args.trainer / "data", "-m", args.trainer / "model", "--cache-dir",
-                    args.trainer / ".cache", "-s", str(seq_length), "--prepare-only"],
+                    args.work / "data", "-m", args.work / "model", "--cache-dir",
+                    args.work / ".cache", "-s", str(seq_length), "--prepare-only"],
                    check=True, capture_output=True)
 
 

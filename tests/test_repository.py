@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STAGES = sorted(ROOT.glob("0[1-5]_*.py"))
 LIB = sorted((ROOT / "lib").rglob("*.py"))
 CODE = [*LIB, *STAGES, *sorted((ROOT / "launch").rglob("*.py"))]
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 ROOMS = {
     "core": set(),
     "corpus": {"core"},
@@ -125,7 +126,7 @@ def test_rooms_are_those_of_the_design_and_none_is_a_lumber_room() -> None:
     assert not [path for path in tracked() if path.name in ("utils.py", "helpers.py", "misc.py")]
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
+@pytest.mark.parametrize("path", [*CODE, *BENCHMARKS], ids=name_of)
 def test_modules_and_functions_stay_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= (350 if name_of(path) == STANDS_ALONE else 320)

@@ -1,0 +1,109 @@
+"""Measures what this disk and these cores allow, for benchmarks/corpus.py."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_MB = 1_000_000
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Return the CPU seconds (user and system) of some work in this process."""
+    def spent() -> float:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
+    before = spent()
+    work()
+    return spent() - before
+
+
+def read_all(paths: list[Path]) -> int:
+    """Open and read files with as little as Python needs for it."""
+    total = 0
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        while data := os.read(descriptor, 1 << 22):
+            total += len(data)
+        os.close(descriptor)
+    return total
+
+
+def parse_lines(paths: list[Path]) -> None:
+    """Parse JSON Lines and take the strings, with nothing around it."""
+    import orjson
+
+    from lib.corpus.documents import extract_strings
+    for path in paths:
+        with path.open("rb", buffering=1 << 20) as file:
+            for line in file:
+                "\n".join(extract_strings(orjson.loads(line))).encode()
+
+
+def write_rate(directory: Path, size: int) -> float:
+    """Return the bytes per second of a sequential write with fdatasync."""
+    path, block = directory / "written", os.urandom(4 * _MB)
+    began = time.monotonic()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(max(1, size // len(block))):
+            file.write(block)
+        os.fdatasync(file.fileno())
+    seconds = time.monotonic() - began
+    path.unlink()
+    return max(1, size // len(block)) * len(block) / seconds
+
+
+def seconds(paths: list[Path], out_bytes: int, directory: Path, workers: int, lines: bool,
+          ) -> dict[str, float]:
+    """Return the least seconds that each part of the machine needs."""
+    read_all(paths)  # warm, as the contestants find them
+    began = time.monotonic()
+    read_all(paths)
+    reading = time.monotonic() - began
+    rate = statistics.median(write_rate(directory, out_bytes) for _ in range(3))
+    found = {"read": reading / (1 if lines else workers), "write": out_bytes / rate}
+    if lines:
+        found["parse"] = cpu_seconds(lambda: parse_lines(paths)) / workers
+    else:
+        found["open"] = cpu_seconds(lambda: read_all(paths)) / workers
+    return found
+
+
+def own_cpu(source: Path, directory: Path, workers: int) -> float:
+    """Return the CPU seconds of the stage's units of work ÷ cores: what perfect scaling takes."""
+    import pyarrow  # noqa: F401  (its import is no work on the input)
+
+    from lib.corpus import inputs, work
+    from lib.corpus.tally import Shape
+    files, _ = inputs.find(source, False)
+    units = work.cut(source, files, directory / "parts", Shape())
+
+    def process() -> None:
+        for unit in units:
+            work.process(unit)
+            for part in unit.parts():
+                part.unlink()
+    process() if len(files) > 1000 else None  # warm
+    return cpu_seconds(process) / workers
+
+
+def kernel_seconds(source: Path, out: Path, directories: int) -> tuple[float, float]:
+    """Return the seconds that this file system takes to make a directory, and a hard link."""
+    out.mkdir()
+    began = time.monotonic()
+    for number in range(20 * directories):
+        (out / str(number)).mkdir()
+    made = (time.monotonic() - began) / (20 * directories)
+    paths = [path for path in source.rglob("*") if path.is_file()][:20_000]
+    began = time.monotonic()
+    for number, path in enumerate(paths):
+        os.link(path, f"{out}/{number % directories}/{number}")
+    linked = (time.monotonic() - began) / len(paths)
+    shutil.rmtree(out)
+    os.sync()
+    return made, linked
