@@ -224,7 +224,7 @@ def test_log_rules_match_what_a_run_prints() -> None:
     assert re.match(rules("--slow-below", 20000, *TRAIN)["slow"]["logPattern"],
                     said["dict"])[1] == "6404"
     assert re.match(hang["stopPattern"], "done: 1,000 steps, 8,192,000 tokens")
-    assert 'f"done: ' in (ROOT / "lib" / "train" / "run.py").read_text()
+    assert 'f"done: ' in (ROOT / "lib" / "train" / "report.py").read_text()
 
 
 def test_a_trainjob_brings_its_runtime() -> None:
