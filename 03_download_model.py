@@ -195,15 +195,15 @@ def fetch_dataset(opts: options.Options) -> None:
     if opts.dry_run:
         return
 
-    from lib.hub.fetch import RemoteRawFiles
+    from lib.hub.fetch import look_up_raw
 
-    dataset = RemoteRawFiles.look_up(name, revision, opts.include, token=opts.token or "")
+    dataset = look_up_raw(name, revision, opts.include, token=opts.token or "")
     raw_text.require_free(target, dataset.files)
     raw_text.warn_of_outdated(target, dataset.files)
     with raw_text.name_errors(target), publish.Build(
             target, raw_text.KIND, identity, opts.overwrite or is_more, resumable=True) as build:
         # Work.
-        entries = dataset.fetch(build.dir, earlier=[target.parent], workers=opts.num_workers,
+        entries = dataset.bring(build.dir, earlier=[target.parent], workers=opts.num_workers,
                                 show_progress=not opts.no_progress)
 
         # Publish: what is whole moves to its place, then the manifest says so.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import io
+import lzma
 import platform
 import time
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 from lib.core.errors import StageError, UsageError, from_os_error, is_missing, is_of_disk
@@ -13,6 +17,10 @@ from lib.core.errors import StageError, UsageError, from_os_error, is_missing, i
 Result = TypeVar("Result")
 
 _LINE_PART = 1 << 17  # bytes of a long line read at once
+_PACKED_CHUNK, _UNPACKED_CHUNK = 1 << 16, 1 << 17
+_DECODERS: dict[str, Callable[[], Any]] = {
+    "gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), "bzip2": bz2.BZ2Decompressor,
+    "xz": lzma.LZMADecompressor}
 _PAUSES_S = (0.5, 1.0, 2.5)  # between the attempts; a mount that was lost is mostly back by then
 
 
@@ -83,6 +91,40 @@ class ChunkStream(io.RawIOBase):
         size = min(len(rest), len(target))
         target[:size], self._rest = rest[:size], rest[size:]
         return size
+
+
+def unpacked(file: BinaryIO, kind: str, note: Callable[[str], None],
+             zstd: Callable[[BinaryIO], BinaryIO]) -> Iterator[bytes]:
+    """Yield the content of a compressed file up to the first damage, which is noted in words.
+
+    kind: gzip, bzip2, xz (several members in a row are one content), or what `zstd` opens.
+    """
+    try:
+        if kind == "zstd":
+            yield from iter(partial(zstd(file).read, _UNPACKED_CHUNK), b"")
+        else:
+            yield from _unpacked(file, _DECODERS[kind])
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        note(str(error) or type(error).__name__)
+
+
+def _unpacked(file: BinaryIO, new_member: Callable[[], Any]) -> Iterator[bytes]:
+    member, packed = new_member(), b""
+    while True:
+        if member.eof:
+            packed = member.unused_data.lstrip(b"\0") or file.read(_PACKED_CHUNK)
+            if not packed:
+                return
+            member = new_member()
+        data = member.decompress(packed, _UNPACKED_CHUNK)
+        # zlib hands back what it did not look at, the others keep it.
+        packed = getattr(member, "unconsumed_tail", b"")
+        if data:
+            yield data
+        elif not member.eof and not packed and getattr(member, "needs_input", True):
+            packed = file.read(_PACKED_CHUNK)
+            if not packed:
+                raise EOFError("the compressed data ends in the middle")
 
 
 def skip_line(stream: BinaryIO, limit: int | None = None) -> int:

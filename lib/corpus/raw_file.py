@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import bz2
 import io
-import lzma
 import os
 import posixpath
 import shutil
 import tempfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from lib.core.reading import ChunkStream, PatientFile, skip_line
+from lib.core.reading import ChunkStream, PatientFile, skip_line, unpacked
 from lib.corpus import encoding, kinds
 from lib.corpus.encoding import DecodedText
 
@@ -24,11 +21,6 @@ LARGE_BYTES = 64_000_000
 PACKED_SUFFIXES = {"gzip": (".gz", ".gzip"), "bzip2": (".bz2",), "xz": (".xz",),
                    "zstd": (".zst", ".zstd")}
 _BUFFER, _CHUNK = 1 << 17, 1 << 20
-_PACKED_CHUNK = 1 << 16
-_GZIP_WINDOW = 16 + zlib.MAX_WBITS
-_DECODERS: dict[str, Callable[[], Any]] = {
-    "gzip": lambda: zlib.decompressobj(_GZIP_WINDOW), "bzip2": bz2.BZ2Decompressor,
-    "xz": lzma.LZMADecompressor}
 Stream = io.BufferedReader | io.BytesIO
 
 
@@ -52,7 +44,8 @@ class RawFile:
         if self.kind in PACKED_SUFFIXES:
             stem, suffix = posixpath.splitext(path)
             inner = stem if suffix.lower() in PACKED_SUFFIXES[self.kind] else path
-            self.stream = _as_stream(self._unpack(self.kind))
+            self.stream = _as_stream(unpacked(self._file, self.kind, self._note_damage,
+                                              _open_zstd))
             self._sniff(inner)
 
     def _sniff(self, name: str) -> None:
@@ -62,13 +55,8 @@ class RawFile:
             self.head = self.stream.peek(kinds.HEAD_BYTES)[:kinds.HEAD_BYTES]
         self.kind = kinds.sniff(name, self.head)
 
-    def _unpack(self, kind: str) -> Iterator[bytes]:
-        """Yield the decompressed content, up to the first damage."""
-        unpack = _unpack_zstd if kind == "zstd" else _unpack_members
-        try:
-            yield from unpack(self._file, kind)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            self.damage = str(error) or type(error).__name__
+    def _note_damage(self, what: str) -> None:
+        self.damage = what
 
     def __enter__(self) -> RawFile:
         return self
@@ -164,33 +152,9 @@ def _open(path: str) -> Stream:
     return io.BytesIO(data)
 
 
-def _unpack_members(file: BinaryIO, kind: str) -> Iterator[bytes]:
-    """Yield the content of gzip, bzip2 or xz (several members in a row are one content).
-
-    Raises EOFError or an error of the codec where it is damaged.
-    """
-    member, packed = _DECODERS[kind](), b""
-    while True:
-        if member.eof:
-            packed = member.unused_data.lstrip(b"\0") or file.read(_PACKED_CHUNK)
-            if not packed:
-                return
-            member = _DECODERS[kind]()
-        data = member.decompress(packed, _BUFFER)
-        # zlib hands back what it did not look at, the others keep it.
-        packed = getattr(member, "unconsumed_tail", b"")
-        if data:
-            yield data
-        elif not member.eof and not packed and getattr(member, "needs_input", True):
-            packed = file.read(_PACKED_CHUNK)
-            if not packed:
-                raise EOFError("the compressed data ends in the middle")
-
-
-def _unpack_zstd(file: BinaryIO, _kind: str) -> Iterator[bytes]:
-    """Yield the content of zstd through pyarrow, which every dataset needs anyway."""
-    import pyarrow as pa
-    yield from _chunks(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
+def _open_zstd(file: BinaryIO) -> Any:
+    import pyarrow as pa  # which every dataset needs anyway
+    return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
 
 
 def _chunks(*streams: Any) -> Iterator[bytes]:

@@ -23,14 +23,30 @@ _SHOWN = 10
 
 
 @dataclass
-class _Fetched:
-    """Holds the files of a repository, and where their bytes came from."""
+class RemoteFiles:
+    """Fetches files of a repository, and says where their bytes came from."""
 
     hub: Hub
     repository: Repository
     files: list[RemoteFile]
     bytes_from: dict[str, int] = field(default_factory=dict, init=False)
     seconds: float = field(default=0.0, init=False)
+
+    def bring(self, directory: Path, *, earlier: Sequence[Path], workers: int,
+              show_progress: bool, preview: Path | None = None, beside: int = 0,
+              ) -> list[dict[str, Any]]:
+        """Bring the files into a directory; return manifest entries.
+
+        earlier, preview: see Transfer. beside: bytes of room that they need besides their own.
+        """
+        needed = clear_others(self.files, directory, earlier) + beside
+        publish.require_space(directory, needed, self.repository.name)
+        transfer = Transfer(self.hub, self.repository, earlier, preview=preview, workers=workers,
+                            show_progress=show_progress)
+        began = time.monotonic()
+        entries = transfer.fetch(self.files, directory)
+        self.bytes_from, self.seconds = transfer.bytes_from, time.monotonic() - began
+        return entries
 
     def describe_source(self) -> str:
         """Return in words how much came, from where, and how fast."""
@@ -55,42 +71,19 @@ class _Fetched:
     def _list_undeclared(self) -> list[str]:
         return [file.path for file in self.files if not file.declared]
 
-    def _bring(self, files: Sequence[RemoteFile], directory: Path, earlier: Sequence[Path],
-               workers: int, show_progress: bool, preview: Path | None = None,
-               ) -> list[dict[str, Any]]:
-        transfer = Transfer(self.hub, self.repository, earlier, preview=preview, workers=workers,
-                            show_progress=show_progress)
-        began = time.monotonic()
-        entries = transfer.fetch(files, directory)
-        self.bytes_from, self.seconds = transfer.bytes_from, time.monotonic() - began
-        return entries
+
+def look_up_raw(name: str, revision: str, include: Sequence[str], *, token: str) -> RemoteFiles:
+    """Ask for raw files of a dataset; UsageError when the Hub is out of reach, or none matches."""
+    hub = Hub(token)
+    repository = hub.look_up(name, revision, "dataset")
+    files = select(repository.files.values(), include, str(repository))
+    log.info(f"commit {repository.commit}: {len(files):,} of {len(repository.files):,} files, "
+             f"{units.size(sum(file.size for file in files))}")
+    return RemoteFiles(hub, repository, files)
 
 
 @dataclass
-class RemoteRawFiles(_Fetched):
-    """Fetches raw files of a dataset."""
-
-    @classmethod
-    def look_up(cls, name: str, revision: str, include: Sequence[str], *, token: str,
-                ) -> RemoteRawFiles:
-        """Ask the Hub; UsageError when it is out of reach, or no file matches."""
-        hub = Hub(token)
-        repository = hub.look_up(name, revision, "dataset")
-        files = select(repository.files.values(), include, str(repository))
-        log.info(f"commit {repository.commit}: {len(files):,} of {len(repository.files):,} files, "
-                 f"{units.size(sum(file.size for file in files))}")
-        return cls(hub, repository, files)
-
-    def fetch(self, directory: Path, *, earlier: Sequence[Path], workers: int,
-              show_progress: bool) -> list[dict[str, Any]]:
-        """Bring the files into a directory; return manifest entries."""
-        publish.require_space(directory, clear_others(self.files, directory, earlier),
-                              self.repository.name)
-        return self._bring(self.files, directory, earlier, workers, show_progress)
-
-
-@dataclass
-class RemoteModel(_Fetched):
+class RemoteModel(RemoteFiles):
     """Fetches a model. pickles: files to convert. code: files by repository ("" for its own)."""
 
     pickles: list[RemoteFile]
@@ -137,12 +130,11 @@ class RemoteModel(_Fetched):
     def fetch(self, directory: Path, *, earlier: Sequence[Path], workers: int,
               show_progress: bool) -> list[dict[str, Any]]:
         """Bring the files into a directory, convert pickles; return manifest entries."""
-        earlier = [self.preview, *earlier]
-        # A pickle and the safetensors made of it are both there for a while.
-        needed = clear_others(self.files, directory, earlier) \
-            + max((file.size for file in self.pickles), default=0)
-        publish.require_space(directory, needed, self.repository.name)
-        entries = self._bring(self.files, directory, earlier, workers, show_progress, self.preview)
+        entries = self.bring(
+            directory, earlier=[self.preview, *earlier], workers=workers,
+            show_progress=show_progress, preview=self.preview,
+            # A pickle and the safetensors made of it are both there for a while.
+            beside=max((file.size for file in self.pickles), default=0))
         if self.code:
             entries += self._add_code(directory)
         if self.pickles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,8 +93,11 @@ def check_all(found: Sequence[PreparedArtifact], workers: int, show_progress: bo
             ThreadPoolExecutor(workers) as pool:
         for artifact in found:
             files = artifact.content["files"] if artifact.content else []
-            problems = pool.map(lambda entry, root=artifact.directory: _problem(
-                Path(os.path.normpath(root / entry["path"])), entry, progress.advance), files)
+            # Patiently: what is not known to be damaged, since a disk fails to read it, is not
+            # remade.
+            problems = pool.map(lambda entry, root=artifact.directory: reading.patiently(
+                lambda: manifest.damage(Path(os.path.normpath(root / entry["path"])), entry,
+                                        deep=True, advance=progress.advance)), files)
             artifact.problems += filter(None, problems)
             log.info(f"  {'damaged' if artifact.problems else 'whole  '}  {artifact.place}")
 
@@ -112,24 +115,6 @@ def require_whole(found: Sequence[PreparedArtifact]) -> None:
 
 def _together(parts: Iterable[str | None]) -> str:
     return "\n".join(dict.fromkeys(filter(None, parts)))
-
-
-def _problem(path: Path, entry: dict[str, Any], advance: Callable[[int], None]) -> str:
-    """Return what is wrong with a file in a sentence, "" when nothing is.
-
-    Raises StageError when a disk fails to read it: what is not known to be damaged is not remade.
-    """
-    hashed = 0
-
-    def count(amount: int) -> None:
-        nonlocal hashed
-        hashed += amount
-        advance(amount)
-
-    try:
-        return reading.patiently(lambda: manifest.damage(path, entry, deep=True, advance=count))
-    finally:
-        advance(entry["bytes"] - hashed)  # of a file that is missing, or cut
 
 
 def _names(places: Sequence[Path]) -> str:

@@ -6,13 +6,9 @@ process finds the text of each document in a block and encodes it.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
 import json
-import lzma
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from lib.core import log, units
-from lib.core.reading import ChunkStream, PatientFile, skip_line
+from lib.core.reading import ChunkStream, PatientFile, skip_line, unpacked
 from lib.tokens.encode import Encoder
 from lib.tokens.raw_shards import COMPRESSIONS, Span
 
@@ -33,12 +29,11 @@ except ImportError:
     _fast = json.loads
 
 _BLOCK_BYTES = 1 << 20
-_CHUNK_BYTES = 64 << 10
 LONGEST_LINE_BYTES = 16 << 20
 _NAMES_SHOWN = 8
 
 # What a damaged file raises on the way: OSError, or one of these.
-DAMAGE = (OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError)
+DAMAGE = (OSError, EOFError, ValueError, NotImplementedError)
 
 
 class NoColumn(ValueError):
@@ -68,8 +63,8 @@ def read(path: Path, span: Span, place: int | None, text_field: str,
     compression = COMPRESSIONS.get(path.suffix.lower())
     with io.BufferedReader(PatientFile(str(path))) as plain:
         damage: list[str] = []
-        file = io.BufferedReader(ChunkStream(_inflate(plain, compression, damage)), _BLOCK_BYTES) \
-            if compression else plain
+        file = io.BufferedReader(ChunkStream(unpacked(
+            plain, compression, damage.append, _open_zstd)), _BLOCK_BYTES) if compression else plain
         if compression and place:
             log.info(f"{path.name}: decompressing {units.size(place)} again, up to where the run "
                      "stood")
@@ -113,24 +108,10 @@ def _forward(file: BinaryIO, amount: int) -> None:
         amount -= skipped
 
 
-def _inflate(file: BinaryIO, compression: str, damage: list[str]) -> Iterator[bytes]:
-    """Yield the content of a compressed file, up to a damage, which is added in words."""
-    try:
-        content = _decompressed(file, compression)
-        while chunk := content.read1(_CHUNK_BYTES):
-            yield chunk
-    except DAMAGE as error:
-        damage.append(str(error) or type(error).__name__)
+def _open_zstd(file: BinaryIO) -> Any:
+    import pyarrow
 
-
-def _decompressed(file: BinaryIO, compression: str) -> Any:
-    if compression == "zstd":
-        import pyarrow
-
-        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
-    openers: dict[str, Callable[[BinaryIO], Any]] = \
-        {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
-    return openers[compression](file)
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
 
 
 def _rows(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:

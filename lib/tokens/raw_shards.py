@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from lib.core import commands, hashing, log, units
 from lib.core.errors import ArtifactError, UsageError
 
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _EXPECTED = "JSON Lines (.jsonl .ndjson .json, also with .gz .bz2 .xz .zst) or Parquet (.parquet)"
 _PREPARED = ("dataset_info.json", "dataset_dict.json")
