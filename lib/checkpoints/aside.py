@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from lib.checkpoints import commit
@@ -16,13 +15,9 @@ _OF_A_DISK = "[Errno "  # begins the reason in events.jsonl, where others say wh
 def unread(checkpoints: Path) -> list[Checkpoint]:
     """Return those in quarantine that a disk failed to read, newest first; they may be whole."""
     events = Experiment(checkpoints.parent.parent, checkpoints.parent.name).events
-    steps = set()
-    with suppress(OSError):
-        for line in events.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                event = records.parse_json(line)
-                if event["event"] == "quarantine" and event["reason"].startswith(_OF_A_DISK):
-                    steps.add(event["step"])
+    steps = {event["step"] for event in records.logged_rows(events)
+             if event.get("event") == "quarantine"
+             and str(event.get("reason")).startswith(_OF_A_DISK)}
     found = [(paths.step_of(path.name.partition("-")[0]), path)
              for path in commit.quarantined(checkpoints)]
     return sorted((Checkpoint(path, step) for step, path in found

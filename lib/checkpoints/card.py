@@ -19,19 +19,9 @@ _OPTIONS = {"seq_length": "sequence length (tokens)", "global_batch_size": "glob
 
 
 def recorded(metrics: Path, key: str) -> dict[int, float]:
-    """Return a figure of metrics.jsonl by step; lines that are torn or lack it are left out."""
-    found = {}
-    try:
-        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    for line in lines:
-        try:
-            row = records.parse_json(line)
-            found[int(row["step"])] = float(row[key])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return {step: figure for step, figure in found.items() if math.isfinite(figure)}
+    """Return a figure of metrics.jsonl by step, where it is a number; torn lines are left out."""
+    return {row["step"]: row[key] for row in records.logged_rows(metrics)
+            if type(row.get(key)) in (int, float) and math.isfinite(row[key])}
 
 
 def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dict[int, float]:

@@ -74,6 +74,18 @@ def logged_row(line: bytes) -> dict[str, Any] | None:
     return {key: math.nan if value is None else value for key, value in row.items()}
 
 
+def logged_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's log, see logged_row, without lines that a crash has torn.
+
+    Empty when there is no such file, or when it cannot be read.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    return [row for row in map(logged_row, lines) if row]
+
+
 def parse_yaml(text: str) -> Any:
     """Return what a YAML text holds; ValueError, which repeats nothing of it, when it is none."""
     import yaml

@@ -138,13 +138,6 @@ class Board:
         self._file.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the logged objects, NaN for what was not finite; lines torn by a crash are left out.
-    """
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [row for row in map(records.logged_row, lines) if row]
-
-
 def training(rows: list[dict[str, Any]]) -> str:
     """Return the first and the last training loss in words."""
     first, last = rows[0], rows[-1]

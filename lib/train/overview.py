@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from lib.core import log, units
+from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import determinism
@@ -40,7 +40,7 @@ def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data,
         "none that fills a sample (stage 02 makes a split with --validation-percent)"
     log.table({"model": _model_of(config, inputs), "dataset": inputs.datasets,
                "validation": f"{held_out} samples" if held_out else no_split,
-               **data.describe(plan), **outlook.rows(plan, work, hardware)})
+               **_settled(config), **data.describe(plan), **outlook.rows(plan, work, hardware)})
     _tell_doubts(plan, work, hardware, bool(data.held_out))
     if config.deterministic:
         log.info(f"deterministic: {determinism.measure_cost(device, config.precision)}")
@@ -59,7 +59,8 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     log.table({"model": f"{_model_of(config, inputs)} ({model.config.model_type}, "
                         f"{units.count(work.parameters)} parameters)",
                "weights": weights_of(config, inputs), "dataset": inputs.datasets,
-               "precision": f"float32 masters, {config.precision} compute", **_ranks(config)})
+               "precision": f"float32 masters, {config.precision} compute", **_settled(config),
+               **_ranks(config)})
     data, samples = _data(config, inputs)
     asked = fitting.planned(config, model) or {plans.launched_size(): config}
     for ranks, given in asked.items():
@@ -79,6 +80,14 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
         _plan_memory(config, model, asked, data.most_documents if data else packing.FEWEST)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
+
+
+def _settled(config: Config) -> dict[str, str]:
+    """Return the options that nobody typed and no default decided, each with what did."""
+    values = {name: getattr(config, name) for name in config.why}
+    said = [f"{declared.flag(name)} {f'{value:g}' if isinstance(value, float) else value} "
+            f"({config.why[name]})" for name, value in values.items() if value is not None]
+    return {"settled": ", ".join(said)} if said else {}
 
 
 def _ranks(config: Config) -> dict[str, str]:

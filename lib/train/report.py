@@ -6,12 +6,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
 
-from lib.core import log, units
+from lib.core import log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
@@ -231,9 +230,8 @@ class Report:
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return the rows of the run that have a training loss, as far as they can be read."""
-        with suppress(OSError):
-            return [row for row in metrics.read(self._experiment.metrics) if "train/loss" in row]
-        return []
+        return [row for row in records.logged_rows(self._experiment.metrics)
+                if "train/loss" in row]
 
     def _tell_bar(self, **said: str) -> None:
         """Show the last words of each kind behind the bar."""
