@@ -88,7 +88,7 @@ def require_whole(dst: Path) -> None:
         found = ["manifest.json does not say how many files the splits hold"]
     if found:
         raise ArtifactError(f"the splits {dst} are damaged", found="\n".join(found),
-                            run=commands.again("--overwrite"))
+                            run=commands.as_typed("--overwrite"))
 
 
 def require_files(opts: options.Options, entries: Sequence[TreeEntry]) -> list[TreeEntry]:

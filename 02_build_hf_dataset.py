@@ -160,7 +160,7 @@ def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape
         return
     log.info(f"done in {units.duration(time.monotonic() - began)}")
     log.info(f"next, when all {len(by_split)} splits are built: "
-             + commands.again("--merge", drop=["--only-splits"]))
+             + commands.as_typed("--merge", drop=["--only-splits"]))
 
 
 def build_split(opts: options.Options, build: publish.Build, files: Sequence[InputFile],

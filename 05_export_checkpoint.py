@@ -143,7 +143,7 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
         losses = card.validation_losses(found.values(), experiment.metrics)
         if not losses:
             raise ArtifactError("no checkpoint here was saved right after an evaluation",
-                                found=f"steps {whole}", run=commands.again("--step", "latest"))
+                                found=f"steps {whole}", run=commands.as_typed("--step", "latest"))
         chosen = found[min(losses, key=losses.__getitem__)]
     else:
         step = next(iter(found)) if opts.step == "latest" else int(opts.step)
@@ -165,8 +165,9 @@ def there(save_dir: Path) -> str:
 def older(steps: list[int], step: int) -> dict[str, str]:
     """Return what to do about a damaged checkpoint: the newest whole one before it, if any."""
     before = [other for other in steps if other < step] or [s for s in steps if s != step]
-    return {"hint": "the newest whole one instead:", "run": commands.again("--step", before[0])} \
-        if before else {"hint": "no other is whole; stage 04 makes a new one"}
+    if not before:
+        return {"hint": "no other is whole; stage 04 makes a new one"}
+    return {"hint": "the newest whole one instead:", "run": commands.as_typed("--step", before[0])}
 
 
 def begin_hashing(checkpoint: commit.Checkpoint) -> Future[list[str]]:
@@ -216,7 +217,7 @@ def require_there(checkpoint: commit.Checkpoint) -> None:
     """Raise ArtifactError when the checkpoint went away before its files were open."""
     if not checkpoint.path.exists():
         raise ArtifactError(f"{checkpoint.path} was deleted meanwhile: the run that goes on there "
-                            "keeps only its newest", run=commands.again())
+                            "keeps only its newest", run=commands.as_typed())
 
 
 def require_same(checkpoint: commit.Checkpoint, chosen: str) -> None:
@@ -230,7 +231,7 @@ def require_same(checkpoint: commit.Checkpoint, chosen: str) -> None:
         return
     if found != chosen:
         raise ArtifactError(f"{checkpoint.path} was replaced meanwhile by one of another run; "
-                            "nothing was exported", run=commands.again())
+                            "nothing was exported", run=commands.as_typed())
 
 
 def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,

@@ -154,7 +154,7 @@ def _push(tag: str, target: str, create: bool) -> None:
     except DockerError as error:
         missing = "does not exist" in error.said or "name unknown" in error.said
         raise UsageError(f"{target} could not be pushed", found=error.evidence(of_cause=False),
-                         run=commands.again("--create-repository") if missing and is_ecr else
+                         run=commands.as_typed("--create-repository") if missing and is_ecr else
                          commands.shell("docker", "login", target.partition("/")[0])) from None
 
 

@@ -114,7 +114,7 @@ def _download(place: Path, lists: list[str], wanted: Target) -> None:
         raise UsageError(f"pip found no complete set of wheels for Python {wanted.python} on "
                          f"{wanted.platform}", found="\n".join(said[-8:]),
                          hint="--no-wheels leaves them out; or when the index is in reach:",
-                         run=commands.again())
+                         run=commands.as_typed())
 
 
 def installed_bytes(place: Path) -> int:

@@ -129,8 +129,8 @@ class Writer:
     def _copy(self, payload: Payload, advance: Callable[[int], None]) -> list[Entry]:
         """Write the parts of a file; ArtifactError when it is not what its stage wrote."""
         parts, algorithm = self._layout[payload.to], payload.digest.partition(":")[0]
-        is_told = len(parts) == 1 and algorithm == "sha256"  # by the hash of the only part
-        whole = hashing.new(algorithm) if algorithm and not is_told else None
+        is_hashed = len(parts) == 1 and algorithm == "sha256"  # by the hash of the only part
+        whole = hashing.new(algorithm) if algorithm and not is_hashed else None
         entries = []
         for part in parts:
             path, hasher = self._place / part["path"], hashlib.sha256()
@@ -144,7 +144,7 @@ class Writer:
             if payload.bytes >= _JOURNALED:
                 publish.fsync(path)
             entries.append({**part, "digest": f"sha256:{hasher.hexdigest()}"})
-        found = entries[0]["digest"] if is_told else whole and hashing.digest(whole, algorithm)
+        found = entries[0]["digest"] if is_hashed else whole and hashing.digest(whole, algorithm)
         is_grown = isinstance(payload.source, Path) \
             and payload.source.stat().st_size != payload.bytes
         if is_grown or (found and found != payload.digest):

@@ -116,7 +116,7 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
     except FileNotFoundError:
         raise UsageError("docker is not installed", expected="docker with BuildKit on the PATH",
                          hint="this prints the commands for another machine:",
-                         run=commands.again("--dry-run")) from None
+                         run=commands.as_typed("--dry-run")) from None
     with process:
         assert process.stdin and process.stdout
         try:

@@ -212,7 +212,7 @@ def planned(opts: ImageOptions) -> ImageBuild:
             torch = fitting
         else:
             problems.add(problem, hint="update the driver" + ", or:" * bool(fitting),
-                         run=commands.again("--cuda", fitting.cuda) if fitting else "")
+                         run=commands.as_typed("--cuda", fitting.cuda) if fitting else "")
     base = opts.base_image or f"python:{PYTHONS[opts.python]}-bookworm"
     if problem := base_problem(torch, base):
         problems.add(problem, hint="choose a base image without CUDA, or with that of torch")
@@ -227,7 +227,7 @@ def planned(opts: ImageOptions) -> ImageBuild:
             log.info(f"fixed: {problem}; Python {other} is taken")
             python, base = other, f"python:{PYTHONS[other]}-bookworm"
         else:
-            problems.add(problem, run=commands.again("--python", other) if other else "",
+            problems.add(problem, run=commands.as_typed("--python", other) if other else "",
                          hint="" if other else "pack the bundle again for this Python and torch")
     problems.raise_if_any()
     tag = opts.tag or (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"

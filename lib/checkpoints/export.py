@@ -92,7 +92,7 @@ def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: Export
         if bad := [file.path for file, reads_back in files if not reads_back.result()]:
             raise ArtifactError(f"{bad[0]} does not read back as it was written",
                                 hint="check the disk (`dmesg`), then:",
-                                run=commands.again())
+                                run=commands.as_typed())
     written = [file.manifest_entry() for file, _ in files]
     if len(files) > 1:
         _write_index(model, planned, out / INDEX)

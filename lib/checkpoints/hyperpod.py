@@ -144,7 +144,7 @@ class HyperPodTier(tier.Tier):
         except Exception as error:
             raise ArtifactError(
                 f"checkpoints after step {step} cannot be deleted in {self.where}, though {why}",
-                found=_text(error), run=commands.again(),
+                found=_text(error), run=commands.as_typed(),
                 hint="leave out --ckpt-hyperpod, or when the service answers again:") from error
 
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:

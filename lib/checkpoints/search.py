@@ -54,7 +54,7 @@ def _way_back(checkpoints: Path, group: dist.ProcessGroup) -> dict[str, str]:
         if not _agreed_problems(candidate, group):
             return {"hint": f"step {candidate.step:,} is whole: it was set aside when a disk "
                             "failed to read it; to go on from it:",
-                    "run": aside.brought_back(candidate) + "\n" + commands.again()}
+                    "run": aside.brought_back(candidate) + "\n" + commands.as_typed()}
     return {"expected": "look at checkpoints/quarantine/; to train from the start, use another "
                         "experiment name or --overwrite"}
 

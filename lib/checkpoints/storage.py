@@ -67,7 +67,7 @@ def plain_errors() -> Iterator[None]:
                 known = from_os_error(cause) if isinstance(cause, OSError) else cause
                 if isinstance(cause, FileNotFoundError):
                     known = ArtifactError(f"{cause.filename} vanished while it was in use",
-                                          run=commands.again())
+                                          run=commands.as_typed())
                 if isinstance(known, StageError):
                     raise known from failure
                 cause = cause.__cause__ or cause.__context__

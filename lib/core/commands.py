@@ -27,7 +27,7 @@ REDACTED = "[redacted]"
 _ANCESTORS = 6
 
 
-def again(*more: object, drop: Sequence[str] = ()) -> str:
+def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
     """Return the command that was typed, with further words at its end.
 
     drop: options to leave out with their values, in all their spellings. Of an option given twice
@@ -111,7 +111,7 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
 
 def remade(directory: Path) -> str:
     """Return the commands that delete what can be derived again, and derive it again."""
-    return f"{shell('rm', '-r', directory)}\n{again()}"
+    return f"{shell('rm', '-r', directory)}\n{as_typed()}"
 
 
 def moved_away(directory: Path, then: str) -> str:

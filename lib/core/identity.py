@@ -20,14 +20,14 @@ class Difference(NamedTuple):
     there: Any
     now: Any
 
-    def told(self, there: str = "there", now: str = "now") -> str:
+    def in_words(self, there: str = "there", now: str = "now") -> str:
         """Return it in words, an option as a person types it. there, now: where the two are."""
         label = "--" + self.name.replace("_", "-") if self.kind == "option" else self.name
         return f"{label}: {_shown(self.there, self.now)} {there}, {_shown(self.now, self.there)} " \
                f"{now}"
 
     def __str__(self) -> str:
-        return self.told()
+        return self.in_words()
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[Difference]:

@@ -148,15 +148,15 @@ class Lease:
                 raise self._held(found)
             return alive is None
         # What cannot be read is being written this moment, or was cut by a power failure.
-        patience, began, told = PATIENCE_S if found else SETTLE_S, time.monotonic(), False
+        patience, began, is_logged = PATIENCE_S if found else SETTLE_S, time.monotonic(), False
         while time.monotonic() - began < patience:
             time.sleep(min(_POLL_S, patience))
             if (now := records.mapping(self._path)) != found:
                 if now:
                     raise self._held(now)
                 return True  # released
-            if not told and time.monotonic() - began > BEAT_S:
-                told = True
+            if not is_logged and time.monotonic() - began > BEAT_S:
+                is_logged = True
                 log.info(f"{self._path} is of {holder(found)}, which has given no sign of life for "
                          f"{BEAT_S:.0f} s: waiting {PATIENCE_S:.0f} s in all")
         if found:
@@ -183,7 +183,7 @@ class Lease:
                     return
                 self._beats += 1
                 if not self._path.exists():
-                    self._make_again()
+                    self._restore()
                 self._write()
 
     def _is_own(self) -> bool:
@@ -194,7 +194,7 @@ class Lease:
         self._lost(f"{self._path.parent} was taken over by {holder(found)}")
         return False
 
-    def _make_again(self) -> None:
+    def _restore(self) -> None:
         """Make the record anew where somebody has deleted it."""
         file = self._make()
         if file is not None:

@@ -176,7 +176,7 @@ def is_torn(directory: Path) -> bool:
     return False
 
 
-def again(content: dict[str, Any], *more: object, **places: object) -> Remedy:
+def remedy(content: dict[str, Any], *more: object, **places: object) -> Remedy:
     """Return how an artifact is made once more, as parts of an error, from what its manifest says.
 
     places: options that name where it lies now. It is a command under `run` where the inputs are
@@ -189,8 +189,8 @@ def again(content: dict[str, Any], *more: object, **places: object) -> Remedy:
     command = commands.script(content["stage"], *commands.as_words(options), *more)
     moved = [key for key in _INPUTS if options.get(key) and not Path(str(options[key])).exists()]
     # What leads to code of others is told, and not given to be pasted.
-    is_told = bool(moved) or any(options.get(key) for key in TYPED)
-    return {"hint": f"it was made by `{command}`"} if is_told else {"run": command}
+    needs_care = bool(moved) or any(options.get(key) for key in TYPED)
+    return {"hint": f"it was made by `{command}`"} if needs_care else {"run": command}
 
 
 def damages(directory: Path, content: dict[str, Any], deep: bool) -> list[str]:

@@ -9,8 +9,8 @@ import time
 from lib.core import log, units
 
 _LINE_EVERY_S = 15.0
-_TOLD_EVERY_S = 0.2
-_TOLD_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n}/{total}{postfix}"  # who counts tells the time
+_REFRESH_EVERY_S = 0.2
+_BAR_WITHOUT_TIMES = "{desc}: {percentage:3.0f}%|{bar}| {n}/{total}{postfix}"
 
 
 class Progress:
@@ -31,7 +31,7 @@ class Progress:
         if self._enabled and sys.stderr.isatty():
             from tqdm import tqdm
             self._bar = tqdm(desc=what, total=total, unit=unit, unit_scale=True, leave=False,
-                             initial=done, bar_format=None if times else _TOLD_BAR)
+                             initial=done, bar_format=None if times else _BAR_WITHOUT_TIMES)
 
     def __enter__(self) -> Progress:
         return self
@@ -67,7 +67,7 @@ class Progress:
         """Show a few words behind the bar, if there is one."""
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
-            if time.monotonic() - self._last_line > _TOLD_EVERY_S:
+            if time.monotonic() - self._last_line > _REFRESH_EVERY_S:
                 self._last_line = time.monotonic()
                 self._bar.refresh()
 

@@ -51,7 +51,7 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
     found = manifest.kind_of(target) if target.is_dir() else ""
     if not found and manifest.is_torn(target):
         raise ArtifactError(f"{given / MANIFEST} is damaged",
-                            run=commands.moved_away(target, commands.again()))
+                            run=commands.moved_away(target, commands.as_typed()))
     if found.partition("/")[0] != kind.partition("/")[0]:
         raise UsageError(f"{given} exists and was not made by this stage",
                          expected="a name that is free, or an artifact of this stage",
@@ -61,7 +61,7 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
     there = manifest.read_if_any(target)
     if there is None:
         raise ArtifactError(f"{given / MANIFEST} is damaged",
-                            run=commands.moved_away(target, commands.again()))
+                            run=commands.moved_away(target, commands.as_typed()))
     if overwrite:
         return False
     changes = [*_kind_change(there, kind), *differences(there["identity"], identity)]
@@ -69,8 +69,8 @@ def is_done(target: Path, kind: str, identity: dict[str, Any], overwrite: bool,
         raise UsageError(f"{given} exists, made from other inputs or options",
                          found=in_lines(changes),
                          hint="choose another name, or replace it:",
-                         run=commands.again("--overwrite"))
-    manifest.check(given, there, in_words(kind), run=run or commands.again("--overwrite"))
+                         run=commands.as_typed("--overwrite"))
+    manifest.check(given, there, in_words(kind), run=run or commands.as_typed("--overwrite"))
     if not dry_run:
         _remove_leftovers(target)
     return True
@@ -172,7 +172,7 @@ class Build:
             if not self.overwrite:
                 raise AlreadyBuilding(f"{self.target} appeared while this run was building it",
                                       hint="choose another name, or replace it:",
-                                      run=commands.again("--overwrite"))
+                                      run=commands.as_typed("--overwrite"))
             self._replace()
         else:
             self.dir.replace(self.target)
@@ -198,7 +198,7 @@ class Build:
 
     def _was_built(self) -> AlreadyBuilding:
         return AlreadyBuilding(f"{self.target} was built or brought back just now",
-                               run=commands.again())
+                               run=commands.as_typed())
 
     def _remove_leftovers(self) -> None:
         """Delete what killed runs left, and bring back an artifact caught in mid-replacement."""

@@ -67,11 +67,11 @@ class PatientFile(io.FileIO):
     def _read(self, read: Callable[[], Result]) -> Result:
         at = self.tell()
 
-        def again() -> Result:
+        def retry() -> Result:
             self.seek(at)
             return read()
 
-        return _tried(again, str(self.name))
+        return _tried(retry, str(self.name))
 
 
 class ChunkStream(io.RawIOBase):

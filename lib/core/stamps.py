@@ -29,7 +29,7 @@ class Stamp(NamedTuple):
 Stamps = dict[Path, Stamp | None]  # None: there is no such file
 
 
-def of(paths: Iterable[Path]) -> Stamps:
+def take(paths: Iterable[Path]) -> Stamps:
     """Return the stamps of some files."""
     return {path: _stamp(path) for path in paths}
 
@@ -50,7 +50,7 @@ def require_same(before: Stamps, what: str, doing: str) -> None:
         more = f" (and {len(found) - 1} more)" if found[1:] else ""
         raise UsageError(f"{what} was replaced or changed while {doing}; nothing was made of it",
                          found=found[0] + more, hint="once nothing writes to it:",
-                         run=commands.again())
+                         run=commands.as_typed())
 
 
 def _stamp(path: Path) -> Stamp | None:

@@ -19,7 +19,7 @@ from lib.core import hashing, lease, log, manifest, paths, records, units
 from lib.core.progress import Progress
 
 _RACY_NS = 2_000_000_000  # so much later than a file a note must be: clocks of disks are coarse
-_TOLD_BYTES = 1 << 30
+_LONG_BYTES = 1 << 30
 _POLL_S = 1.0
 _NOTE = "files.json"
 
@@ -120,7 +120,7 @@ def _hash(directory: Path, content: dict[str, Any], what: str, workers: int, pro
     """Return what is wrong with the files of an artifact, a sentence each."""
     files = content["files"]
     total, began = sum(entry["bytes"] for entry in files), time.monotonic()
-    is_long = total > _TOLD_BYTES
+    is_long = total > _LONG_BYTES
     if is_long:
         log.info(f"verifying {what} {directory}: {units.size(total)}, once until it changes")
     with Progress(f"verifying {what}", total, "B", progress and is_long) as bar, \

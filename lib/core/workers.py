@@ -71,7 +71,7 @@ class Worker:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return StageError(f"the worker process `{self._process.name}` has died ({how})",
                           expected="signal 9 mostly means that memory ran out: fewer --num-workers",
-                          run=commands.again())
+                          run=commands.as_typed())
 
 
 def _serve(tasks: Connection, prepare: Callable[..., Callable[[Any], Any]],

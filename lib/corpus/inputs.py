@@ -109,12 +109,12 @@ def _is_splits(folder: Path) -> bool:
 def _find_in_splits(folder: Path) -> list[InputFile]:
     """Return the files that stage 01 listed; ArtifactError when one is gone or the list is torn."""
     content = manifest.read(folder, SPLITS_KIND, "the splits")
-    again = manifest.again(content, "--overwrite", dst_root=folder)
-    manifest.check(folder, content, "the splits", **again, deep=True)
+    remedy = manifest.remedy(content, "--overwrite", dst_root=folder)
+    manifest.check(folder, content, "the splits", **remedy, deep=True)
     files, missing, changed = [], [], 0
     splits = content["summary"].get("splits")
     if not isinstance(splits, dict) or any(map(records.leads_out, splits)):
-        raise ArtifactError(f"{folder / paths.MANIFEST} is damaged", **again)
+        raise ArtifactError(f"{folder / paths.MANIFEST} is damaged", **remedy)
     with (folder / FILE_LIST).open(encoding="ascii") as lines:
         for line in lines:
             try:
@@ -124,7 +124,7 @@ def _find_in_splits(folder: Path) -> list[InputFile]:
                 split, size = str(entry["split"]), int(entry["bytes"])
                 path = f"{split}/{entry['path']}"
             except (ValueError, TypeError, KeyError):
-                raise ArtifactError(f"{folder / FILE_LIST} is damaged", **again) from None
+                raise ArtifactError(f"{folder / FILE_LIST} is damaged", **remedy) from None
             try:
                 if records.leads_out(path) or split not in splits:
                     raise FileNotFoundError(errno.ENOENT, "", path)
@@ -138,7 +138,7 @@ def _find_in_splits(folder: Path) -> list[InputFile]:
             files.append(InputFile(path, entry["path"], info.st_size, info.st_mtime_ns, split))
     if missing:
         raise ArtifactError(
-            f"the splits {folder} are damaged", **again,
+            f"the splits {folder} are damaged", **remedy,
             found=f"{len(missing):,} of {len(missing) + len(files):,} files of {FILE_LIST} are "
                   f"gone, {escape(missing[0])} the first")
     if changed:

@@ -87,7 +87,7 @@ class Workers:
 
 
 def _died() -> StageError:
-    return StageError("a worker process has died", run=commands.again(),
+    return StageError("a worker process has died", run=commands.as_typed(),
                       expected="signal 9 mostly means that memory ran out: fewer --num-workers")
 
 
@@ -180,14 +180,14 @@ def place_all(root: Path, build: Path, files: Sequence[tuple[TreeEntry, str]], m
         for (entry, _), (way, size, mtime_ns) in zip(files, placed, strict=True):
             if size < 0:
                 raise UsageError(f"{escape(entry.path)} vanished from {root} while it was "
-                                 "organised", run=commands.again())
+                                 "organised", run=commands.as_typed())
             if (size, mtime_ns) != (entry.bytes, entry.mtime_ns):
                 resized = size != entry.bytes
                 raise UsageError(
                     f"{escape(entry.path)} {'changed' if resized else 'was written to'} while it "
                     "was organised", expected=f"{entry.bytes} bytes" * resized,
                     found=f"{size} bytes" * resized,
-                    hint="once nothing writes to the source:", run=commands.again())
+                    hint="once nothing writes to the source:", run=commands.as_typed())
             ways[way] = ways.get(way, 0) + 1
             bar.advance()
     if "copy" in ways:

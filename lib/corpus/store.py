@@ -122,8 +122,8 @@ def check(save_dir: Path, whole: dict[str, Any], splits: Mapping[str, Sequence[I
         raise ArtifactError(f"{len(wrong)} of {len(splits)} splits cannot be merged",
                             expected=f"parts of every split in {locate_parts(save_dir)}",
                             found=units.join_lines(wrong, 20),
-                            run=commands.again(*stale[:1], "--only-splits", ",".join(numbers),
-                                               drop=["--merge"]) + f"\n{commands.again()}")
+                            run=commands.as_typed(*stale[:1], "--only-splits", ",".join(numbers),
+                                               drop=["--merge"]) + f"\n{commands.as_typed()}")
     if len(versions) > 1:
         log.warn("the parts were built with different versions of Python or its packages: one "
                  "machine alone might give other bytes")

@@ -25,12 +25,13 @@ _Line = tuple[int | None, int, str]  # offset (bytes) if it is known, number fro
 class _Lines:
     """Decodes the lines of a file.
 
-    row: those that were read of the row at hand. last: read last. again: come once more, first.
+    row: those that were read of the row at hand. last: read last. repeated: come once
+    more, first.
     """
 
     def __init__(self, raw: RawFile, documents: Documents) -> None:
         self._lines, self._documents = raw.lines(), documents
-        self.again: deque[_Line] = deque()
+        self.repeated: deque[_Line] = deque()
         self._number = 0
         self.row: list[_Line] = []
         self.last: _Line = (0, 0, "\n")
@@ -39,8 +40,8 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        if self.again:
-            self.last = self.again.popleft()
+        if self.repeated:
+            self.last = self.repeated.popleft()
         else:
             offset, line = next(self._lines)
             self._number += 1
@@ -95,7 +96,7 @@ def _drop(lines: _Lines, header: list[str] | None, dialect: Dialect, error: str,
     if rest and _are_rows(rest, header, dialect):
         what += f"; the {units.counted(len(rest), 'line')} that its quote took along, up to line " \
                 f"{last:,}, are read as rows"
-        lines.again.extendleft(reversed(rest))
+        lines.repeated.extendleft(reversed(rest))
     elif rest:
         what += f"; a quote that opens in line {number:,} took lines {number:,} to {last:,} " \
                 f"along, {units.counted(len(lines.row), 'line')} in all"

@@ -102,7 +102,7 @@ def require_unchanged(done: UnitResult) -> None:
         path, what = done.changed
         raise UsageError(f"{escape(path)} changed while it was read; nothing was published",
                          found=what, hint=f"once nothing writes to {done.unit.folder}:",
-                         run=commands.again())
+                         run=commands.as_typed())
 
 
 def estimate_room(files: Sequence[InputFile]) -> int:
@@ -167,8 +167,8 @@ def show_rebuild(directory: Path) -> str:
     """Return the commands that build the parts of one split again, and go on with the merge."""
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
     return "\n".join((commands.shell("rm", "-r", directory),
-                      commands.again("--only-splits", number, drop=["--merge"]),
-                      commands.again()))
+                      commands.as_typed("--only-splits", number, drop=["--merge"]),
+                      commands.as_typed()))
 
 
 def process(unit: WorkUnit) -> UnitResult:

@@ -107,7 +107,7 @@ class Hub:
                 if left() and not came_further():
                     raise ArtifactError(f"{repository.name}: {part.file.path} arrived incomplete",
                                         expected=f"{part.file.size} bytes, as the Hub declares",
-                                        hint="later:", run=commands.again())
+                                        hint="later:", run=commands.as_typed())
 
     def _ask(self, name: str, revision: str, kind: str) -> Repository:
         from huggingface_hub import HfApi
@@ -203,7 +203,7 @@ class Hub:
         except errors.OfflineModeIsEnabled:
             raise OutOfReachError("the Hub is needed, but the environment says to stay offline",
                                   run="env -u HF_HUB_OFFLINE -u TRANSFORMERS_OFFLINE "
-                                      + commands.again()) from None
+                                      + commands.as_typed()) from None
         except errors.GatedRepoError:
             raise UsageError(f"{name} is gated: its owner grants access to users one by one",
                              expected="a token of a user who has access (--token or HF_TOKEN)",
@@ -287,7 +287,7 @@ def _refused(error: Any, name: str, endpoint: str, has_token: bool) -> UsageErro
     busy = status in _PASSING
     return UsageError(f"the Hub at {endpoint} refused to serve {name}",
                       found=f"HTTP status {status}" + f", {_RETRIES + 1} times" * busy,
-                      hint="later; finished files are kept:" * busy, run=commands.again() * busy)
+                      hint="later; finished files are kept:" * busy, run=commands.as_typed() * busy)
 
 
 def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
@@ -307,7 +307,7 @@ def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
         f"the Hub at {endpoint} is out of reach" + f" through the proxy in {proxy}" * bool(proxy),
         found=found,
         expected="a connection, or a copy of .cache/ from a connected machine",
-        hint="finished files are kept:", run=commands.again())
+        hint="finished files are kept:", run=commands.as_typed())
 
 
 def _proxy_variable(endpoint: str) -> str:

@@ -211,4 +211,4 @@ def _no_model(repository: Repository, allow_pickle: bool) -> UsageError:
         found=f"{only} {', '.join(pickles[:5])}".strip(),
         hint="choose a repository or a --revision that has them (conversions are often offered as "
              "refs/pr/N)" + ", or convert the pickles, without running code:" * bool(can_convert),
-        run=commands.again("--allow-pickle") if can_convert else "")
+        run=commands.as_typed("--allow-pickle") if can_convert else "")

@@ -122,7 +122,7 @@ class Transfer:
             raise ArtifactError(
                 f"{self._repository.name}: {part.file.path} arrived damaged twice",
                 expected="what the Hub declares for it", found=difference,
-                hint="later; finished files are kept:", run=commands.again())
+                hint="later; finished files are kept:", run=commands.as_typed())
         part.open()
         return self._list_jobs(part)
 

@@ -59,7 +59,7 @@ class Design:
         if changed := differences(before, self.identity(name)):
             raise UsageError(f"{self.train_on or self.copy_from} was replaced or changed while "
                              "it was read; nothing was made of it", found=in_lines(changed),
-                             hint="once nothing writes to it:", run=commands.again())
+                             hint="once nothing writes to it:", run=commands.as_typed())
 
     def vocabulary(self) -> int:
         """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""

@@ -79,7 +79,7 @@ def remedy(directory: Path, *more: object) -> Remedy:
     content = manifest.read_if_any(directory) or {}
     cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
     if content.get("options") and content["kind"].startswith(("model/", "raw/")):
-        return manifest.again(content | {"stage": _STAGE}, *more, **cache)
+        return manifest.remedy(content | {"stage": _STAGE}, *more, **cache)
     return _prepared_by(directory.name.replace("--", "/", 1), directory, *more)
 
 

@@ -63,7 +63,7 @@ class Float8:
             raise UsageError(f"--precision fp8 changes nothing in a {model.config.model_type} "
                              "model", found="; ".join(left) or "no linear in its blocks",
                              expected=f"linears whose sizes are multiples of {MULTIPLE}",
-                             run=commands.again("--precision", "bf16"))
+                             run=commands.as_typed("--precision", "bf16"))
         even = {name for name, linear in chosen.items() if self.recipe == "tensorwise"
                 and not placement.offload and linear.out_features % placement.shard_size == 0}
         torchao = _torchao()

@@ -188,7 +188,7 @@ def fingerprint_corpus(corpus: Path) -> str:
                                {"hint": "stages 01 and 02 make a dataset of raw text"}))
     if made := manifest.read_if_any(corpus):
         manifest.check(corpus, made, "the dataset",
-                       **manifest.again(made, "--overwrite", save_dir=corpus))
+                       **manifest.remedy(made, "--overwrite", save_dir=corpus))
     train_split = _find_train_split(corpus)
     digests = {entry["path"]: entry["digest"] for entry in made["files"]} if made else {}
     state = "" if made else (train_split / "state.json").read_text(encoding="utf-8")

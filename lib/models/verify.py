@@ -130,6 +130,6 @@ def _remedy(directory: Path, content: dict[str, Any] | None) -> Remedy:
             found["run"] = commands.moved_away(directory, found["run"])
         return found
     if content and made_by[:2] in ("01", "02"):
-        return manifest.again(content, "--overwrite")
+        return manifest.remedy(content, "--overwrite")
     return {"run": commands.shell("rm", "-r", directory),
             "hint": "stage 04 makes token stores again, --prepare-only without training; first:"}

@@ -80,7 +80,7 @@ class AdamW8bit(torch.optim.Optimizer):
             counts = [self.state[parameter]["step"] for parameter in parameters]
             skip = torch.zeros_like(counts[0]) if self.found_inf is None else self.found_inf
             torch._foreach_add_(counts, [1 - skip] * len(counts))
-            rule, skips = _Rule.of(group, counts[0].device), skip > 0
+            rule, skips = _Rule.from_group(group, counts[0].device), skip > 0
             for parameter, count in zip(parameters, counts, strict=True):
                 moments = list(self.state[parameter].values())[1:]
                 tensors = [local_tensor(t) for t in (parameter, parameter.grad, *moments)]
@@ -98,7 +98,7 @@ class _Rule(NamedTuple):
     weight_decay: float
 
     @classmethod
-    def of(cls, group: dict[str, Any], device: torch.device) -> _Rule:
+    def from_group(cls, group: dict[str, Any], device: torch.device) -> _Rule:
         lr = torch.full((), group["lr"], dtype=torch.float64, device=device)
         beta1, beta2 = group["betas"]
         return cls(lr, beta1, beta2, group["eps"], group["weight_decay"])
@@ -161,12 +161,12 @@ class _Fused:
 
     def _tries(self, rule: _Rule, count: Tensor, *tensors: Tensor) -> bool:
         """Tell whether copies change as they do without the compiler, but for rounding."""
-        took, wanted = ([t.clone() for t in tensors] for _ in range(2))
-        for update, copies in ((self._run, took), (_in_slices, wanted)):
+        updated, wanted = ([t.clone() for t in tensors] for _ in range(2))
+        for update, copies in ((self._run, updated), (_in_slices, wanted)):
             update(rule, count, torch.zeros_like(count, dtype=torch.bool), *copies)
         moments = (len(tensors) - 2) // 2  # tensors of each
-        pairs = [(took[0] - tensors[0], wanted[0] - tensors[0])]
-        pairs += [(_read(*took[i:i + moments]), _read(*wanted[i:i + moments]))
+        pairs = [(updated[0] - tensors[0], wanted[0] - tensors[0])]
+        pairs += [(_read(*updated[i:i + moments]), _read(*wanted[i:i + moments]))
                   for i in range(2, len(tensors), moments)]
         if all((a - b).abs().mean() <= _ROUNDING * b.abs().mean() for a, b in pairs):
             return True

@@ -46,11 +46,11 @@ def choose(wanted: str, packing: str, precision: str, config: PretrainedConfig) 
     on_gpu = torch.cuda.is_available()
     if wanted == "flex" and not on_gpu:
         raise UsageError("--attention flex cannot train on a CPU",
-                         run=commands.again("--attention", "sdpa"))
+                         run=commands.as_typed("--attention", "sdpa"))
     lacks = lacks_varlen(precision, config) if on_gpu else ""
     if wanted == VARLEN and lacks:
         raise UsageError("--attention varlen cannot train here", found=lacks,
-                         run=commands.again("--attention", "sdpa"))
+                         run=commands.as_typed("--attention", "sdpa"))
     if wanted == "auto":
         return VARLEN if packing == "documents" and on_gpu and not lacks else "sdpa"
     return {"flex": "flex_attention"}.get(wanted, wanted)
@@ -185,7 +185,7 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     """
     if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
         raise UsageError("--attention varlen knows no dropout, cap or sink of attention, which "
-                         "this model has", run=commands.again("--attention", "sdpa"))
+                         "this model has", run=commands.as_typed("--attention", "sdpa"))
     batch, _, length, _ = query.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = _ends_of_rows(query[:, 0, :, 0])

@@ -65,7 +65,7 @@ class Compiler:
         first, *_ = f"{type(cause).__name__}: {str(cause).strip()}".splitlines()
         if self._required:
             raise UsageError("the model cannot be compiled here", found=first[:300],
-                             run=commands.again("--compile", "off")) from error
+                             run=commands.as_typed("--compile", "off")) from error
         log.warn(f"compile: off, which is slower, since the model cannot be compiled here: "
                  f"{first[:300]}")
 

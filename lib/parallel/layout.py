@@ -152,7 +152,7 @@ def _device(local_rank: int) -> torch.device:
                              expected=f"at most --nproc-per-node {torch.cuda.device_count()}, the "
                                       "number of GPUs",
                              hint="on the CPU instead:",
-                             run=f"CUDA_VISIBLE_DEVICES= {commands.again()}")
+                             run=f"CUDA_VISIBLE_DEVICES= {commands.as_typed()}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         _stay_near(device)

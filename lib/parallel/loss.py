@@ -269,7 +269,7 @@ def require_isolation(model: nn.Module, layout: ParallelLayout) -> None:
                          found=f"logits of a document move by {moved:.3g} when the one before it "
                                "in the same sample is changed",
                          hint="take another --attention or another family of models, or windows:",
-                         run=commands.again("--packing", "concat"))
+                         run=commands.as_typed("--packing", "concat"))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lib.planning import memory
 from lib.planning.trace import Case
 
 _GIB = 1 << 30
-_TOLD = 0.005  # the share of the whole from which on a kind of memory is named
+_NAMED = 0.005  # the share of the whole from which on a kind of memory is named
 _ESTIMATED_FROM = 20e6  # parameters
 _PATIENCE_S = 30  # of processor time; a trace takes a few seconds of it
 
@@ -84,7 +84,7 @@ class MemoryEstimate:
             return
         self.gib = sum(answer.values()) / _GIB
         parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in answer.items()
-                           if size >= _TOLD * self.gib * _GIB)
+                           if size >= _NAMED * self.gib * _GIB)
         log.info(f"memory: at most {units.memory(self.gib * _GIB)} per rank, {self._traced}: "
                  f"{parts}")
 

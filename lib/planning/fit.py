@@ -44,7 +44,7 @@ class Fit:
     estimates: Estimates | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, case: Case, compile_: bool | None) -> Fit:
+    def here(cls, model: PreTrainedModel, case: Case, compile_: bool | None) -> Fit:
         """Return what decides whether a run fits on this rank's device. compile_: --compile."""
         device = capacity.device()
         return cls(model, case, capacity.room(device), capacity.room(torch.device("cpu")),
@@ -117,8 +117,8 @@ class Fit:
     def _command(self, near: Turn, whole: int) -> str:
         """Return the command that was typed with a setting that fits, and the same result."""
         if "-b" not in near.options or int(near.options["-b"]) == self.case.batch:
-            return commands.again(*near.words())
-        return commands.again(*near.words(), "--global-batch-size", whole,
+            return commands.as_typed(*near.words())
+        return commands.as_typed(*near.words(), "--global-batch-size", whole,
                               drop=("--grad-accum-steps",))
 
     def _states(self, case: Case) -> Bytes:

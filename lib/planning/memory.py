@@ -116,7 +116,7 @@ def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, compiled
 def _table(asked: Case, estimates: Estimates, usable: float) -> None:
     """Print the memory on so many GPUs, by batch and kind of checkpointing."""
     step, ranks = estimates.step(asked), asked.ranks
-    held, unit = step.largest, Unit.of(step.total)
+    held, unit = step.largest, Unit.suited(step.total)
     replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
     states = ", ".join(f"{units.memory(held[kind])} {name}" for kind, name in (
         ("parameters", "parameters"), ("gradients", "gradients"),
@@ -161,7 +161,7 @@ class Unit(NamedTuple):
     bytes: int
 
     @classmethod
-    def of(cls, size: float) -> Unit:
+    def suited(cls, size: float) -> Unit:
         """Return the unit for sizes up to about this one."""
         return cls("GiB", _GIB) if size >= _GIB / 10 else cls("MiB", _GIB >> 10)
 

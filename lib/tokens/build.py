@@ -153,7 +153,7 @@ def require_same(tokenizer_dir: Path, fingerprint: str) -> None:
     if tokenizer_fingerprint(tokenizer_dir) != fingerprint:
         raise UsageError(f"the tokenizer in {tokenizer_dir} was replaced while it was read; "
                          "nothing was made of it", hint="once nothing writes to it:",
-                         run=commands.again())
+                         run=commands.as_typed())
 
 
 class _SplitWriter:
@@ -235,7 +235,7 @@ class _Sink:
         if found := manifest.damage(self.path, entry, deep=True):
             raise ArtifactError(f"{self.path} does not read back as it was written", found=found,
                                 hint="the disk may be failing (`dmesg` tells), or something else "
-                                     "wrote there; it is made anew by:", run=commands.again())
+                                     "wrote there; it is made anew by:", run=commands.as_typed())
         return entry
 
 

@@ -115,7 +115,7 @@ def open_dataset(path: Path) -> Dataset:
     """
     if not path.is_file() and not (path.is_dir() and any(path.iterdir())):
         raise _missing(path)
-    seen = stamps.of(_files(path))  # before anything is read that it is identified by
+    seen = stamps.take(_files(path))  # before anything is read that it is identified by
     content = _require_dataset(path)
     splits = _splits(path)
     for directory in splits.values():
@@ -149,7 +149,7 @@ def _require_dataset(path: Path) -> dict[str, Any] | None:
                          found=f"kind {kind}")
     if content is not None:
         manifest.check(path, content, "dataset",
-                       **manifest.again(content, "--overwrite", save_dir=path))
+                       **manifest.remedy(content, "--overwrite", save_dir=path))
     elif (path / MANIFEST).exists():
         raise ArtifactError(f"{path / MANIFEST} is damaged", hint=f"move {path} away, and build it "
                             "again by stage 02")
@@ -181,7 +181,7 @@ def _raw(path: Path, problem: str, found: str = "") -> UsageError:
     folder = path.parent if path.is_file() else path
     target = _DATASETS_ROOT / ("corpus" if (folder / MANIFEST).exists() else folder.resolve().name)
     with_target = commands.replaced(_OPTION, path, target)
-    streamed = commands.again("--streaming", "--max-steps", 100)
+    streamed = commands.as_typed("--streaming", "--max-steps", 100)
     if (target / MANIFEST).exists():
         hint, run = f"{target} may be what is meant:", with_target
     elif not _DATASETS_ROOT.resolve().is_relative_to(folder.resolve()):

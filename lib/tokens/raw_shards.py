@@ -88,7 +88,7 @@ def open_directory(root: Path) -> RawShards:
         raise ArtifactError(f"{root} does not exist", expected=f"a directory with {_EXPECTED}")
     if any((root / mark).exists() for mark in _PREPARED):
         raise UsageError(f"{root} is a prepared dataset",
-                         run=commands.again(drop=["--streaming"]))
+                         run=commands.as_typed(drop=["--streaming"]))
     base, found = (root.parent, [root.name]) if root.is_file() else (root, sorted(_files(root)))
     paths = [path for path in found if is_shard(path)]
     if not paths:

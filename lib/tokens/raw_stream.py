@@ -66,7 +66,7 @@ class RawDocuments:
                                       "compressed file, and one from the Hub, is one piece)")
         self.shards, self.text_field, self.seed = shards, text_field, seed
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.left, self._told = LeftOut(), 0
+        self.left, self._reported = LeftOut(), 0
         self._tokens, self._reading, self._encoding = 0, 1e-9, 0.0  # seconds
         self._workers: list[Worker] = []
         # What has been asked for and not yet come: of the workers, and paths of the fetcher.
@@ -148,9 +148,9 @@ class RawDocuments:
 
     def tell_left_out(self) -> None:
         """Log what was left out, if there is more of it than at the last call."""
-        if (total := sum(self.left.counts.values())) == self._told:
+        if (total := sum(self.left.counts.values())) == self._reported:
             return
-        self._told = total
+        self._reported = total
         reasons = ", ".join(f"{count:,} × {reason} (the first in {self.left.first[reason]})"
                             for reason, count in list(self.left.counts.items()))
         log.warn(f"left out so far: {reasons}")

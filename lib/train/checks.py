@@ -60,7 +60,7 @@ def require_falling(config: Config, lr: float) -> None:
 def _model(config: Config, problems: Problems) -> None:
     if config.model_size and not config.from_scratch:
         problems.add("--model-size makes a model without weights",
-                     run=commands.again("--from-scratch"))
+                     run=commands.as_typed("--from-scratch"))
     if config.model_size and config.model_name:
         problems.add(f"give -m {config.model_name} or --model-size {config.model_size}, not both")
     if config.model_size and not config.tokenizer:
@@ -101,7 +101,7 @@ def _batch(config: Config, problems: Problems) -> None:
     for ranks in config.plan_gpus or [plan.launched_size()]:
         problems.collect(partial(plan.degrees(config).replicas, ranks))
     if config.plan_gpus and not config.dry_run:
-        problems.add("--plan-gpus plans and does not train", run=commands.again("--dry-run"))
+        problems.add("--plan-gpus plans and does not train", run=commands.as_typed("--dry-run"))
 
 
 def _checkpoints(config: Config, problems: Problems) -> None:

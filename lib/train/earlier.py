@@ -104,7 +104,7 @@ def require_free_name(config: Config, experiment: Experiment, earlier: dict[str,
         if config.resume == "never":
             raise UsageError(f"{experiment.root} has been trained already, and --resume is never",
                              hint="use another --experiment-name, or --overwrite, or go on:",
-                             run=commands.again(drop=["--resume"]))
+                             run=commands.as_typed(drop=["--resume"]))
     elif has_begun(experiment):
         raise ArtifactError(f"{experiment.root} holds checkpoints, none of them whole, and no "
                             "readable config.yaml",
@@ -130,7 +130,7 @@ def named_checkpoint(config: Config, experiment: Experiment) -> Checkpoint | Non
     if config.overwrite and path.resolve().is_relative_to(experiment.root.resolve()):
         raise UsageError(f"--overwrite would move away {path}, which --resume names",
                          hint="train under another --experiment-name, or go on from it:",
-                         run=commands.again(drop=["--overwrite"]))
+                         run=commands.as_typed(drop=["--overwrite"]))
     checkpoint = Checkpoint(path.resolve(), step)
     if problems := checkpoint.problems():
         raise ArtifactError(f"--resume: {path} is damaged", found="\n".join(problems))

@@ -66,7 +66,7 @@ def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs
               launch: Launch) -> str:
     """Write what stands in the directory from the start; return the mark of this start (rank 0)."""
     old = inputs.stop_request  # one that has come since is meant for this launch
-    if not launch.has_begun and old and old == stamps.of(old):
+    if not launch.has_begun and old and old == stamps.take(old):
         log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"

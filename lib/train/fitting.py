@@ -54,7 +54,7 @@ def case_here(config: Config, model: PreTrainedModel,
 
 
 def _refusal(config: Config, inputs: Inputs, model: PreTrainedModel) -> UsageError | None:
-    fit = Fit.of(model, case_here(config, model), config.compile)
+    fit = Fit.here(model, case_here(config, model), config.compile)
     if not (needed := fit.excess()):
         return None
     whole = plan.divide(config, 0, plan.launched_size()).global_batch

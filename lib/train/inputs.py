@@ -77,7 +77,7 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     made: the model of --model-size. Without it and -m, a run that has begun keeps its model. begun:
     see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
-    stop_request = stamps.of([experiment.stop_file] * experiment.stop_file.exists())
+    stop_request = stamps.take([experiment.stop_file] * experiment.stop_file.exists())
     problems = Problems()
     name, began_with = config.model_name, begun.get("model_dir")
     if name is None and began_with and Path(began_with).is_dir():
@@ -90,7 +90,7 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
-    model_stamps = stamps.of(directory.list_files(model_dir))
+    model_stamps = stamps.take(directory.list_files(model_dir))
     fingerprints = {"model": directory.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(_shards_identity(config, shards) if shards

@@ -57,10 +57,10 @@ def require_float8(config: Config) -> None:
     elif torch.cuda.get_device_capability() < _FLOAT8_FROM:
         problems.add("--precision fp8 needs a GPU that computes in 8-bit floats",
                      found=torch.cuda.get_device_name(), expected=_FLOAT8_GPUS,
-                     run=commands.again("--precision", "bf16"))
+                     run=commands.as_typed("--precision", "bf16"))
     elif config.compile is False:
         problems.add("--precision fp8 without --compile is slower than bf16: each cast would be "
-                     "several passes over memory", run=commands.again("--compile", "on"))
+                     "several passes over memory", run=commands.as_typed("--compile", "on"))
     batch, length = config.batch_size, config.seq_length
     if batch != AUTO and batch * length % float8.MULTIPLE:
         problems.add(f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",

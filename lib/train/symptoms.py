@@ -41,7 +41,7 @@ def explanation(error: BaseException, config: Config, experiment: Experiment,
     if "does not have a deterministic implementation" in text:
         return UsageError("--deterministic on cannot train this model", found=text.splitlines()[0],
                           expected="operations that give the same bits each time",
-                          run=commands.again("--deterministic", "off"))
+                          run=commands.as_typed("--deterministic", "off"))
     if isinstance(error, dist.DistError) or \
             re.search(r"Connection (closed|reset) by peer", text):
         return meeting.without_launcher() if launcher.is_gone() else _lost_rank(text)
@@ -79,9 +79,9 @@ def _calmer(config: Config, experiment: Experiment) -> str:
     rates = ["-e", name, "--lr", f"{config.lr / 10:g}", "--min-lr", f"{config.min_lr / 10:g}"]
     dropped = ["--overwrite", "--resume"]
     if (checkpoint := earlier.newest(experiment)) is None:
-        return commands.again(*rates, drop=dropped)
+        return commands.as_typed(*rates, drop=dropped)
     end = journal.read_state(experiment).get("total_steps") or config.max_steps
-    return commands.again(*rates, "--resume", checkpoint.path, "--resume-with-changes",
+    return commands.as_typed(*rates, "--resume", checkpoint.path, "--resume-with-changes",
                           *["--max-steps", end] * bool(end), drop=dropped)
 
 
@@ -102,7 +102,7 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
         knobs.append("--cpu-offload on")
     return UsageError("out of memory", found=text.splitlines()[0],
                       expected=f"in this order: {'; '.join(knobs)} ({_MORE})",
-                      run=commands.again("--dry-run", "--plan-gpus", launched_size()))
+                      run=commands.as_typed("--dry-run", "--plan-gpus", launched_size()))
 
 
 def _lost_rank(text: str) -> StageError:
@@ -111,4 +111,4 @@ def _lost_rank(text: str) -> StageError:
               "work" if timed_out else "the connection to another rank broke: it failed first"
     return StageError(problem, found=text.splitlines()[0][:300],
                       expected="the cause in that rank's log (logs/rank_*.log, the one that ends "
-                               "first)", hint=_MORE, run=commands.again())
+                               "first)", hint=_MORE, run=commands.as_typed())

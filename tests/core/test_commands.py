@@ -24,7 +24,7 @@ import json, os, sys
 sys.path.insert(0, {root!r})
 from lib.core import commands
 if os.environ.get("RANK", "0") == "0" and "--again" not in sys.argv:
-    print(commands.again("--again", drop=("-d", "--dataset-name")))
+    print(commands.as_typed("--again", drop=("-d", "--dataset-name")))
 else:
     print(json.dumps(sys.argv[1:]))
 """
@@ -48,7 +48,7 @@ def typed(monkeypatch: pytest.MonkeyPatch):
 ])
 def test_the_same_command_with_a_change(typed, words: list[str], expected: str) -> None:
     typed(*words)
-    command = commands.again("--overwrite", drop=("-d", "--dataset-name"))
+    command = commands.as_typed("--overwrite", drop=("-d", "--dataset-name"))
     assert command == f"{commands._python()} {expected}"
 
 
@@ -91,7 +91,7 @@ def test_what_is_printed_is_run_by_a_shell(tmp_path: Path, ranks: int) -> None:
 
 def test_a_launcher_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(commands.LAUNCHED_AS, r"launch/single_node.sh -- -e a\ b")
-    assert commands.again("--overwrite") == "launch/single_node.sh -- -e 'a b' --overwrite"
+    assert commands.as_typed("--overwrite") == "launch/single_node.sh -- -e 'a b' --overwrite"
     assert os.environ[commands.LAUNCHED_AS]
 
 
@@ -128,4 +128,4 @@ def test_training_on_several_gpus_goes_through_the_launcher(typed, monkeypatch) 
 def test_a_batch_script_takes_other_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(commands.LAUNCHED_AS, "sbatch -N 4 launch/slurm.sbatch -e exp -d c4")
     assert commands.with_options("-e", "y") == "sbatch -N 4 launch/slurm.sbatch -e y"
-    assert commands.again("--overwrite").endswith("-e exp -d c4 --overwrite")
+    assert commands.as_typed("--overwrite").endswith("-e exp -d c4 --overwrite")

@@ -42,8 +42,8 @@ def test_threads_that_touch_tensors_do(on_gpu: dict[str, int], tmp_path: Path,
     """Copies, saves, loads and the reading ahead; and what lives on a GPU is copied by one thread.
     """
     weight = torch.nn.Parameter(torch.ones(3))
-    copies = HostCopies()
-    taken = copies.take({"model.weight": weight}, torch.optim.SGD([weight], lr=1.0))
+    copies = HostCopies(torch.optim.SGD([weight], lr=1.0))
+    taken = copies.take({"model.weight": weight})
     copies.wait()
     list(read_ahead(iter([1, 2])))
 

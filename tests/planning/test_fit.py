@@ -130,7 +130,7 @@ def test_stage_03_says_the_same() -> None:
     advice = training_memory.estimate(model)
     assert 2 * 4 + OPTIMIZERS["adamw"].state_bytes == training_memory._STATE
     given = replace(ASKED, compile=False, batch_size=1, seq_length=advice.tokens, precision="bf16")
-    there = Fit.of(model, plan.memory_case(given, model, 1, False, 1 << 40), given.compile)
+    there = Fit.here(model, plan.memory_case(given, model, 1, False, 1 << 40), given.compile)
     assert sum(there._states(there.case).values()) < advice.per_gpu[1]
     assert there._traced(there.case).total == pytest.approx(advice.per_gpu[1], rel=0.4)
 

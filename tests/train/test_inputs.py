@@ -36,7 +36,7 @@ def model_dir(saved: Path, tmp_path: Path) -> Path:
 
 def of(model_dir: Path, **more: object) -> Inputs:
     facts = {"begun": {}, "named": None, "scratch": False,
-             "model_stamps": stamps.of(directory.list_files(model_dir))}
+             "model_stamps": stamps.take(directory.list_files(model_dir))}
     return Inputs(model_dir, [], {}, **facts | more)
 
 
