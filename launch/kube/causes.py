@@ -99,8 +99,9 @@ REMEDIES = {
     "crashed": "what the pod printed, above; `kubernetes.py logs` shows all of it",
 }
 
-# Words of a log, the most telling first; (cause, pattern, exit code).
-_SIGNS = [(name, re.compile(pattern, re.IGNORECASE), code) for name, pattern, code in (
+# Lines of a log, the most telling first; (cause, pattern, exit code).
+_SIGNS = [(name, re.compile(rf"^.*(?:{pattern}).*$", re.IGNORECASE | re.MULTILINE), code)
+          for name, pattern, code in (
     ("driver mismatch", r"driver version is insufficient|driver on your system is too old|"
      r"forward compatibility was attempted|no kernel image is available|"
      r"driver/library version mismatch|unsatisfied condition: cuda", EXIT_BUG),
@@ -116,6 +117,18 @@ _SIGNS = [(name, re.compile(pattern, re.IGNORECASE), code) for name, pattern, co
     ("NCCL", r"ncclSystemError|ncclInternalError|ncclRemoteError|unhandled system error|"
      r"NCCL WARN|Watchdog caught collective operation timeout", EXIT_BUG),
 )]
+# Words of a message about an image, and of the scheduler, which lists a reason for every group of
+# nodes: the most telling first, the last if none is there.
+_IMAGE = (("image forbidden", "unauthorized|denied|no basic auth|authentication required|403"),
+          ("registry out of reach", "timeout|timed out|no such host|connection re|"
+                                    "too ?many ?requests|429|TLS|EOF"),
+          ("image missing", ""))
+_UNSCHEDULED = (("storage", "persistentvolumeclaim|volume node affinity|unbound"),
+                ("no huge pages", "Insufficient hugepages"),
+                ("no EFA", "Insufficient vpc.amazonaws.com/efa"),
+                ("no capacity", "Insufficient|Too many pods"),
+                ("no such node", "node affinity|node selector|untolerated taint"),
+                ("no capacity", ""))
 _CODES = {EXIT_USAGE: "bad input", EXIT_ARTIFACT: "damaged artifact", EXIT_DISK_FULL: "disk full"}
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
                   "ImageInspectError", "RegistryUnavailable"}
@@ -172,7 +185,7 @@ def _of_starting(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | 
     reason, message = waits.get("reason", ""), waits.get("message", "")
     if reason in _IMAGE_REASONS:
         reasons = " ".join([message, *(text for text in _events_of(pod, events) if "pull" in text)])
-        return Cause(_image(reasons), _name(pod), message or reasons or reason)
+        return Cause(_named(_IMAGE, reasons), _name(pod), message or reasons or reason)
     if reason == "CreateContainerConfigError":
         is_token = re.search(r"secret .*not found|couldn't find key token", message) \
             and _token_secret(pod) in message
@@ -186,13 +199,9 @@ def _of_starting(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | 
     return None
 
 
-def _image(text: str) -> str:
-    if re.search(r"unauthorized|denied|no basic auth|authentication required|403", text, re.I):
-        return "image forbidden"
-    if re.search(r"timeout|timed out|no such host|connection re|too ?many ?requests|429|TLS|EOF",
-                 text, re.IGNORECASE):
-        return "registry out of reach"
-    return "image missing"
+def _named(table: tuple[tuple[str, str], ...], text: str) -> str:
+    """Return the first cause of a table whose words are in a text."""
+    return next(name for name, pattern in table if re.search(pattern, text, re.IGNORECASE))
 
 
 def _token_secret(pod: Pod) -> str:
@@ -208,24 +217,12 @@ def _of_scheduling(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause 
     message = next((c.get("message", "") for c in conditions if c["type"] == "PodScheduled"
                     and c["status"] == "False"), "")
     if message:
-        return Cause(_unscheduled(message), _name(pod), message)
+        return Cause(_named(_UNSCHEDULED, message), _name(pod), message)
     if not container(pod).get("started"):
         for text in _events_of(pod, events):
             if re.search("FailedMount|FailedAttachVolume|MountVolume", text):
                 return Cause("storage", _name(pod), text)
     return None
-
-
-def _unscheduled(message: str) -> str:
-    """Return what the scheduler lacks most: it lists a reason for every group of nodes."""
-    for name, pattern in (("storage", r"persistentvolumeclaim|volume node affinity|unbound"),
-                          ("no huge pages", "Insufficient hugepages"),
-                          ("no EFA", "Insufficient vpc.amazonaws.com/efa"),
-                          ("no capacity", "Insufficient|Too many pods"),
-                          ("no such node", "node affinity|node selector|untolerated taint")):
-        if re.search(pattern, message):
-            return name
-    return "no capacity"
 
 
 def _of_ending(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
@@ -247,7 +244,7 @@ def _of_ending(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | No
     for name, pattern, exit_code in _SIGNS:
         in_doubt = code not in _CODES or name in ("missing token", "out of GPU memory")
         if in_doubt and (found := pattern.search(said)):
-            return Cause(name, _name(pod), _line_around(said, found.start()), exit_code)
+            return Cause(name, _name(pod), found[0].strip()[:1000], exit_code)
     evidence = f"exit code {code}: {error.strip() or ended.get('message', '')}"[:1500]
     if code in _CODES:
         return Cause(_CODES[code], _name(pod), evidence, code)
@@ -272,9 +269,3 @@ def _events_of(pod: Pod, events: list[dict[str, Any]]) -> list[str]:
     return [f"{event.get('reason', '')}: {event.get('message', '')}" for event in events
             if event.get("involvedObject", {}).get("name") == _name(pod)
             and event.get("type") == "Warning"]
-
-
-def _line_around(text: str, place: int) -> str:
-    begin = text.rfind("\n", 0, place) + 1
-    end = text.find("\n", place)
-    return text[begin:end if end >= 0 else None].strip()[:1000]

@@ -26,13 +26,7 @@ _AMAZON = "0x1d0f"
 _SETTINGS = ("NCCL_", "FI_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
 _OWN_PER_NODE = ("SOCKET_IFNAME", "NCCL_HOSTID", "TORCH_NCCL_BLOCKING_WAIT", "_FILE")
 
-# Asked for one group at a time: nvidia-smi refuses a whole query for one field that it lacks.
-_QUERIES = {
-    "identity": "index,name,driver_version,memory.total,memory.used,clocks.max.sm,temperature.gpu",
-    "throttle": "index,clocks_throttle_reasons.active",
-    "ecc": "index,ecc.errors.uncorrected.volatile.total",
-}
-_REMAP = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+_IDENTITY = "index,name,driver_version,memory.total,memory.used,clocks.max.sm,temperature.gpu"
 # Bits of clocks_throttle_reasons.active (NVML, nvmlClocksEventReasons) that mean trouble.
 _THROTTLES = {0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)",
               0x80: "power brake"}
@@ -55,25 +49,28 @@ def gpus() -> dict[str, Any]:
     A GPU has `index name driver memory_gib used_gib max_clock_mhz temperature_c`, and where known
     `throttled` (reasons), `ecc_errors`, `remap_pending`, `remap_failed`, `nvlinks`, `nvlinks_down`.
     """
-    found: list[dict[str, Any]] = []
     not_checked: dict[str, str] = {}
-    for check, add in (("GPUs", _add_identity), ("GPU clocks", _add_throttle),
-                       ("GPU ECC", _add_ecc), ("GPU memory rows", _add_remap),
-                       ("NVLink", _add_nvlink)):
+    try:
+        found = [_identity(*row) for row in _query(_IDENTITY)]
+    except Missing as missing:
+        return {"gpus": [], "not_checked": {"GPUs": str(missing)}}
+    # Asked for one group at a time: nvidia-smi refuses a whole query for one field that it lacks.
+    for check, look in (
+            ("GPU clocks", lambda: [{"throttled": why} for why in _slowdowns().values()]),
+            ("GPU ECC", _ecc), ("GPU memory rows", _remapped_rows),
+            ("NVLink", lambda: _nvlinks(found))):
         try:
-            add(found)
+            for gpu, more in zip(found, look(), strict=False):
+                gpu |= more
         except Missing as missing:
             not_checked[check] = str(missing)
-        if not found:
-            break
     return {"gpus": found, "not_checked": not_checked}
 
 
 def throttled() -> dict[str, str]:
     """Return why each GPU (by index) is slowed down right now; empty when none is, or unknown."""
     try:
-        return {row[0]: reasons for row in _query(_QUERIES["throttle"])
-                if (reasons := _reasons(row[1]))}
+        return {index: why for index, why in _slowdowns().items() if why}
     except Missing:
         return {}
 
@@ -135,51 +132,47 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _add_identity(found: list[dict[str, Any]]) -> None:
-    for index, name, driver, total, used, clock, temperature in _query(_QUERIES["identity"]):
-        found.append({"index": index, "name": name, "driver": driver,
-                      "memory_gib": (_number(total) or 0) / 1024,
-                      "used_gib": (_number(used) or 0) / 1024,
-                      "max_clock_mhz": _number(clock), "temperature_c": _number(temperature)})
+def _identity(index: str, name: str, driver: str, total: str, used: str, clock: str,
+              temperature: str) -> dict[str, Any]:
+    return {"index": index, "name": name, "driver": driver,
+            "memory_gib": (_number(total) or 0) / 1024, "used_gib": (_number(used) or 0) / 1024,
+            "max_clock_mhz": _number(clock), "temperature_c": _number(temperature)}
 
 
-def _reasons(mask: str) -> str:
-    try:
-        bits = int(mask, 16)
-    except ValueError:
-        raise Missing(f"clocks_throttle_reasons is {mask!r}") from None
-    return ", ".join(reason for bit, reason in _THROTTLES.items() if bits & bit)
+def _slowdowns() -> dict[str, str]:
+    """Return for each GPU, by index, the reasons for which it is slowed down."""
+    found = {}
+    for index, mask in _query("index,clocks_throttle_reasons.active"):
+        try:
+            bits = int(mask, 16)
+        except ValueError:
+            raise Missing(f"clocks_throttle_reasons is {mask!r}") from None
+        found[index] = ", ".join(why for bit, why in _THROTTLES.items() if bits & bit)
+    return found
 
 
-def _add_throttle(found: list[dict[str, Any]]) -> None:
-    for gpu, row in zip(found, _query(_QUERIES["throttle"]), strict=False):
-        gpu["throttled"] = _reasons(row[1])
-
-
-def _add_ecc(found: list[dict[str, Any]]) -> None:
-    rows = _query(_QUERIES["ecc"])
-    if all(_number(row[1]) is None for row in rows):
+def _ecc() -> list[dict[str, Any]]:
+    counts = [_number(count) for _, count in _query("index,ecc.errors.uncorrected.volatile.total")]
+    if all(count is None for count in counts):
         raise Missing("these GPUs have no ECC, or it is off")
-    for gpu, row in zip(found, rows, strict=False):
-        gpu["ecc_errors"] = _number(row[1]) or 0
+    return [{"ecc_errors": count or 0} for count in counts]
 
 
-def _add_remap(found: list[dict[str, Any]]) -> None:
-    for gpu, row in zip(found, _query(_REMAP, "remapped-rows"), strict=False):
-        gpu["remap_pending"] = row[1].lower() in ("yes", "1")
-        gpu["remap_failed"] = row[2].lower() in ("yes", "1")
+def _remapped_rows() -> list[dict[str, Any]]:
+    rows = _query("gpu_bus_id,remapped_rows.pending,remapped_rows.failure", "remapped-rows")
+    return [{"remap_pending": pending.lower() in ("yes", "1"),
+             "remap_failed": failed.lower() in ("yes", "1")} for _, pending, failed in rows]
 
 
-def _add_nvlink(found: list[dict[str, Any]]) -> None:
+def _nvlinks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Count links of each GPU in `nvidia-smi nvlink --status`, which has a block per GPU."""
     blocks = re.split(r"^GPU (\d+):", _run("nvidia-smi", "nvlink", "--status"), flags=re.MULTILINE)
     by_gpu = dict(zip(blocks[1::2], blocks[2::2], strict=True))
     if not any("Link " in block for block in by_gpu.values()):
         raise Missing("these GPUs have no NVLink")
-    for gpu in found:
-        block = by_gpu.get(gpu["index"], "")
-        gpu["nvlinks"] = len(re.findall(r"Link \d+: [\d.]+ GB/s", block))
-        gpu["nvlinks_down"] = len(re.findall(r"Link \d+: <inactive>", block))
+    each = [by_gpu.get(gpu["index"], "") for gpu in found]
+    return [{"nvlinks": len(re.findall(r"Link \d+: [\d.]+ GB/s", block)),
+             "nvlinks_down": len(re.findall(r"Link \d+: <inactive>", block))} for block in each]
 
 
 def existing(directory: Path) -> Path:
