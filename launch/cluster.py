@@ -128,7 +128,7 @@ def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str)
         try:
             lines = [text for item in kube.items(resource) if (text := line(item))]
         except KubectlError as error:
-            lines = [f"not told: {error.text.strip().splitlines()[-1]}"]
+            lines = [f"not known: {error.last_line}"]
         for text in lines or ["none"]:
             log.info(f"  {text}")
     findings.show([*gaps, *aws.check(*eks, KINDS[asked.kind].on_hyperpod)])

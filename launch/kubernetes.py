@@ -70,9 +70,7 @@ def parser() -> options.Parser:
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
     """Return the options, and those of stage 04, which stand behind `--`."""
     if "--" not in argv and argv[:1] and argv[0] in _STARTING and not {"-h", "--help"} & {*argv}:
-        raise UsageError("`--` is missing",
-                         expected="the options of the launcher, then `--`, then those of "
-                                  f"{stage_04.SCRIPT}: -- -d c4 -m ORG/NAME")
+        raise stage_04.nothing_behind("-d c4 -m ORG/NAME")
     own, train = stage_04.divided(argv)
     return parser().parse(own), train
 

@@ -62,8 +62,7 @@ def main(argv: list[str]) -> None:
     own, train = stage_04.divided(argv)
     opts = parse(own)
     if not train:
-        raise UsageError("`--` is missing, or nothing stands behind it",
-                         expected="options of stage 04: -- -e exp -d corpus")
+        raise stage_04.nothing_behind("-e exp -d corpus")
     if opts.min_nodes and opts.min_nodes > opts.nnodes:
         raise UsageError(f"--min-nodes {opts.min_nodes} is above --nnodes {opts.nnodes}")
     operators = {name: os.environ.pop(name) for name in list(os.environ)

@@ -90,9 +90,7 @@ def script_in(command: list[str]) -> int:
         raise UsageError(f"the command behind `--` does not run {stage_04.SCRIPT}",
                          found=shlex.join(command) or "nothing")
     if script == len(command) - 1:
-        raise UsageError("`--` is missing, or nothing stands behind it",
-                         expected=f"the options of the launcher, then `--`, then those of "
-                                  f"{stage_04.SCRIPT}: -- -e exp -d hf_datasets/corpus")
+        raise stage_04.nothing_behind("-e exp -d hf_datasets/corpus")
     return script
 
 

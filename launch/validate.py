@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.bundling import unpacking
 from launch.common import findings
 from launch.common.findings import ERROR, INFO, WARNING, Finding
-from lib.core import log, manifest, options, stage
+from lib.core import hashing, log, manifest, options, stage
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
 from lib.models import verify
@@ -120,17 +120,14 @@ def _packages() -> Iterator[Finding]:
             continue
         if there.partition("+")[0] == wanted:
             same += 1
-        elif name == "torch" and not _TORCH[0] <= _minor(there) <= _TORCH[1]:
+        elif name == "torch" and not \
+                _TORCH[0] <= tuple(map(int, there.split(".")[:2])) <= _TORCH[1]:
             yield Finding(ERROR, name, f"{there}; 2.11 to 2.13 work",
                           f"pip install torch=={wanted}")
         else:
             yield Finding(WARNING, name, f"{there} instead of {wanted}",
                           "pip install -r requirements.txt")
     yield Finding(INFO, "packages", f"{same} as requirements.txt names them")
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _code() -> Iterator[Finding]:
@@ -146,17 +143,13 @@ def _code() -> Iterator[Finding]:
     files = unpacking.by_file(content["files"])
     code = {name: parts for name, parts in files.items()
             if not name.startswith((".cache/", "hf_datasets/", "wheelhouse/"))}
-    changed = [name for name, parts in code.items() if not _is_as_packed(ROOT / name, parts)]
+    # A file of code is in several parts with tiny volumes only.
+    changed = [name for name, parts in code.items() if not (ROOT / name).is_file()
+               or (len(parts) == 1 and not hashing.matches(ROOT / name, parts[0]["digest"]))]
     text = f"commit {content['summary']['commit'][:12]}, unpacked from a bundle"
     yield Finding(WARNING if changed else INFO, "code", text + (
         f"; changed since: {', '.join(changed[:5])}" if changed else f", {len(code)} files whole"),
         "unpack the bundle again, unless you changed them" if changed else "")
-
-
-def _is_as_packed(path: Path, parts: list[unpacking.Entry]) -> bool:
-    if len(parts) > 1 or not path.is_file():  # a cut file of code: only with tiny volumes
-        return path.is_file()
-    return unpacking.copy_part(path, None, lambda count: None) == parts[0]["digest"]
 
 
 def _python(check: str, *arguments: str) -> Finding:
@@ -167,11 +160,11 @@ def _python(check: str, *arguments: str) -> Finding:
                               capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Finding(ERROR, check, f"not finished after {_TIMEOUT_S} s")
-    said = (done.stdout.splitlines() or [""]) if not done.returncode else \
-        (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])
     if done.returncode:
-        return Finding(ERROR, check, said[-1])
-    return Finding(INFO, check, said[-1] if check == "self-test" else "works")
+        last = done.stderr.strip().rpartition("\n")[2]
+        return Finding(ERROR, check, last or f"exit code {done.returncode}")
+    last = done.stdout.strip().rpartition("\n")[2]
+    return Finding(INFO, check, last if check == "self-test" else "works")
 
 
 def setup(opts: options.Options) -> Iterator[Finding]:

@@ -112,7 +112,7 @@ def _build(opts: Options, identity: dict[str, Any], payloads: list[Payload],
     log.info(f"{opts.out}: {len(payloads):,} files, {units.size(total)} in "
              f"{units.counted(volumes, 'volume')}; {writer.summary()}")
     log.info(f"SHA-256 of {unpacking.MANIFEST}: {unpacking.manifest_digest(opts.out)}\n"
-             "  (over there, verify prints it again: the same number, the same bundle)")
+             "  (on the far side, verify prints it again: the same number, the same bundle)")
     python, install = ("python3", "") if opts.no_wheels else (f"python{opts.python}", " --install")
     name = shlex.quote(opts.out.name)
     log.info(f"next, on the far side: {python} {name}/airgap.py unpack {name} --to project"

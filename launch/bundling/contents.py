@@ -27,7 +27,7 @@ _UNFINISHED = ".partial-"
 
 @dataclass(frozen=True)
 class Payload:
-    """Describes a file of the project over there.
+    """Describes a file of the project on the far side.
 
     to: its path there. source: the file here, or its bytes.
     digest: what the stage that made it wrote about it, empty when nothing is known.
@@ -178,7 +178,7 @@ def directory(place: Path, to: str) -> PackedDirectory:
 
 
 def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
-    """Return what is probably missing: what stage 04 would need over there and is not chosen."""
+    """Return what is probably missing: what stage 04 would need there and is not chosen."""
     places = {artifact.to: artifact for artifact in chosen}
     data = [artifact for artifact in chosen if artifact.to.startswith("hf_datasets/")]
     made_of = {open_dataset(artifact.source).fingerprint: artifact for artifact in data}
@@ -194,7 +194,7 @@ def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
             there = _store_of(opts.cache_dir, dataset.source, model.source)
             if there and f".cache/tokens/{there.name}" not in places:
                 lines.append(f"the tokens of {dataset.to} for {model.to} are here and not packed: "
-                             f"--tokens {there.name}, or they are made again over there")
+                             f"--tokens {there.name}, or they are made again on the far side")
     return lines
 
 

@@ -17,6 +17,13 @@ def divided(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:at], argv[at + 1:]
 
 
+def nothing_behind(example: str) -> UsageError:
+    """Return the error of a launcher that gets no options of stage 04."""
+    return UsageError("`--` is missing, or nothing stands behind it",
+                      expected="the options of the launcher, then `--`, then those of "
+                               f"{SCRIPT}: -- {example}")
+
+
 def expanded(words: Sequence[str]) -> list[str]:
     """Return options with those that --config holds in its place; UsageError as `parse`."""
     kept: list[str] = []
@@ -33,11 +40,9 @@ def parse(words: Sequence[str]) -> Config:
     try:
         return read_options(_parser(), words)
     except UsageError as error:
-        run = error.run
-        if run in (commands.help_of(), commands.help_of("--help-all")):
-            run = commands.script(SCRIPT, "--help-all")
-        raise UsageError(error.problem, expected=error.expected, found=error.found,
-                         hint=error.hint, run=run) from None
+        if error.run in (commands.help_of(), commands.help_of("--help-all")):
+            error.run = commands.script(SCRIPT, "--help-all")
+        raise
 
 
 def check_ranks(config: Config, ranks: int) -> None:

@@ -26,7 +26,7 @@ def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     try:
         found.extend(look())
     except KubectlError as error:
-        why = "not allowed" if error.is_forbidden else error.text.strip().splitlines()[-1][:200]
+        why = "not allowed" if error.is_forbidden else error.last_line[:200]
         found.append(not_checked(check, why))
     return found
 
@@ -36,7 +36,7 @@ def server(kube: Kubectl) -> Finding:
     try:
         answer = json.loads(kube.run("version", "-o", "json", "--request-timeout=20s"))
     except KubectlError as error:
-        return Finding(ERROR, "API server", error.text.strip().splitlines()[-1][:300],
+        return Finding(ERROR, "API server", error.last_line[:300],
                        "kubectl config get-contexts; on EKS: "
                        "aws eks update-kubeconfig --name CLUSTER --region REGION")
     version = answer.get("serverVersion", {}).get("gitVersion", "an unknown version")
@@ -172,8 +172,8 @@ def drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
     """Tell which nodes' driver is too old for the torch of requirements.txt."""
     known = {node.driver: node.name for node in nodes if node.driver}
     if not known:
-        yield not_checked("driver", "the nodes do not tell theirs (NVIDIA's GPU feature discovery "
-                                    "would)")
+        yield not_checked("driver", "the nodes have no label for it (NVIDIA's GPU feature "
+                                    "discovery would add one)")
     for version, node in known.items():
         if problem := driver_problem(torch_pin(), version):
             yield Finding(ERROR, "driver", f"{node}: {problem}",

@@ -78,7 +78,7 @@ def check(asked: Job, kubectl: Kubectl) -> None:
         if error.is_transient:
             raise
         problems.add(f"the cluster does not take {asked.resource}", found=error.text.strip(),
-                     expected=f"the operator for --kind {asked.kind}, and leave to use it")
+                     expected=f"the operator for --kind {asked.kind}, and the right to use it")
     claim = _looked_up(kubectl, "pvc", asked.pvc)
     if claim is None:
         problems.add(f"--pvc: no claim {asked.pvc} in namespace {asked.namespace}",
@@ -106,7 +106,7 @@ def _note_nodes(asked: Job, kubectl: Kubectl) -> None:
     try:
         nodes = kubectl.items("nodes")
     except KubectlError as error:
-        log.info(f"nodes: not checked ({error.text.strip().splitlines()[-1]})")
+        log.info(f"nodes: not checked ({error.last_line})")
         return
     types = [node["metadata"].get("labels", {}).get(INSTANCE_TYPE, "?") for node in nodes]
     if (there := types.count(asked.instance_type)) < asked.nodes:
@@ -180,7 +180,7 @@ def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFai
     tried = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
     return JobFailed(f"job {asked.job_name} failed {tried}: {cause.name}", cause.code,
                      hint=cause.remedy,
-                     found=f"{cause.evidence.strip() or 'the operator says no more'}\n({left})")
+                     found=f"{cause.evidence.strip() or 'the operator says nothing'}\n({left})")
 
 
 def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
@@ -302,7 +302,7 @@ class _Watch:
         self._silent += 1
         if self._silent >= _MOST_SILENT_POLLS:
             raise error
-        log.warn(f"the cluster does not answer: {error.text.strip().splitlines()[-1]}")
+        log.warn(f"the cluster does not answer: {error.last_line}")
 
     def _follow_log(self, pods: list[causes.Pod], phases: Collection[str] = ("Running",)) -> None:
         """Show what the first node prints, once it runs and again when it starts anew."""

@@ -31,7 +31,7 @@ class KubectlError(StageError):
                          f"kubectl {' '.join(arguments[:3])} failed", found=said.strip()[-2000:],
                          hint="`kubectl config get-contexts` lists the clusters that are set up "
                               "here, and --context takes another" if is_away else "")
-        self.text = said
+        self.text, self.last_line = said, said.strip().rpartition("\n")[2]
         self.is_transient = bool(_TRANSIENT.search(text))
         self.is_missing = "(NotFound)" in text
         self.is_unknown_type = "doesn't have a resource type" in text
