@@ -49,7 +49,7 @@ from tests.training import SEQ_LENGTH
 CODE = [*sorted((ROOT / "lib").rglob("*.py")), *sorted((ROOT / "launch").rglob("*.py")),
         *sorted(ROOT.glob("0[1-5]_*.py"))]
 STAGE = re.compile(r"0[1-5]_\w+\.py$")
-REMEDIES = {"again", "remedy", "older", "_prepared_by"}  # functions that return parts of an error
+REMEDIES = {"remedy", "older", "_prepared_by"}  # functions that return parts of an error
 RENDERED: set[tuple[str, int]] = set()  # (file, line) on the way to an error that has a `run:`
 TRAIN = ("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH)
 
@@ -509,7 +509,7 @@ def _vanished() -> None:
 
 def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) -> None:
     """Their commands are at least such as the scripts take, and programs that are there."""
-    monkeypatch.setattr(hashing, "xxhash", None)
+    monkeypatch.delitem(hashing._ALGORITHMS, "xxh3")
     absent = "wandb", "amzn_sagemaker_checkpointing"  # and what other tests have imported of them
     for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
         monkeypatch.setitem(sys.modules, name, None)
@@ -543,7 +543,7 @@ def sites() -> list[tuple[str, int, int, str]]:
 
 def test_a_remedy_is_a_command_and_no_sentence() -> None:
     """What is said in words stands under `hint`."""
-    spelled = re.compile(r"commands\.|remedy|again|older|show_rebuild|_calmer|_prepared_by|"
+    spelled = re.compile(r"commands\.|remedy|older|show_rebuild|_calmer|_prepared_by|"
                          r"_command|shlex\.join|with_target|\.get\(")
     assert not [site for site in sites() if not spelled.search(site[3])]
 
