@@ -98,14 +98,17 @@ def write(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
           model: PreTrainedModel, plan: ExportPlan, out: Path, identity: dict[str, Any]) -> None:
     """Write the files, read them back, publish, and say how it went."""
     from lib.checkpoints import export
+    from lib.models import adapters
 
     began = time.monotonic()
+    asked = adapters.asked_by(checkpoint.commit().get("identity", {}).get("options", {}))
     publish.require_space(out.parent, int(plan.bytes * 1.01), "the exported model")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
         files = write_model_files(opts, experiment, checkpoint, model, build)
         with Progress("exporting", plan.bytes, "B", not opts.no_progress) as bar:
             try:
-                weights = export.write(model, checkpoint, plan, build.dir, bar.advance)
+                weights = export.write(model, checkpoint, plan, build.dir, bar.advance,
+                                       adapters.make(asked))
             except FileNotFoundError:
                 require_there(checkpoint)
                 raise

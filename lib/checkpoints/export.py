@@ -20,7 +20,8 @@ from lib.checkpoints.storage import ShardFile, StrictReader
 from lib.checkpoints.tensor_file import Entry, TensorFile
 from lib.core import commands, manifest
 from lib.core.errors import ArtifactError
-from lib.models import keys
+from lib.models import adapters, keys
+from lib.models.adapters import ModelAdapter
 from lib.models.directory import INDEX, WEIGHTS
 
 Described = tuple[tuple[int, ...], torch.dtype]
@@ -69,18 +70,20 @@ def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Ex
 
 
 def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: ExportPlan, out: Path,
-          advance: Callable[[int], None]) -> list[dict[str, Any]]:
+          advance: Callable[[int], None], folded: Sequence[ModelAdapter] = (),
+          ) -> list[dict[str, Any]]:
     """Write the planned files into `out`, read them back, and return their manifest entries.
 
-    advance: called with the bytes of each tensor written. Raises ArtifactError when the
-    checkpoint is of another model, or what is on disk is not what was written.
+    advance: called with the bytes of each tensor written. folded: the adapters of the run. Raises
+    ArtifactError when the checkpoint is of another model, or what is on disk is not what was
+    written.
     """
     files = []
     # A conversion (experts) copies: with a tensor read ahead that would be one too many.
     converts = len(planned.entries) > len(planned.groups)
     with closing(PieceReader(checkpoint.path / commit.TENSORS, not converts)) as reader, \
             ThreadPoolExecutor(1) as checker:
-        tensors = _hub_tensors(model, planned.groups, reader, checkpoint.path)
+        tensors = _hub_tensors(model, planned.groups, reader, checkpoint.path, folded)
         for name, entries in planned.files.items():
             with TensorFile(out / name, entries) as file:
                 for entry in entries:
@@ -127,16 +130,19 @@ def _file_names(shards: int) -> list[str]:
 
 
 def _hub_tensors(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: PieceReader,
-                 path: Path) -> Iterator[tuple[str, Tensor]]:
+                 path: Path, folded: Sequence[ModelAdapter]) -> Iterator[tuple[str, Tensor]]:
     """Yield Hub names and full tensors in the planned order, each valid until the next.
 
-    A thread reads one group ahead if the reader does.
+    A thread reads one group ahead if the reader does. What adapters have added stays in memory.
     """
-    saved = _saved_names(model, groups, reader, path)
+    saved, extra = _saved_names(model, groups, reader, path, folded)
+    added = {name.removeprefix(contents.MODEL): tensor.clone()
+             for name in extra for tensor in reader.read([name])}
     with ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(reader.read, saved[0])
         for group, following in zip(groups, [*saved[1:], []], strict=True):
-            full = dict(zip(group, coming.result(), strict=True))
+            full = {name: adapters.fold(folded, name, tensor, added)
+                    for name, tensor in zip(group, coming.result(), strict=True)}
             if reader.reads_ahead:
                 coming = ahead.submit(reader.read, following)
             yield from keys.convert_to_hub(model, full)
@@ -145,8 +151,11 @@ def _hub_tensors(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
 
 
 def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: PieceReader,
-                 path: Path) -> list[list[str]]:
-    """Return each group's names in the checkpoint; ArtifactError when it is of another model."""
+                 path: Path, folded: Sequence[ModelAdapter]) -> tuple[list[list[str]], list[str]]:
+    """Return each group's names in the checkpoint, and those that adapters have added.
+
+    Raises ArtifactError when it is of another model.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = model.state_dict(keep_vars=True)
     saved = [[(contents.MODEL if name in parameters else contents.BUFFER) + name for name in group]
@@ -159,12 +168,15 @@ def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
                                     expected=f"{name} {list(shape)}",
                                     found="nothing" if there is None else str(list(there)))
     used = {key for names in saved for key in names}
-    if left := sorted(key for key in reader.described
-                      if key.startswith((contents.MODEL, contents.BUFFER)) and key not in used):
+    others = sorted(key for key in reader.described
+                    if key.startswith((contents.MODEL, contents.BUFFER)) and key not in used)
+    added = [key for key in others
+             if any(each.owns(key.removeprefix(contents.MODEL)) for each in folded)]
+    if left := [key for key in others if key not in added]:
         raise ArtifactError(f"checkpoint {path} holds more than {path.parents[1]}/model",
                             found=", ".join(left[:5]),
                             expected="the config.json that the run was begun with")
-    return saved
+    return saved, added
 
 
 def _write_index(model: PreTrainedModel, planned: ExportPlan, path: Path) -> None:

@@ -26,6 +26,9 @@ class ModelAdapter(Protocol):
         All names that there were stay. Raises UsageError for a model that it cannot change.
         """
 
+    def owns(self, name: str) -> bool:
+        """Tell whether a name is one that `convert` adds."""
+
     def fold(self, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
         """Return what a model without the adapter holds under a name, of the same shape.
 
@@ -41,6 +44,13 @@ class Adapted(NamedTuple):
 
 
 ADAPTERS: dict[str, Callable[..., ModelAdapter]] = {"float8": Float8}
+
+
+def asked_by(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the adapters of a run, by name. options: those of its identity."""
+    if options.get("precision") != "fp8":
+        return {}
+    return {"float8": {"recipe": options.get("fp8_recipe", "tensorwise")}}
 
 
 def make(asked: Mapping[str, Mapping[str, Any]]) -> list[ModelAdapter]:

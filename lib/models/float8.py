@@ -80,6 +80,10 @@ class Float8:
             f"fp8: {units.counted(len(chosen), 'linear')} of the blocks in 8-bit floats, scaled "
             f"{self.recipe}{gathered}", *left, "the rest in bf16"])
 
+    def owns(self, name: str) -> bool:
+        """Return False: nothing is added."""
+        return False
+
     def fold(self, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor: masters are those of any other precision."""
         return tensor

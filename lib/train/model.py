@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lib.core import log, units
+from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.models import adapters, architecture, directory
@@ -75,7 +76,8 @@ def shard(config: Config, model: PreTrainedModel, layout: ParallelLayout,
     """Shard the model and give it memory, without content."""
     offload = update_device(config, layout) != layout.device
     placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
-    for said in adapters.adapt(model, adapters.make(plan.adapters(config)), placement).said:
+    asked = adapters.make(adapters.asked_by(config.having(Role.RESULT)))
+    for said in adapters.adapt(model, asked, placement).said:
         log.info(said)
     small = not offload and parallelize.may_stay_gathered(model, capacity.total(layout.device))
     log.info("sharded: " + parallelize.parallelize(

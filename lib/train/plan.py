@@ -122,11 +122,6 @@ def degrees(config: Config) -> Degrees:
     return Degrees(config.shard_size)
 
 
-def adapters(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the settings of what changes the modules of the model, by name; see ADAPTERS."""
-    return {"float8": {"recipe": config.fp8_recipe}} if config.precision == "fp8" else {}
-
-
 def divide(config: Config, rank: int, ranks: int) -> Division:
     """Return how a global batch is divided; UsageError when it cannot be.
 

@@ -22,8 +22,12 @@ from tests.models.two_ranks import shard
 
 
 def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,
-             facts: dict[str, Any] | None = None) -> Checkpoint:
-    """Leave under `root/exp` what a run of that model leaves that has not changed its weights."""
+             facts: dict[str, Any] | None = None,
+             added: dict[str, torch.Tensor] | None = None) -> Checkpoint:
+    """Leave under `root/exp` what a run of that model leaves that has not changed its weights.
+
+    added: parameters of an adapter.
+    """
     experiment = Experiment(root, "exp")
     experiment.model.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json"):
@@ -37,6 +41,7 @@ def save_run(root: Path, model_dir: Path, *, step: int = 1, world_size: int = 1,
     record = {"step": step, "tokens": 640 * step, "loss": 1.5, **(facts or {})}
     identity = {"options": {"seq_length": 32, "seed": 7}, "inputs": {"dataset": "d1e5"}}
     tensors = contents.name_tensors(model, registry.named_states(model, adamw))
+    tensors |= {contents.MODEL + name: tensor for name, tensor in (added or {}).items()}
     return write(experiment.checkpoints, capture(tensors, record, identity, torch.device("cpu")),
                  dist.group.WORLD)
 

@@ -69,6 +69,37 @@ def assert_same_model(out: Path, reference: Path, same_files: bool) -> None:
     assert config_of(out) == config_of(reference)
 
 
+class Factors:
+    """An adapter that gives the outputs of linear layers a trained factor each."""
+
+    def owns(self, name: str) -> bool:
+        return name.endswith(".factor")
+
+    def fold(self, name: str, tensor: torch.Tensor, added: dict[str, torch.Tensor]) -> torch.Tensor:
+        factor = added.get(name.replace(".weight", ".factor"))
+        return tensor if factor is None else tensor * factor[:, None]
+
+
+def test_what_an_adapter_has_added_is_folded_in(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", FAMILIES["llama"]())
+    model, layer = build_on_meta(tmp_path / "model"), "model.layers.1.mlp.down_proj"
+    rows = model.get_submodule(layer).out_features
+    checkpoint = save_run(tmp_path, tmp_path / "model",
+                          added={f"{layer}.factor": torch.arange(float(rows))})
+    planned = export.plan(model, torch.float32, 1 << 30)
+    (out := tmp_path / "out").mkdir()
+    with pytest.raises(ArtifactError, match="holds more than") as caught:
+        export.write(model, checkpoint, planned, out, lambda _: None)
+    assert f"{layer}.factor" in caught.value.found
+    export.write(model, checkpoint, planned, out, lambda _: None, [Factors()])
+    export.verify(model, out)
+    for key, (_, _, tensor) in content(tmp_path / "model").items():
+        expected = tensor.float()
+        if key == f"{layer}.weight":
+            expected = expected * torch.arange(float(rows))[:, None]
+        assert torch.equal(content(out)[key][2], expected), key
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
