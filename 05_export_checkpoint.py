@@ -85,7 +85,8 @@ def main(argv: list[str]) -> None:
     model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
     plan = export.plan(model, getattr(torch, opts.dtype), opts.max_shard_size)
     log.info(f"export of {checkpoint.path}")
-    log.table({"model": f"{model.config.model_type}, {units.count(parameters(model))} parameters",
+    log.table({"model": f"{model.config.model_type}, {units.count(model.num_parameters())} "
+                        "parameters",
                "to": f"{out}, {opts.dtype}, {units.size(plan.bytes)} in "
                      f"{units.counted(len(plan.files), 'file')}"})
     if damage is None:
@@ -267,13 +268,8 @@ def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.
     names = journal.read_config(experiment).get("options", {})
     facts = card.facts(checkpoint, experiment.metrics, names)
     manifest.write_text(out / card.FILE, card.text(
-        experiment.root.name, type(model).__name__, opts.dtype, parameters(model), facts))
+        experiment.root.name, type(model).__name__, opts.dtype, model.num_parameters(), facts))
     return [manifest.file_entry(out, path, "sha256") for path in build.files()]
-
-
-def parameters(model: PreTrainedModel) -> int:
-    """Return the number of parameters, tied ones once."""
-    return sum(p.numel() for p in model.parameters())
 
 
 def next_command(out: Path) -> str:

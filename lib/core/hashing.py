@@ -67,6 +67,14 @@ def bytes_digest(data: bytes, algorithm: str = FAST) -> str:
     return digest(hasher, algorithm)
 
 
+def ends_digest(path: Path, size: int, algorithm: str = FAST) -> str:
+    """Return the digest string of the first and the last `size` bytes of a file."""
+    with path.open("rb") as file:
+        head = file.read(size)
+        file.seek(max(0, path.stat().st_size - size))
+        return bytes_digest(head + file.read(), algorithm)
+
+
 def matches(path: Path, expected: str, advance: Callable[[int], None] = lambda size: None) -> bool:
     """Tell whether a file's content has the digest string that a manifest holds."""
     return file_digest(path, expected.partition(":")[0], advance) == expected

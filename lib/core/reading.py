@@ -41,7 +41,13 @@ def patiently(read: Callable[[], Result], path: object = "") -> Result:
             if isinstance(known, UsageError):
                 raise known from error
             if pause is None:
-                raise _unreadable(error, path) from error
+                raise StageError(
+                    f"{error.filename or path or 'a file'} cannot be read "
+                    f"({error.strerror or error}); that does not mean that it is damaged, and "
+                    "nothing was moved or deleted",
+                    found=f"on {platform.node()}, several times in some seconds",
+                    hint="see to the disk or the mount there (`dmesg` tells more); the same "
+                         "command then goes on") from error
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
@@ -146,11 +152,3 @@ def _tried(read: Callable[[], Result], path: str) -> Result:
             raise
     return patiently(read, path)
 
-
-def _unreadable(error: OSError, path: object) -> StageError:
-    return StageError(f"{error.filename or path or 'a file'} cannot be read "
-                      f"({error.strerror or error}); that does not mean that it is damaged, and "
-                      "nothing was moved or deleted",
-                      found=f"on {platform.node()}, several times in some seconds",
-                      hint="see to the disk or the mount there (`dmesg` tells more); the same "
-                           "command then goes on")

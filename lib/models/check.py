@@ -92,7 +92,7 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
         log.warn("the tokenizer does not give back every text as it was: "
                  + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return ModelFacts(sum(p.numel() for p in model.parameters()), dtype, rows, tokens, context,
+    return ModelFacts(model.num_parameters(), dtype, rows, tokens, context,
                       training_memory.estimate(model))
 
 

@@ -87,12 +87,11 @@ class Design:
         with tempfile.TemporaryDirectory() as preview, self._rename_errors(Path(preview)):
             self.write(Path(preview), vocabulary, None)
             model = architecture.build_on_meta(Path(preview))
-        count = sum(parameter.numel() for parameter in model.parameters())
         rows, context = scratch.pad_vocabulary(vocabulary), self.context()
         given = self._given_vocabulary()
         instead = f" ({self.config_json} says {given})" if given not in (None, rows) else ""
         return {"architecture": f"{type(model).__name__} of {self.config_json}, "
-                                f"{units.count(count)} parameters",
+                                f"{units.count(model.num_parameters())} parameters",
                 "vocabulary": scratch.describe_rows(rows, vocabulary) + instead,
                 "context": units.counted(context, "token") if context else
                 "not limited by the config"}

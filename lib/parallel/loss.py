@@ -59,12 +59,9 @@ def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> T
     head = model.get_output_embeddings()
     if isinstance(head.__dict__.get("forward"), LossHead):
         return head.forward.loss_sum(model, inputs, batch.labels, scale)
-    return _ScaledGradient.apply(_sum(model(**inputs).logits, batch.labels), scale)
-
-
-def _sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED,
-                           reduction="sum")
+    logits = model(**inputs).logits.flatten(0, 1).float()
+    total = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return _ScaledGradient.apply(total, scale)
 
 
 class _ScaledGradient(torch.autograd.Function):

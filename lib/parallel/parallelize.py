@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from transformers import PreTrainedModel
 
 from lib.core import units
 from lib.core.errors import UsageError
@@ -168,9 +169,9 @@ def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Modul
         after.set_modules_to_backward_prefetch([before])
 
 
-def may_stay_gathered(model: nn.Module, device_bytes: float) -> bool:
+def may_stay_gathered(model: PreTrainedModel, device_bytes: float) -> bool:
     """Tell whether all parameters in half precision are a small part of a device's memory."""
-    return 2 * sum(p.numel() for p in model.parameters()) < _SMALL_SHARE * device_bytes
+    return 2 * model.num_parameters() < _SMALL_SHARE * device_bytes
 
 
 def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:

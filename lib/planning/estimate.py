@@ -42,7 +42,7 @@ class MemoryEstimate:
             if torch.cuda.is_initialized() else multiprocessing.get_context("fork")
         self._answer, question = context.Pipe()
         self._is_wanted = log.rank() == 0 and \
-            sum(p.numel() for p in model.parameters()) >= _ESTIMATED_FROM
+            model.num_parameters() >= _ESTIMATED_FROM
         if not self._is_wanted:
             self._answer.close()
             question.close()

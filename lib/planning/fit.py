@@ -93,8 +93,8 @@ class Fit:
         return UsageError(
             f"this run does not fit: a rank needs {units.memory(sum(needed.values()))} and can "
             f"have {units.memory(place)} of {where}",
-            found=f"{parts}, for {units.count(self._parameters())} parameters over {ranks} "
-                  f"rank{'s' * (ranks > 1)}{without * ('activations' not in needed)}",
+            found=f"{parts}, for {units.count(self.model.num_parameters())} parameters over "
+                  f"{units.counted(ranks, 'rank')}{without * ('activations' not in needed)}",
             hint="\n".join(hints), run=self._command(near, whole) if near else "")
 
     def _nearest(self, has_begun: bool, more_ranks: bool) -> Turn | None:
@@ -125,15 +125,12 @@ class Fit:
         """Return the bytes of a rank's weights, gradients and optimizer states."""
         each = {"parameters": _FLOAT32, "gradients": _FLOAT32,
                 "optimizer": OPTIMIZERS[case.optimizer].state_bytes}
-        return {kind: round(size * self._parameters() / case.shard_size)
+        return {kind: round(size * self.model.num_parameters() / case.shard_size)
                 for kind, size in each.items()}
 
     def _place(self, case: Case) -> int:
         """Return the bytes that there are for the states."""
         return self.host if case.offload or not self.on_gpu else self.room
-
-    def _parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _traced(self, case: Case) -> StepMemory:
         self.estimates = self.estimates or Estimates(self.model)

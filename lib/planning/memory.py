@@ -116,13 +116,14 @@ def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, compiled
 def _table(asked: Case, estimates: Estimates, usable: float) -> None:
     """Print the memory on so many GPUs, by batch and kind of checkpointing."""
     step, ranks = estimates.step(asked), asked.ranks
-    held, unit = step.largest, Unit.suited(step.total)
+    held = step.largest
+    name, unit = ("GiB", _GIB) if step.total >= _GIB / 10 else ("MiB", _GIB >> 10)
     replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
-    states = ", ".join(f"{units.memory(held[kind])} {name}" for kind, name in (
+    states = ", ".join(f"{units.memory(held[kind])} {words}" for kind, words in (
         ("parameters", "parameters"), ("gradients", "gradients"),
         ("optimizer", "optimizer states")))
     log.info(f"  {units.counted(ranks, 'GPU')}{replicas}: {states}"
-             f"{', in host memory' if asked.offload else ''}; in {unit.name}:")
+             f"{', in host memory' if asked.offload else ''}; in {name}:")
     log.info("     batch  checkpointing  activations    loss  gathered    peak")
     for times, recompute in product(_BATCHES, _RECOMPUTE):
         case = replace(asked, batch=asked.batch * times, recompute=recompute)
@@ -132,16 +133,17 @@ def _table(asked: Case, estimates: Estimates, usable: float) -> None:
         log.info(f"    → {_nearest(estimates, asked, usable)}")
 
 
-def _row(case: Case, estimates: Estimates, usable: float, unit: Unit, asked: bool) -> None:
+def _row(case: Case, estimates: Estimates, usable: float, unit: int, asked: bool) -> None:
+    """Print the memory of a case. unit: bytes of what all sizes of the table are told in."""
     begins = f"  {'→' if asked else ' '} {case.batch:>6}  {case.recompute:<13}"
     try:
         step = estimates.step(case)
     except RuntimeError as error:  # some families cannot be checkpointed selectively
         log.info(f"{begins}  cannot be traced: {str(error).strip().splitlines()[0]}")
         return
-    held = step.largest
-    log.info(f"{begins}  {unit.show(held['activations']):>11}  {unit.show(held['loss']):>6}  "
-             f"{unit.show(held['gathered']):>8}  {unit.show(step.total):>6}  "
+    held = {kind: size / unit for kind, size in step.largest.items()}
+    log.info(f"{begins}  {held['activations']:11.2f}  {held['loss']:6.2f}  "
+             f"{held['gathered']:8.2f}  {step.total / unit:6.2f}  "
              f"{'fits' if _peak(step) <= usable else 'too much'}")
 
 
@@ -150,23 +152,9 @@ def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
     for turn in turned(asked):
         with suppress(RuntimeError):  # as in a row
             if (peak := _peak(estimates.step(turn.case))) <= usable:
-                return f"fits with {' '.join(turn.words())}{turn.on('GPUs')}: {peak:.3g} GiB"
+                where = f" on {turn.case.ranks} GPUs" * turn.more_ranks
+                return f"fits with {' '.join(turn.words())}{where}: {peak:.3g} GiB"
     return "nothing makes it fit: take a smaller model or larger GPUs"
-
-
-class Unit(NamedTuple):
-    """What all sizes of a table are told in."""
-
-    name: str
-    bytes: int
-
-    @classmethod
-    def suited(cls, size: float) -> Unit:
-        """Return the unit for sizes up to about this one."""
-        return cls("GiB", _GIB) if size >= _GIB / 10 else cls("MiB", _GIB >> 10)
-
-    def show(self, size: float) -> str:
-        return f"{size / self.bytes:.2f}"
 
 
 class Turn(NamedTuple):
@@ -179,10 +167,6 @@ class Turn(NamedTuple):
     def words(self) -> list[str]:
         """Return the options as words of a command."""
         return [word for option in self.options.items() for word in option]
-
-    def on(self, devices: str) -> str:
-        """Return on how many devices, where the setting needs more of them."""
-        return f" on {self.case.ranks} {devices}" if self.more_ranks else ""
 
 
 def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:

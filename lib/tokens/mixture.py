@@ -145,12 +145,9 @@ class Mixture(Samples):
 
     @property
     def most_documents(self) -> int:
-        """Return the most documents of a sample, its padding counted as one."""
         return max(part.most_documents for part in self.parts)
 
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
-        """Return which samples the numbers [first, first + count) of the endless stream stand for.
-        """
         corpus, own = order.deal(np.arange(first, first + count), self.weights)
         chosen = np.empty(count, np.int64)
         for i, part in enumerate(self.parts):
@@ -159,7 +156,6 @@ class Mixture(Samples):
         return chosen
 
     def rows(self, samples: np.ndarray) -> Rows:
-        """Return the samples of some numbers as inputs, labels and positions."""
         places, found = self._by_corpus(samples)
         taken = [self.parts[i].rows(numbers) for i, numbers in found]
         back = np.argsort(np.concatenate(places))
@@ -167,12 +163,10 @@ class Mixture(Samples):
                           for column in zip(*taken, strict=True))
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
-        """Return the label tokens and the tokens without padding of some samples."""
         each = [self.parts[i].counts(numbers) for i, numbers in self._by_corpus(samples)[1]]
         return sum(labels for labels, _ in each), sum(tokens for _, tokens in each)
 
     def means(self) -> tuple[float, float]:
-        """Return the label tokens and the tokens without padding of a sample on average."""
         each = np.array([part.means() for part in self.parts])
         labels, tokens = np.average(each, axis=0, weights=self.weights)
         return float(labels), float(tokens)

@@ -72,7 +72,6 @@ class Packs(Samples):
         return Rows(inputs, labels, positions)
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
-        """Return the label tokens and the tokens without padding of some samples."""
         packs = self._index["packs"]
         tokens = sum(int(np.abs(self._index["lengths"][packs[p]:packs[p + 1]]).sum())
                      for p in samples)

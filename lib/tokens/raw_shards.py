@@ -97,8 +97,10 @@ def open_directory(root: Path) -> RawShards:
                          hint="stages 01 and 02 read any kind of text")
     _warn_of_others(str(root), found, len(paths))
     spans = [span for path in paths for span in _cut(base, path)]
-    seen = [(path, *_size_and_ends(base / path)) for path in paths]
-    return RawShards(str(root), base, spans, hashing.fingerprint(seen), sum(s[1] for s in seen))
+    sizes = [(base / path).stat().st_size for path in paths]
+    seen = [[path, size, hashing.ends_digest(base / path, _ENDS_BYTES, "sha256")]
+            for path, size in zip(paths, sizes, strict=True)]
+    return RawShards(str(root), base, spans, hashing.fingerprint(seen), sum(sizes))
 
 
 def open_repository(name: str, commit: str, sizes: dict[str, tuple[int, str]], root: Path,
@@ -160,10 +162,3 @@ def _cut_parquet(root: Path, path: str) -> list[Span]:
             start, size = group + 1, 0
     return spans
 
-
-def _size_and_ends(path: Path) -> tuple[int, str]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(_ENDS_BYTES)
-        file.seek(max(0, size - _ENDS_BYTES))
-        return size, hashing.bytes_digest(head + file.read(), "sha256")

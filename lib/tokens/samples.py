@@ -83,9 +83,7 @@ class Windows(Samples):
         return taken
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
-        """Return the label tokens and the tokens without padding of some samples."""
         return len(samples) * self.seq_length, len(samples) * self.seq_length
 
     def means(self) -> tuple[float, float]:
-        """Return the label tokens and the tokens without padding of a sample on average."""
         return self.seq_length, self.seq_length

@@ -99,9 +99,8 @@ def first_weights(config: Config, inputs: Inputs, model: nn.Module, layout: Para
     else:
         load_pretrained(model, inputs.model_dir)
         inputs.require_unchanged()
-    count = sum(p.numel() for p in model.parameters())
-    log.info(f"weights: {units.count(count)} parameters {weights_of(config, inputs)} in "
-             f"{units.duration(time.monotonic() - began)}")
+    log.info(f"weights: {units.count(model.num_parameters())} parameters "
+             f"{weights_of(config, inputs)} in {units.duration(time.monotonic() - began)}")
     torch.manual_seed(config.seed + 1_000_003 * layout.rank)  # dropout differs between ranks
 
 

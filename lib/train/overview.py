@@ -175,7 +175,7 @@ def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config
 
 def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
     """Return what an estimate of the run must know of the model."""
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = model.num_parameters()
     return Work(parameters, flops.per_token(model, config.seq_length),
                 parameters * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
                 inputs.scratch,
