@@ -261,7 +261,7 @@ def test_a_wheelhouse_must_be_for_the_python_of_the_image(machine: Machine, tmp_
 def test_an_index_is_passed_as_a_secret(machine: Machine, tmp_path: Path):
     conf = tmp_path / "pip.conf"
     conf.write_text("[global]\n")
-    machine.build("--pip-conf", conf)
+    assert f"--secret id=pip.conf,src={conf} " in machine.build("--pip-conf", conf).stdout
     (build,) = machine.calls("build")
     assert build[build.index("--secret") + 1] == f"id=pip.conf,src={conf}"
     assert "no such file" in machine.build("--pip-conf", "nowhere", expect=2).stderr

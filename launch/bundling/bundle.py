@@ -100,7 +100,7 @@ def _build(opts: Options, identity: dict[str, Any], payloads: list[Payload],
         publish.require_space(build.dir, writer.missing_bytes, "the bundle")
         entries = writer.write(opts.num_workers, not opts.no_progress)
         script = build.dir / "airgap.py"
-        script.write_bytes(code.files["launch/bundling/unpacking.py"])
+        script.write_bytes(code.content("launch/bundling/unpacking.py"))
         entries.append({"path": script.name, "to": None, "bytes": script.stat().st_size,
                         "digest": hashing.file_digest(script, "sha256")})
         writer.forget()

@@ -57,12 +57,16 @@ class Code:
     """Holds a commit. changed: files here that differ from it."""
 
     commit: str
-    files: dict[str, bytes] = field(repr=False)
     payloads: list[Payload] = field(repr=False)
     changed: list[str]
 
     def requirements(self, dev: bool) -> dict[str, bytes]:
-        return {name: self.files[name] for name in _REQUIREMENTS[:2 if dev else 1]}
+        return {name: self.content(name) for name in _REQUIREMENTS[:2 if dev else 1]}
+
+    def content(self, name: str) -> bytes:
+        """Return what a file of the commit holds."""
+        return next(file.source for file in self.payloads
+                    if file.to == name and isinstance(file.source, bytes))
 
 
 def code(allow_dirty: bool) -> Code:
@@ -77,15 +81,15 @@ def code(allow_dirty: bool) -> Code:
         raise UsageError("the code here is not that of its last commit",
                          expected="everything committed, or --allow-dirty to leave the changes "
                                   "behind", found="\n".join(changed[:10]))
-    files, payloads = {}, []
+    payloads = []
     with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as archive:
         for member in archive:
             if not member.isfile() or (file := archive.extractfile(member)) is None:
                 continue
-            files[member.name] = data = file.read()
+            data = file.read()
             payloads.append(Payload(member.name, data, len(data), 0o755 if member.mode & 0o100
                                     else 0o644, int(member.mtime) * 10**9))
-    return Code(_git("rev-parse", "HEAD").decode().strip(), files, payloads, changed)
+    return Code(_git("rev-parse", "HEAD").decode().strip(), payloads, changed)
 
 
 def _is_code(path: str) -> bool:

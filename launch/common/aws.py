@@ -54,7 +54,7 @@ def cluster_of(context: str) -> tuple[str, str]:
     return (match["name"], match["region"]) if match else ("", "")
 
 
-def connect(cluster: str, region: str) -> None:
+def connect(cluster: str, region: str = "") -> None:
     """Write a kubectl context for a cluster and make it the current one; AwsError when refused."""
     aws("eks", "update-kubeconfig", "--name", cluster, region=region)
 
@@ -69,8 +69,7 @@ def context_of(cluster: str) -> str:
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl is not installed")
     if not (context := known()) and shutil.which("aws"):
-        subprocess.run(["aws", "eks", "update-kubeconfig", "--name", cluster],
-                       stdout=subprocess.DEVNULL)
+        connect(cluster)
         context = known()
     if not context:
         raise UsageError(f"the kubeconfig has no cluster {cluster}", run=commands.shell(

@@ -135,11 +135,6 @@ def docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
     return said
 
 
-def require_daemon() -> None:
-    """Raise DockerError when the daemon does not answer, UsageError without docker."""
-    docker("version", "--format", "{{.Server.Version}}", quiet=True)
-
-
 def region_of(registry: str) -> str:
     """Return the region of an Amazon registry, empty for any other."""
     match = _ECR.match(registry)
@@ -173,5 +168,5 @@ def create_repository(repository: str) -> bool:
 
 
 def shown(arguments: Sequence[str]) -> str:
-    """Return a docker command as one would type it."""
+    """Return a docker command as one would type it; its --secret names a file and no secret."""
     return shlex.join(["docker", *arguments])
