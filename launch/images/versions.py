@@ -201,46 +201,54 @@ def planned(opts: ImageOptions) -> ImageBuild:
                          expected=f"{opts.requirements} in it")
     if opts.pip_conf and not opts.pip_conf.is_file():
         raise UsageError(f"--pip-conf: no such file: {opts.pip_conf}")
-    named = torch_pin(requirements)
-    torch = torch_pin(requirements, opts.cuda)
-    problems = Problems()
+    named, problems = torch_pin(requirements), Problems()
     driver = opts.driver_version or _local_driver()
-    if driver and (problem := driver_problem(torch, driver)):
-        fitting = build_for(torch, driver)
-        if opts.auto_fix and fitting:
-            log.info(f"fixed: {problem}; torch {fitting.version}{fitting.local} is taken")
-            torch = fitting
-        else:
-            problems.add(problem, hint="update the driver" + ", or:" * bool(fitting),
-                         run=commands.as_typed("--cuda", fitting.cuda) if fitting else "")
-    base = opts.base_image or f"python:{PYTHONS[opts.python]}-bookworm"
-    if problem := base_problem(torch, base):
+    torch = _torch_for(torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
+    if problem := base_problem(torch, opts.base_image):
         problems.add(problem, hint="choose a base image without CUDA, or with that of torch")
-    python, wheels = opts.python, _torch_wheels(opts.context / "wheelhouse")
-    fitting_pythons = [version for version in PYTHONS if any(
-        _is_wheel_of(name, torch, named, version) for name in wheels or ())]
-    if wheels is not None and python not in fitting_pythons:
-        problem = f"{opts.context / 'wheelhouse'} has no wheel of torch {torch.version}" \
-                  f"{torch.local} for Python {python} ({', '.join(wheels) or 'none of torch'})"
-        other = next(iter(fitting_pythons), "")
-        if opts.auto_fix and other and not opts.base_image:
-            log.info(f"fixed: {problem}; Python {other} is taken")
-            python, base = other, f"python:{PYTHONS[other]}-bookworm"
-        else:
-            problems.add(problem, run=commands.as_typed("--python", other) if other else "",
-                         hint="" if other else "pack the bundle again for this Python and torch")
+    python = _python_for(opts, torch, named, problems)
     problems.raise_if_any()
     tag = opts.tag or (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
                        f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else ""))
-    settled = replace(opts, context=opts.context.resolve(), tag=tag, python=python, base_image=base,
+    settled = replace(opts, context=opts.context.resolve(), tag=tag, python=python,
+                      base_image=opts.base_image or f"python:{PYTHONS[python]}-bookworm",
                       driver_version=driver, pip_conf=opts.pip_conf and opts.pip_conf.resolve())
     return ImageBuild(**vars(settled), torch=torch, named_torch=named)
 
 
-def _torch_wheels(wheelhouse: Path) -> list[str] | None:
-    """Return the names of the wheels of torch in a wheelhouse, None without one."""
-    return sorted(path.name for path in wheelhouse.glob("torch-*.whl")) \
-        if wheelhouse.is_dir() else None
+def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) -> Torch:
+    """Return the torch, with auto_fix that of a CUDA for the driver; note where neither does."""
+    if not driver or not (problem := driver_problem(torch, driver)):
+        return torch
+    fitting = build_for(torch, driver)
+    if auto_fix and fitting:
+        log.info(f"fixed: {problem}; torch {fitting.version}{fitting.local} is taken")
+        return fitting
+    problems.add(problem, hint="update the driver" + ", or:" * bool(fitting),
+                 run=commands.as_typed("--cuda", fitting.cuda) if fitting else "")
+    return torch
+
+
+def _python_for(opts: ImageOptions, torch: Torch, named: Torch, problems: Problems) -> str:
+    """Return the Python of the image, with --auto-fix one that the wheelhouse is for.
+
+    Note where neither is. named: the torch of the requirements.
+    """
+    wheelhouse = opts.context / "wheelhouse"
+    wheels = sorted(path.name for path in wheelhouse.glob("torch-*.whl"))
+    fitting = [version for version in PYTHONS
+               if any(_is_wheel_of(name, torch, named, version) for name in wheels)]
+    if not wheelhouse.is_dir() or opts.python in fitting:
+        return opts.python
+    problem = f"{wheelhouse} has no wheel of torch {torch.version}{torch.local} for Python " \
+              f"{opts.python} ({', '.join(wheels) or 'none of torch'})"
+    other = next(iter(fitting), "")
+    if opts.auto_fix and other and not opts.base_image:
+        log.info(f"fixed: {problem}; Python {other} is taken")
+        return other
+    problems.add(problem, run=commands.as_typed("--python", other) if other else "",
+                 hint="" if other else "pack the bundle again for this Python and torch")
+    return opts.python
 
 
 def _is_wheel_of(name: str, torch: Torch, named: Torch, python: str) -> bool:
