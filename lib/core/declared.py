@@ -31,7 +31,7 @@ def flag(name: str) -> str:
 
 
 class Role(Enum):
-    """What the ranks and the launches of one run have to do with an option."""
+    """Says what the ranks and the launches of one run have to do with an option."""
 
     RESULT = "it decides the result: a launch that goes on with a run must be given the same"
     ALIKE = "all ranks of a launch must be given the same"

@@ -34,7 +34,7 @@ def visible(text: str) -> str:
 
 
 class StageError(Exception):
-    """What was expected, what was found, and what to do about it.
+    """Tells what was expected, what was found, and what to do about it.
 
     problem: one sentence. expected, found, hint, run: further lines under it. run: commands that
     cure it when they are typed as they stand, one a line, in this order (lib/core/commands.py
@@ -62,7 +62,7 @@ class StageError(Exception):
 
 
 class UsageError(StageError):
-    """Bad usage or bad input."""
+    """The command line or the input is bad."""
 
     code = EXIT_USAGE
 
@@ -74,7 +74,7 @@ class ArtifactError(StageError):
 
 
 class DiskFullError(StageError):
-    """No room to write."""
+    """There is no room to write."""
 
     code = EXIT_DISK_FULL
 

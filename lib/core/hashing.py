@@ -18,7 +18,7 @@ from lib.core.errors import ArtifactError
 
 
 class Hasher(Protocol):
-    """What hashlib and xxhash share."""
+    """Describes what hashlib and xxhash share."""
 
     def update(self, data: bytes) -> None: ...
     def hexdigest(self) -> str: ...

@@ -9,7 +9,7 @@ _LONGEST_FLOAT = 10  # characters of a float that is told as it is
 
 
 class Difference(NamedTuple):
-    """Something that two identities do not share.
+    """Names something that two identities do not share.
 
     kind: option, input or format. name: of an option as a field, of an input with dots between the
     levels.

@@ -45,7 +45,7 @@ class ExperimentHeld(Held):
 
 
 class Lease:
-    """The right to write a directory, held until `release` or the end of the process.
+    """Gives the right to write a directory, until `release` or the end of the process.
 
     lost: called in a thread when another process has taken the directory over, as it may when
     this one was stopped for longer than PATIENCE_S.

@@ -48,7 +48,7 @@ class _RankFile(logging.Handler):
 
 
 class Tolerated:
-    """Writing that may fail without ending the run: of failures in a row the first one is told.
+    """Lets writing fail without ending the run: of failures in a row the first one is told.
 
     >>> with may_fail:          # Tolerated("metrics.jsonl")
     ...     file.write(line)

@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "
 
 
 class Remedy(TypedDict, total=False):
-    """What mends an artifact, as parts of an error: a command, or words."""
+    """Says what mends an artifact, as parts of an error: a command, or words."""
 
     run: str
     hint: str

@@ -26,7 +26,7 @@ VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with both spellings, YAML, and errors that name the nearest option.
+    """Adds to argparse both spellings, YAML, and errors that name the nearest option.
 
     usage: what stands behind the script's name (default: what must be given, and `[options]`).
     first: by destination, what the options that matter most are for. With them --help is a short

@@ -93,7 +93,7 @@ def experiment(text: str, save_dir: Path | None = None) -> Experiment:
 
 
 class Experiment:
-    """The tree that a training run leaves under `outputs/<experiment>/`."""
+    """Names what a training run leaves under `outputs/<experiment>/`."""
 
     def __init__(self, save_dir: Path, name: str) -> None:
         self.root = save_dir / name

@@ -91,7 +91,7 @@ class AlreadyBuilding(UsageError):
 
 
 class Build:
-    """A directory in the making.
+    """Makes a directory that others see when it is finished.
 
     >>> with Build(target, "splits/1", identity, overwrite) as build:
     ...     (build.dir / "files.jsonl").write_text(…)

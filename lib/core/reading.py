@@ -53,7 +53,7 @@ def patiently(read: Callable[[], Result], path: object = "") -> Result:
 
 
 class PatientFile(io.FileIO):
-    """A file for reading, of which a disk that fails for a moment costs nothing.
+    """Reads a file, also where the disk fails for a moment.
 
     Opening and reading are tried again as by `patiently`, which raises StageError in the end; other
     errors are raised at once.

@@ -15,7 +15,7 @@ from lib.core.errors import UsageError
 
 
 class Stamp(NamedTuple):
-    """What changes with a file's content: replaced, it is another inode; written to, it is later.
+    """Changes with a file's content: replaced, it is another inode; written to, it is later.
 
     It is that of the file which a link leads to. bytes: its size.
     """

@@ -15,7 +15,7 @@ EXIT_READER_LEFT = 141  # as of a process that SIGPIPE ends: 128 + 13
 
 
 class _Outlet(io.FileIO):
-    """A descriptor that leads nowhere once its reader is gone. only_shows: end the process then."""
+    """Writes to a descriptor until its reader is gone. only_shows: end the process then."""
 
     def __init__(self, descriptor: int, only_shows: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)

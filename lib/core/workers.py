@@ -22,7 +22,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # schedulers send th
 
 
 class Worker:
-    """A process of its own that answers tasks in the order in which they were sent.
+    """Answers tasks in the order in which they were sent, in a process of its own.
 
     prepare: called there with `arguments`; returns what answers a task. Send no second task before
     the answer to the first is received: both sides could wait for the other to read.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW whose states are known before its first step.
+    """Tells its states before its first step.
 
     Built after sharding, so that `exp_avg` and `exp_avg_sq` are sharded like the weights.
     """

@@ -89,7 +89,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 class _Rule(NamedTuple):
-    """What all parameters of a group share. lr: float32 scalar, for it changes in each step."""
+    """Holds what a group's parameters share. lr: float32 scalar, for it changes in each step."""
 
     lr: Tensor
     beta1: float
@@ -212,7 +212,7 @@ def _written(values: Tensor, raised: Tensor, like: Sequence[Tensor]) -> list[Ten
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """[R, …] → [R, blocks, 256], zeros behind the end of a row."""
+    """Return [R, …] as [R, blocks, 256], zeros behind the end of a row."""
     rows = values.flatten(1)
     if short := -rows.shape[1] % BLOCK:
         rows = F.pad(rows, (0, short))
@@ -220,7 +220,7 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def _joined(blocks: Tensor, like: Tensor) -> Tensor:
-    """[R, blocks, 256] → the shape of `like`."""
+    """Return [R, blocks, 256] in the shape of `like`."""
     return blocks.flatten(1)[:, :like.flatten(1).shape[1]].reshape(like.shape)
 
 

@@ -16,7 +16,7 @@ _NARROW = ("fp16", "fp8")  # precisions in which small gradients vanish
 
 
 class Skipped(NamedTuple):
-    """steps: skipped since the last look. spikes: those of them whose norm was a number.
+    """Counts steps. steps: skipped since the last look. spikes: those whose norm was finite.
 
     in_a_row: skipped since the last good step.
     """

@@ -19,7 +19,7 @@ Wrap = Callable[..., Callable[..., None]]
 
 
 class OptimizerSpec(NamedTuple):
-    """A row of the table.
+    """Describes an optimizer.
 
     state_bytes: of its states, per parameter. build: (groups, lr, betas, wrap) → the optimizer,
     which has `new_state(parameter)`, sharded like the parameter but for `step`; where its

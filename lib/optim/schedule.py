@@ -12,7 +12,7 @@ _WARMUP_SHARE, _WARMUP_MOST = 0.05, 1000
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm up linearly to `peak` in `warmup` steps, then go down to `minimum` at the last step."""
+    """Warms up linearly to `peak` in `warmup` steps, then down to `minimum` at the last step."""
 
     kind: str
     peak: float

@@ -30,7 +30,7 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 class HeadSizes(NamedTuple):
-    """How many numbers the widest head of a model has; 0 where its config does not say."""
+    """Counts the numbers of a model's widest head; 0 where its config does not say."""
 
     query: int  # and key
     value: int

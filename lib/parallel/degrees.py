@@ -9,7 +9,7 @@ from lib.core.errors import UsageError
 
 
 class Degrees(NamedTuple):
-    """Over how many ranks each thing is divided; only `shard` may be more than 1 so far.
+    """Says over how many ranks each thing is divided; only `shard` may be more than 1 so far.
 
     shard: a replica of the model; None: as many as there are. context: a sequence; its ranks are
     neighbours and read the same samples. experts: those of a layer, among the ranks of a replica.

@@ -31,7 +31,7 @@ _ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True," \
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """This process's place in the launch: who reads, shards and computes what.
+    """Says what this process does in the launch: who reads, shards and computes what.
 
     rank, ranks: processes, for logs, agreements, tiers and checkpoints. dp_rank, dp_size: who reads
     which samples, for all that divides the data. fsdp: the mesh of parameters, (shard) or

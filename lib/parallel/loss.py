@@ -110,7 +110,7 @@ class LossHead:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross entropy of a linear layer, some rows at a time, the gradients made on the way.
+    """Computes the cross entropy of a linear layer by rows, and its gradients on the way.
 
     Logits and gradients of a chunk exist only for the while, so the forward does what the backward
     would have to do again; the backward hands them on. Loss and gradient of the weights are summed

@@ -25,7 +25,7 @@ _PATIENCE_S = 30  # of processor time; a trace takes a few seconds of it
 
 
 class MemoryEstimate:
-    """A trace in a process of its own: nothing of it stays, and the run does not wait for it.
+    """Traces in a process of its own: nothing of it stays, and the run does not wait for it.
 
     Must be made before the process group and before the model is sharded: it forks, which spares
     importing everything again. A fork of a process that uses a GPU could not compute (torch ends it

@@ -30,7 +30,7 @@ _DOUBT = 4  # times what the shape of a model says of its activations: a trace i
 
 @dataclass
 class Fit:
-    """What a rank of a run needs and has. room: bytes on its device; host: of the host's memory.
+    """Compares what a rank needs and has. room: bytes on its device; host: of the host's memory.
 
     compiled: the trace is of code that is not, and says somewhat too much.
     """

@@ -43,7 +43,7 @@ def apart(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 class Estimates:
-    """The memory of a model's steps, traced where needed and remembered.
+    """Tells the memory of a model's steps, traced where needed and remembered.
 
     model: on the meta device, not sharded. Of blocks that are all alike, a few are traced.
     progress: counts the traces, of a second or more each.
@@ -158,7 +158,7 @@ def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
 
 
 class Turn(NamedTuple):
-    """Another setting. options: to give instead, in the order in which people turn them."""
+    """Names another setting. options: to give instead, in the order in which people turn them."""
 
     options: dict[str, str]
     case: Case

@@ -27,7 +27,7 @@ GPU_HOURS_PER_FAILURE = round(16384 * 54 * 24 / 466)
 
 @dataclass(frozen=True)
 class Saving:
-    """every: work between saves. lag: from the end of the stall to the commit, in the background.
+    """Says when to save. every: work between saves. lag: from the stall's end to the commit.
 
     One save at a time: the next waits for the commit of the one before.
     """

@@ -43,7 +43,7 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 @dataclass(frozen=True)
 class Case:
-    """What decides the memory of a step, beside the model.
+    """Says what decides the memory of a step, beside the model.
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
     pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """largest: of each kind. moments: what there is of all kinds where a phase has its peak."""
+    """Holds bytes. largest: of each kind. moments: of all kinds where a phase has its peak."""
 
     largest: Bytes
     moments: tuple[Bytes, ...]

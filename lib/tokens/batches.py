@@ -26,7 +26,7 @@ _ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out 
 
 
 class MicroBatch(NamedTuple):
-    """The samples that one rank passes through the model at once.
+    """Holds the samples that one rank passes through the model at once.
 
     input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t], or IGNORED.
     position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32,
@@ -46,7 +46,7 @@ class MicroBatch(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where a rank stands in its raw shards: at token `token` of the document at `place`.
+    """Says where a rank stands in its raw shards: at token `token` of the document at `place`.
 
     piece: number of the span among the rank's own of the epoch. place: as in Block, None for the
     first.
@@ -59,7 +59,7 @@ class Cursor(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where the data of a run stands.
+    """Says where the data of a run stands.
 
     samples: number of the next sample, on all ranks. cursor: of this rank, with --streaming alone.
     """
@@ -72,7 +72,7 @@ BEGINNING = Position()
 
 
 class Step(NamedTuple):
-    """This rank's part of a step, and the step's counts over all ranks.
+    """Holds this rank's part of a step, and the step's counts over all ranks.
 
     label_tokens: what the loss is divided by. tokens: without padding. after: where the data stands
     when the step is done.
@@ -85,7 +85,7 @@ class Step(NamedTuple):
 
 
 class DataStream(ABC):
-    """The data of a run. It holds no position: a resume and a rollback ask for other steps."""
+    """Gives the data of a run. It holds no position: resume and rollback ask for other steps."""
 
     @abstractmethod
     def steps(self, position: Position, count: int) -> Iterator[Step]:
@@ -108,7 +108,7 @@ class DataStream(ABC):
 
 
 class SampleStream(DataStream):
-    """Samples by number, the same whatever the number of ranks."""
+    """Gives samples by number, the same whatever the number of ranks."""
 
     def __init__(self, samples: Samples, seed: int, division: Division, device: torch.device,
                  ) -> None:

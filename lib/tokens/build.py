@@ -205,7 +205,7 @@ class _SplitWriter:
 
 
 class _Sink:
-    """A file that is hashed while it is written; the first `keep` bytes of an old one stay."""
+    """Hashes a file while it writes it; the first `keep` bytes of an old one stay."""
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path, self.bytes, self._hasher = path, keep, hashing.new()

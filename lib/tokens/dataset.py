@@ -27,7 +27,7 @@ _BATCH_BYTES, _BATCH_ROWS = 16 << 20, 100_000
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset on disk that has a `text` column.
+    """Reads a dataset on disk that has a `text` column.
 
     fingerprint: identifies the content wherever the directory lies. splits: split name → the
     directory of its Arrow shards; `train` is always there. ours: written by stage 02. stamps: of

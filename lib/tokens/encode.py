@@ -45,7 +45,7 @@ class Engine(Protocol):
 
 
 class HuggingFace:
-    """The tokenizer as transformers loads it; a Rust one uses all threads it may."""
+    """Encodes by the tokenizer as transformers loads it; a Rust one uses all threads it may."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class HuggingFace:
 
 
 class Gigatoken:
-    """The gigatoken library (dozens of times as fast), for tokenizers that it gets right.
+    """Encodes by gigatoken (dozens of times as fast), for tokenizers that it gets right.
 
     Texts in which a special token is spelled out go to the Hugging Face tokenizer: whether they
     count as that token is a setting of each tokenizer. Raises whatever gigatoken raises for a
@@ -111,7 +111,7 @@ class Gigatoken:
 
 
 class Encoder:
-    """A Hugging Face tokenizer as the token store uses it.
+    """Encodes documents by a Hugging Face tokenizer, as the token store holds them.
 
     A document becomes [BOS] ids [EOS]: BOS if the tokenizer itself puts one in front of a text,
     EOS whenever the tokenizer has one.

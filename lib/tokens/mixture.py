@@ -24,7 +24,7 @@ from lib.tokens.samples import Rows, Samples
 
 @dataclass(frozen=True)
 class Corpus:
-    """A dataset of the mixture. weight: as it was given, None for the share of its size."""
+    """Names a dataset of the mixture. weight: as given, None for the share of its size."""
 
     weight: Fraction | None
     dataset: Dataset
@@ -114,7 +114,7 @@ def _whole(weights: Sequence[Fraction]) -> list[int]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation split of one corpus. weight: of its loss in the mean over all of them."""
+    """Holds the validation split of a corpus. weight: of its loss in the mean over all."""
 
     name: str
     weight: int
@@ -130,7 +130,7 @@ def held_out(corpora: Sequence[Corpus], train: Samples, validation: Sequence[Sam
 
 
 class Mixture(Samples):
-    """Samples of several corpora, numbered one corpus after the other.
+    """Numbers the samples of several corpora, one corpus after the other.
 
     weights: their shares of the stream, whole numbers.
     """

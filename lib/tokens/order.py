@@ -23,7 +23,7 @@ LARGEST_SUM = 3_000_000_000  # its square fits into 64 bits
 
 @dataclass(frozen=True)
 class Division:
-    """How a global batch is divided: G = micro_batch × accumulation × dp_size samples.
+    """Divides a global batch: G = micro_batch × accumulation × dp_size samples.
 
     dp_rank, dp_size: which of the readers this is, and how many there are.
     """

@@ -37,7 +37,7 @@ _FILES = {"starts": "int64", "lengths": "int32", "packs": "int64", "labels": "in
 
 
 class Packs(Samples):
-    """Sample p is the pieces of pack p one after the other, then padding.
+    """Makes sample p of the pieces of pack p, one after the other, and padding.
 
     Positions restart at each piece and in the padding, the last token of a document and the
     padding carry no label.

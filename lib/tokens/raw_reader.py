@@ -37,11 +37,11 @@ DAMAGE = (OSError, EOFError, ValueError, NotImplementedError)
 
 
 class NoColumn(ValueError):
-    """A Parquet file without the column of the text."""
+    """A Parquet file has no column of that name."""
 
 
 class Block(NamedTuple):
-    """Some documents: whole lines as they lie, or the texts of rows.
+    """Holds some documents: whole lines as they lie, or the texts of rows.
 
     start: the place of the first, in bytes of the (decompressed) file or rows of the span.
     """
@@ -164,7 +164,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a block, documents one after the other with BOS and EOS.
+    """Holds the tokens of a block, documents one after the other with BOS and EOS.
 
     ids: uint32 [tokens]. ends: int64 [documents], exclusive. places: int64 [documents], see Block.
     seconds: of work.

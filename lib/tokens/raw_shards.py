@@ -25,7 +25,7 @@ _ENDS_BYTES = 64 << 10
 
 
 class Span(NamedTuple):
-    """A part of a shard.
+    """Names a part of a shard.
 
     path: relative to the root. start, end: bytes of JSON Lines, where a line belongs to the span
     it begins in; row groups of Parquet. end None: up to the end.
@@ -46,7 +46,7 @@ class Fetcher(Protocol):
 
 @dataclass(frozen=True)
 class RawShards:
-    """Raw shards are the files of text that --streaming reads, cut into spans.
+    """Names the files of text that --streaming reads, cut into spans.
 
     root: where they lie. fetcher: what brings them, None where they are there. fingerprint: of the
     content, wherever it lies. bytes: of all files. commit: of a repository, else "".

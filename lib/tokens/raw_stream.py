@@ -36,7 +36,7 @@ _SAMPLED_SPANS, _SAMPLED_TEXTS, _SAMPLED_BYTES = 16, 200, 20_000
 
 
 class OwnSpan(NamedTuple):
-    """A span that a rank reads, the number of it among the rank's own of the epoch."""
+    """Names a span that a rank reads, and its number among the rank's own of the epoch."""
 
     epoch: int
     number: int
@@ -44,7 +44,7 @@ class OwnSpan(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A block in the stream: the number of its first token, and where its documents are from."""
+    """Holds a block of the stream, the number of its first token, and where it is from."""
 
     first: int
     own: OwnSpan
@@ -52,7 +52,7 @@ class Origin(NamedTuple):
 
 
 class RawDocuments:
-    """The documents of the part of the shards that one rank reads, tokenised by processes.
+    """Reads the documents of one rank's part of the shards, tokenised by processes.
 
     Raises UsageError when there are fewer spans than ranks.
     """
@@ -235,7 +235,7 @@ class RawDocuments:
 
 
 class TokenRuns:
-    """The tokens of documents, taken in runs that overlap by the token that is only a label."""
+    """Gives tokens of documents in runs that overlap by the token that is only a label."""
 
     def __init__(self, documents: RawDocuments, cursor: Cursor) -> None:
         self._encoded, self._origins = documents.encoded(cursor), deque[Origin]()
@@ -267,7 +267,7 @@ class TokenRuns:
 
 
 class RawStream(DataStream):
-    """Windows across the documents of raw shards, of which every rank reads its own part."""
+    """Gives windows across the documents of raw shards; every rank reads its own part."""
 
     def __init__(self, documents: RawDocuments, seq_length: int, division: Division,
                  device: torch.device) -> None:

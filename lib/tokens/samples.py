@@ -14,7 +14,7 @@ IGNORED = -100  # the label that no loss is computed for
 
 
 class Rows(NamedTuple):
-    """int64 [samples, T] each; positions None: they run from 0 to T - 1."""
+    """Holds samples, int64 [samples, T] each; positions None: they run from 0 to T - 1."""
 
     inputs: np.ndarray
     labels: np.ndarray
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 
 class Samples(ABC):
-    """Samples numbered from 0: windows of the token stream, packs of documents, or a mixture."""
+    """Numbers samples from 0: windows of the token stream, packs of documents, or a mixture."""
 
     @property
     def most_documents(self) -> int:
@@ -56,7 +56,7 @@ class Samples(ABC):
 
 
 class Windows(Samples):
-    """Windows of the token stream, across documents (`--packing concat`).
+    """Cuts windows of the token stream, across documents (`--packing concat`).
 
     Sample i is tokens [i·T, i·T + T], T + 1 of them: T inputs and the token after each.
 

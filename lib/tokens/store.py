@@ -30,7 +30,7 @@ KIND = "tokens/1"
 
 
 class FileNumbers:
-    """Numbers in a file, read by `pread` where they are asked for: as an array, but not mapped.
+    """Reads numbers of a file by `pread` where they are asked for: an array, but not mapped.
 
     Some parallel file systems map slowly, or not at all.
     """
@@ -68,7 +68,7 @@ Numbers = np.ndarray | FileNumbers
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a store: tokens: uint16|uint32 [N]; ends: int64 [documents]."""
+    """Holds a split of a store. tokens: uint16|uint32 [N]; ends: int64 [documents]."""
 
     tokens: Numbers
     ends: Numbers
@@ -76,7 +76,7 @@ class Split:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A finished store. vocab_size: of the tokenizer. splits: name → its tokens.
+    """Holds a finished store. vocab_size: of the tokenizer. splits: name → its tokens.
 
     reads: how its files are read, and those of indexes over it.
     """
