@@ -70,7 +70,7 @@ def check_paths(src: Path, dst: Path) -> None:
                          expected="a destination that can be created without touching the source")
 
 
-def identity_of(opts: options.Options, entries: Sequence[TreeEntry]) -> dict:
+def make_identity(opts: options.Options, entries: Sequence[TreeEntry]) -> dict:
     """Return what decides the content of the splits, wherever source and destination lie."""
     found = identify(select_taken(entries))
     if opts.mode == "symlink":  # the links name the place
@@ -125,14 +125,15 @@ def print_plan(opts: options.Options, entries: Sequence[TreeEntry],
         "take": f"{units.counted(len(files), 'file')}, {units.size(sum(sizes.values()))} "
                 f"({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())})",
         "skip": count_reasons(entries) or "nothing",
-        "splits": f"{len(counts)}, each with {_range(min(counts.values()), max(counts.values()))}, "
+        "splits": f"{len(counts)}, each with "
+                  f"{_show_range(min(counts.values()), max(counts.values()))}, "
                   f"{units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
         "mode": opts.mode,
     })
     return counts, sizes
 
 
-def _range(low: int, high: int) -> str:
+def _show_range(low: int, high: int) -> str:
     return f"{'' if low == high else f'{low:,} or '}{units.counted(high, 'file')}"
 
 
@@ -178,7 +179,7 @@ def main(argv: list[str]) -> None:
         log.warn(f"--include {glob} matches no file of {opts.src_dir} that is taken")
     for glob in list_unmatched(opts.exclude, entries, PATTERN):
         log.warn(f"--exclude {glob} matches nothing in {opts.src_dir}")
-    identity = identity_of(opts, entries)
+    identity = make_identity(opts, entries)
     next_command = commands.script("02_build_hf_dataset.py", "--data-folder", opts.dst_root)
     if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         require_whole(opts.dst_root)

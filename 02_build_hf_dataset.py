@@ -44,13 +44,13 @@ def parse(argv: Sequence[str]) -> options.Options:
         help="splits made by stage 01, or any directory of files")
     add("--save-dir", type=Path, default=Path("hf_datasets/corpus"), metavar="DIR",
         help="dataset directory to create")
-    add("--fields", type=_names, action="extend", default=[], metavar="A,B.C",
+    add("--fields", type=_parse_names, action="extend", default=[], metavar="A,B.C",
         help="of structured documents keep only these (dotted) keys (default: every string)")
     add("--strings", choices=("joined", "rows"), default="joined",
         help="join the strings of a document by newlines, or make each a row of its own")
     add("--min-chars", type=options.count, default=0, metavar="N",
         help="drop rows of fewer characters")
-    add("--fallback-encoding", type=_encoding, metavar="NAME",
+    add("--fallback-encoding", type=_parse_encoding, metavar="NAME",
         help="how to read what is neither UTF-8 nor UTF-16 with a byte order mark, cp1252 for "
              "example (default: replace what is not text by U+FFFD)")
     add("--dedup", choices=("none", "exact"), default="none",
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     add("--max-error-rate", type=options.fraction, default=1.0, metavar="F",
         help="fail when more than this fraction of the files could not be read in full "
              "(1: never)")
-    add("--only-splits", type=_numbers, metavar="0-4",
+    add("--only-splits", type=_parse_numbers, metavar="0-4",
         help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge "
              "(default: all splits, in one go)")
     add("--merge", action="store_true",
@@ -73,14 +73,14 @@ def parse(argv: Sequence[str]) -> options.Options:
     return parser.parse(argv)
 
 
-def _names(text: str) -> list[str]:
+def _parse_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise argparse.ArgumentTypeError(f"expected names with commas between, got {text!r}")
     return names
 
 
-def _encoding(text: str) -> str:
+def _parse_encoding(text: str) -> str:
     """Return the usual name of an encoding of text."""
     try:
         "".encode(text)
@@ -89,7 +89,7 @@ def _encoding(text: str) -> str:
         raise argparse.ArgumentTypeError(f"no encoding of text is called {text!r}") from None
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     """Return the numbers of `0-4,7`."""
     numbers: list[int] = []
     for part in text.split(","):
@@ -133,7 +133,7 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
     })
 
 
-def identity_of(opts: options.Options, files: Sequence[InputFile]) -> dict:
+def make_identity(opts: options.Options, files: Sequence[InputFile]) -> dict:
     """Return what decides the content of the dataset, on however many machines it is built."""
     chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge")
     return {"options": chosen, "inputs": identify(files)}
@@ -148,7 +148,7 @@ def build_splits(opts: options.Options, files: Sequence[InputFile], shape: Shape
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     for name in names:
-        identity = store.identity(identity_of(opts, files), by_split[name])
+        identity = store.identity(make_identity(opts, files), by_split[name])
         if publish.is_done(root / name, store.KIND, identity, opts.overwrite,
                            dry_run=opts.dry_run):
             log.info(f"already done: {root / name}")
@@ -278,7 +278,7 @@ def main(argv: list[str]) -> None:
     if opts.only_splits is not None:
         build_splits(opts, files, shape)
         return
-    identity = identity_of(opts, files)
+    identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} holds these files")
         if opts.merge and not opts.dry_run:

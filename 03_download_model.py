@@ -91,7 +91,7 @@ def parse(argv: Sequence[str]) -> options.Options:
     return opts
 
 
-def mode_of(opts: options.Options) -> str:
+def choose_mode(opts: options.Options) -> str:
     """Return the option that says what to do."""
     return next((mode for mode in ("--verify", "--from-scratch", "--dataset-name")
                  if getattr(opts, mode[2:].replace("-", "_"))), "--model-name")
@@ -99,7 +99,7 @@ def mode_of(opts: options.Options) -> str:
 
 def check_combination(opts: options.Options) -> None:
     """Raise UsageError telling every contradiction among the options."""
-    problems, mode = Problems(), mode_of(opts)
+    problems, mode = Problems(), choose_mode(opts)
     for key in sorted(set.union(*_MODES.values()) - _MODES[mode]):
         if getattr(opts, key):
             places = " or ".join(place for place, keys in _MODES.items() if key in keys)
@@ -130,7 +130,7 @@ def main(argv: list[str]) -> None:
     """Run the stage."""
     opts = parse(argv)
     {"--verify": verify_all, "--from-scratch": make_from_scratch,
-     "--dataset-name": fetch_dataset, "--model-name": fetch_model}[mode_of(opts)](opts)
+     "--dataset-name": fetch_dataset, "--model-name": fetch_model}[choose_mode(opts)](opts)
 
 
 def fetch_model(opts: options.Options) -> None:

@@ -65,7 +65,8 @@ def main(argv: list[str]) -> None:
     """Find the checkpoint, plan the files, write them, read them back, publish."""
     opts = parse(argv)
     if not opts.experiment_name:
-        raise UsageError("-e is needed: the experiment to export", found=there(opts.save_dir))
+        raise UsageError("-e is needed: the experiment to export",
+                         found=list_experiments(opts.save_dir))
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     checkpoint = find_checkpoint(opts, experiment)
     out = opts.out or experiment.exports / paths.step_name(checkpoint.step)
@@ -133,7 +134,8 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
     A damaged one is never passed over in silence for an older one.
     """
     if not (experiment.model / "config.json").is_file():
-        raise ArtifactError(f"no experiment {experiment.root}", found=there(opts.save_dir))
+        raise ArtifactError(f"no experiment {experiment.root}",
+                            found=list_experiments(opts.save_dir))
     if opts.step not in ("latest", "best") and not opts.step.isdecimal():
         raise UsageError(f"--step takes a number, latest or best, got {opts.step!r}")
     found = {c.step: c for c in commit.scan(experiment.checkpoints)}  # newest first
@@ -156,17 +158,17 @@ def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
         chosen = found[step]
     if problems := chosen.problems():
         raise ArtifactError(f"checkpoint {chosen.path} is damaged", found="\n".join(problems),
-                            **older(steps, chosen.step))
+                            **suggest_older(steps, chosen.step))
     return chosen
 
 
-def there(save_dir: Path) -> str:
-    """Say which experiments there are."""
+def list_experiments(save_dir: Path) -> str:
+    """Return in words which experiments there are."""
     names = sorted(path.parent.parent.name for path in save_dir.glob("*/model/config.json"))
     return f"under {save_dir}: {', '.join(names) or 'none'}"
 
 
-def older(steps: list[int], step: int) -> dict[str, str]:
+def suggest_older(steps: list[int], step: int) -> dict[str, str]:
     """Return what to do about a damaged checkpoint: the newest whole one before it, if any."""
     before = [other for other in steps if other < step] or [s for s in steps if s != step]
     if not before:
@@ -193,8 +195,8 @@ def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
     require_there(checkpoint)
     if problems:
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems),
-                            **older([c.step for c in commit.scan(checkpoint.path.parent)
-                                     if not c.problems()], checkpoint.step))
+                            **suggest_older([c.step for c in commit.scan(checkpoint.path.parent)
+                                             if not c.problems()], checkpoint.step))
 
 
 def require_model_files(experiment: Experiment, checkpoint: commit.Checkpoint) -> None:

@@ -49,7 +49,7 @@ from tests.training import SEQ_LENGTH
 CODE = [*sorted((ROOT / "lib").rglob("*.py")), *sorted((ROOT / "launch").rglob("*.py")),
         *sorted(ROOT.glob("0[1-5]_*.py"))]
 STAGE = re.compile(r"0[1-5]_\w+\.py$")
-REMEDIES = {"remedy", "older", "_prepared_by"}  # functions that return parts of an error
+REMEDIES = {"remedy", "suggest_older", "_prepared_by"}  # functions that return parts of an error
 RENDERED: set[tuple[str, int]] = set()  # (file, line) on the way to an error that has a `run:`
 TRAIN = ("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH)
 

@@ -33,7 +33,7 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
         stop = file.num_row_groups if raw.stop is None else raw.stop
         for number in range(raw.start, stop):
             group = file.metadata.row_group(number)
-            rows = _rows_at_once(group.total_byte_size, group.num_rows)
+            rows = _count_at_once(group.total_byte_size, group.num_rows)
             try:
                 # pyarrow gives no row of a group that has no column to read.
                 batches = file.iter_batches(rows, [number], names, use_threads=False) \
@@ -99,9 +99,9 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
     """Hand on every row of some batches. before: rows of the file that come before them."""
     names = schema.names
     for batch in batches:
-        for start in range(0, batch.num_rows, rows := _rows_at_once(batch.nbytes, batch.num_rows)):
+        for start in range(0, batch.num_rows, rows := _count_at_once(batch.nbytes, batch.num_rows)):
             count = min(rows, batch.num_rows - start)
-            for number, values in enumerate(_values(batch, schema, start, count, documents)):
+            for number, values in enumerate(_read_rows(batch, schema, start, count, documents)):
                 place = before + start + number + 1
                 if values is None:
                     documents.note("syntax", f"row {place}: a value is not of the column's type",
@@ -111,8 +111,8 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
         before += batch.num_rows
 
 
-def _values(batch: Any, schema: pa.Schema, start: int, count: int, documents: Documents,
-            ) -> Iterator[tuple | None]:
+def _read_rows(batch: Any, schema: pa.Schema, start: int, count: int, documents: Documents,
+               ) -> Iterator[tuple | None]:
     """Yield the values of each row, None for a row that cannot be converted.
 
     What holds no text in a column's type is None without being looked at.
@@ -128,7 +128,7 @@ def _values(batch: Any, schema: pa.Schema, start: int, count: int, documents: Do
         try:
             columns.append(column.to_pylist(maps_as_pydicts="lossy").__getitem__)
         except (ValueError, OverflowError, ArithmeticError):
-            columns.append(_repaired(column, documents))
+            columns.append(_repair(column, documents))
     for row in range(count):
         try:
             yield tuple(value(row) for value in columns)
@@ -136,7 +136,7 @@ def _values(batch: Any, schema: pa.Schema, start: int, count: int, documents: Do
             yield None
 
 
-def _repaired(column: Any, documents: Documents) -> Callable[[int], Any]:
+def _repair(column: Any, documents: Documents) -> Callable[[int], Any]:
     """Return a function from a row to its value, for a column that holds what is not UTF-8."""
     import pyarrow as pa
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
@@ -159,7 +159,7 @@ def _has_text(kind: Any) -> bool:
     return inner is not None and _has_text(inner)
 
 
-def _rows_at_once(size: int, rows: int) -> int:
+def _count_at_once(size: int, rows: int) -> int:
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(size, 1)))
 
 

@@ -101,7 +101,7 @@ class DatasetWriter:
         self._add_errors(done)
         for split, writer in self._writers.items():
             writer.append(done.unit.part(split), done.rows[split], done.text_bytes[split],
-                          self._new_rows(done, split))
+                          self._find_new_rows(done, split))
             self._unnoted += done.text_bytes[split]
         if not done.digests:
             for part in done.unit.parts():
@@ -136,7 +136,7 @@ class DatasetWriter:
                 "duplicates": self.duplicates, "replaced": tally.replaced,
                 "failed_files": len(tally.failed), "problems": dict(sorted(tally.problems.items()))}
 
-    def _new_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
+    def _find_new_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
         """Return which rows of a part were not seen before (None: all), and list the others."""
         if not self._seen or not done.rows[split]:
             return None

@@ -47,12 +47,12 @@ class Documents:
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: as errors.jsonl names it; source: as the column does."""
         self._path, self._source = path, escape(source)
-        self._replaced_before, self._heard_before = self.tally.replaced, self._heard()
+        self._replaced_before, self._heard_before = self.tally.replaced, self._count_heard()
         self._short_before = self.tally.short
 
     def end(self, whole: bool) -> None:
         """Finish a file. whole: it was read from its start to its end, not a part of it."""
-        if whole and self._heard() == self._heard_before:
+        if whole and self._count_heard() == self._heard_before:
             self.note("empty", "it holds no document", SKIPPED_FILE)
         if replaced := self.tally.replaced - self._replaced_before:
             instead = f"read as {self.fallback}" if self.fallback else "replaced by U+FFFD"
@@ -93,7 +93,7 @@ class Documents:
         where neither is known.
         """
         self._count_fields([value])
-        found = self._strings(value)
+        found = self._extract(value)
         if self._joins:
             text = found[0] if len(found) == 1 else "\n".join(found)
             if text and not text.isspace():
@@ -116,7 +116,7 @@ class Documents:
 
         The short way for clean input; what it refuses has to go through `add_value`.
         """
-        found = [self._strings(value) for value in values]
+        found = [self._extract(value) for value in values]
         texts = list(map("\n".join, found)) if self._joins else list(chain.from_iterable(found))
         if not all(found) or not all(texts) or any(map(str.isspace, texts)):
             return False
@@ -133,7 +133,7 @@ class Documents:
             self._train.extend(rows, self._source)
         return True
 
-    def _strings(self, value: Any) -> list[str]:
+    def _extract(self, value: Any) -> list[str]:
         return extract_strings(self._fields.select(value) if self._fields else value)
 
     def _count_fields(self, values: Sequence[Any]) -> None:
@@ -176,7 +176,7 @@ class Documents:
         draw = int.from_bytes(digest[:8], "big")
         return VALIDATION if draw < self._validation_below else TRAIN
 
-    def _heard(self) -> int:
+    def _count_heard(self) -> int:
         return self.tally.documents + sum(self.tally.problems.values())
 
 

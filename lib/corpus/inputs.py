@@ -73,17 +73,18 @@ def require_raw(folder: Path, option: str) -> None:
         raise ArtifactError(f"{option} {folder} does not exist",
                             expected="splits of stage 01, or a directory of raw files")
     if kind := recognise(folder):
-        raise UsageError(f"{option} {folder} is a {kind}, and not raw text", **_use([folder], kind))
+        raise UsageError(f"{option} {folder} is a {kind}, and not raw text",
+                         **_suggest([folder], kind))
     inside = [path for path in sorted(folder.iterdir() if folder.is_dir() else [])
               if not path.name.startswith(".") and not _LEFT_BY_A_STAGE.search(path.name)]
     kinds = [recognise(path) for path in inside]
     if kinds and all(kinds):
         raise UsageError(f"{option} {folder} holds {' and '.join(sorted({f'{k}s' for k in kinds}))}"
                          ", and no raw text", found=", ".join(path.name for path in inside),
-                         **_use(inside, kinds[0]))
+                         **_suggest(inside, kinds[0]))
 
 
-def _use(made: Sequence[Path], kind: str) -> dict[str, str]:
+def _suggest(made: Sequence[Path], kind: str) -> dict[str, str]:
     """Return what to do with artifacts instead of reading them as text: parts of an error."""
     if kind != "dataset":
         return {"expected": "splits of stage 01, or a directory of raw files"}

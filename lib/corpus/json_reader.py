@@ -30,7 +30,7 @@ except ImportError:
 def read_json_lines(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per line; a line that is not JSON is dropped and the next one read."""
     documents.lines = 0
-    for offset, lines in raw.blocks():
+    for offset, lines in raw.read_blocks():
         if lines is None:
             documents.lines += 1
             documents.note(*TOO_LARGE, DROPPED, offset, documents.lines)
@@ -63,7 +63,7 @@ def _take(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -
         try:
             value = _DECODER.decode(documents.decode(line))
         except (ValueError, RecursionError) as error:
-            documents.note(*_described(error), DROPPED, offset, documents.lines)
+            documents.note(*_describe(error), DROPPED, offset, documents.lines)
             return
     documents.add_value(value, offset, documents.lines)
 
@@ -77,7 +77,7 @@ def read_json(raw: RawFile, documents: Documents) -> None:
         except (ValueError, RecursionError):
             pass
         else:
-            _elements(value, documents)
+            _take_elements(value, documents)
             return
     if data is None:
         decoded = raw.decode(documents.fallback)
@@ -89,7 +89,7 @@ def read_json(raw: RawFile, documents: Documents) -> None:
         documents.note("cut", raw.damage, DROPPED_REST)
 
 
-def _elements(value: Any, documents: Documents) -> None:
+def _take_elements(value: Any, documents: Documents) -> None:
     elements = value if isinstance(value, list) else [value]
     for start in range(0, len(elements), _ELEMENTS):
         some = elements[start:start + _ELEMENTS]
@@ -98,7 +98,7 @@ def _elements(value: Any, documents: Documents) -> None:
                 documents.add_value(element, number=number)
 
 
-def _described(error: Exception) -> tuple[str, str]:
+def _describe(error: Exception) -> tuple[str, str]:
     """Return the kind of problem and a message for what a JSON decoder raised."""
     if isinstance(error, RecursionError):
         return "nesting", "nested too deeply"
@@ -124,11 +124,11 @@ class _Values:
         position = self._skip(0)
         if self._text[position:position + 1] == "[":
             if self._is_first_of_many(position):
-                self._values(position)
+                self._read_values(position)
             else:
-                self._list(position)
+                self._read_list(position)
         else:
-            self._values(position)
+            self._read_values(position)
 
     def _is_first_of_many(self, position: int) -> bool:
         """Tell whether other values follow the list at the start: then each is a document.
@@ -143,10 +143,10 @@ class _Values:
             return False
         return self._skip(end) < len(self._text)
 
-    def _list(self, position: int) -> None:
+    def _read_list(self, position: int) -> None:
         position = self._skip(position + 1)
         while self._text[position:position + 1] != "]":
-            end = self._objects(position) or self._value(position, DROPPED_REST)
+            end = self._read_objects(position) or self._read_value(position, DROPPED_REST)
             if end < 0:
                 return
             position = self._skip(end)
@@ -156,9 +156,9 @@ class _Values:
                 self._documents.note("syntax", "not valid JSON: expected a comma or ]",
                                      DROPPED_REST, *self._locator.at(position))
                 return
-        self._values(self._skip(position + 1))
+        self._read_values(self._skip(position + 1))
 
-    def _objects(self, position: int) -> int:
+    def _read_objects(self, position: int) -> int:
         """Hand on some elements of a list that are objects with the same first key.
 
         Returns where the last one ends, or 0, and hands nothing on, when the long way is needed.
@@ -178,14 +178,14 @@ class _Values:
         self._slow_before = limit
         return 0
 
-    def _values(self, position: int) -> None:
+    def _read_values(self, position: int) -> None:
         while position < len(self._text):
-            end = self._value(position, DROPPED)
+            end = self._read_value(position, DROPPED)
             # After a bad value, go on at the next line that starts as it did: in JSON Lines that
             # is the next line, in indented JSON the next value.
-            position = self._skip(end) if end >= 0 else self._next_alike()
+            position = self._skip(end) if end >= 0 else self._find_next_alike()
 
-    def _next_alike(self) -> int:
+    def _find_next_alike(self) -> int:
         sign, position = self._text[self._bad], self._bad
         while (found := self._text.find("\n" + sign, position)) < 0:
             if not self._grow(max(position, len(self._text) - 1)):
@@ -193,7 +193,7 @@ class _Values:
             position = 0
         return found + 1
 
-    def _value(self, position: int, action: str) -> int:
+    def _read_value(self, position: int, action: str) -> int:
         """Hand on the value at a position and return where it ends, -1 when it is not whole."""
         while True:
             try:
@@ -204,7 +204,7 @@ class _Values:
             except (ValueError, RecursionError) as error:
                 is_large = len(self._text) - position > LARGE_BYTES
                 if is_large or isinstance(error, RecursionError) or self._is_at_end():
-                    problem = TOO_LARGE if is_large else _described(error)
+                    problem = TOO_LARGE if is_large else _describe(error)
                     self._documents.note(*problem, action, *self._locator.at(position))
                     self._bad = position
                     return -1

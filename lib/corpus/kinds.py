@@ -42,11 +42,11 @@ def sniff(name: str, head: bytes) -> str:
         return "binary"
     kind = _SUFFIXES.get(suffix, "text")
     if kind in ("json", "jsonl"):
-        return _json_kind(kind, head)
+        return _choose_json_kind(kind, head)
     return "jsonl" if not suffix and _starts_as_json_lines(head) else kind
 
 
-def _json_kind(kind: str, head: bytes) -> str:
+def _choose_json_kind(kind: str, head: bytes) -> str:
     """Return `json`, `jsonl` or `text` for a file with a suffix of JSON or JSON Lines."""
     if is_utf16(head):
         return kind

@@ -234,7 +234,7 @@ def deal(sizes: Sequence[int], splits: int) -> list[int]:
     in number (longest processing time first), then files are exchanged between splits while that
     lowers the heavier of the two. The same sizes always give the same answer.
     """
-    bins = _largest_first(sizes, splits)
+    bins = _deal_largest_first(sizes, splits)
     _exchange(bins, sizes)
     split_of = [0] * len(sizes)
     for number, members in enumerate(bins):
@@ -243,7 +243,7 @@ def deal(sizes: Sequence[int], splits: int) -> list[int]:
     return split_of
 
 
-def _largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
+def _deal_largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
     """Return the files of each split, dealt one by one to the lightest split that has room."""
     base = len(sizes) // splits
     bins: list[list[int]] = [[] for _ in range(splits)]

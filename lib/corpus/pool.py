@@ -54,7 +54,7 @@ class Pool:
             try:
                 done = flying.pop(position).result()
             except BrokenProcessPool:
-                done = _alone(self._work, unit)
+                done = _process_alone(self._work, unit)
                 # Of the broken pool some have a result all the same.
                 flying = {later: future for later, future in flying.items() if future.done()
                           and not future.cancelled() and future.exception() is None}
@@ -93,7 +93,7 @@ def _prepare() -> None:
     workers.set_up()
 
 
-def _alone(work: Work, unit: WorkUnit) -> UnitResult:
+def _process_alone(work: Work, unit: WorkUnit) -> UnitResult:
     """Process a unit again while nothing else runs; leave out the files that end the process."""
     if done := _try(work, unit):
         return done

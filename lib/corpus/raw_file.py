@@ -44,8 +44,8 @@ class RawFile:
         if self.kind in PACKED_SUFFIXES:
             stem, suffix = posixpath.splitext(path)
             inner = stem if suffix.lower() in PACKED_SUFFIXES[self.kind] else path
-            self.stream = _as_stream(unpacked(self._file, self.kind, self._note_damage,
-                                              _open_zstd))
+            self.stream = _make_stream(unpacked(self._file, self.kind, self._note_damage,
+                                                _open_zstd))
             self._sniff(inner)
 
     def _sniff(self, name: str) -> None:
@@ -74,7 +74,7 @@ class RawFile:
 
     def decode(self, fallback: str) -> DecodedText:
         """Return the text of large content, also of what `read` has read of it."""
-        return DecodedText(_chunks(self._prefix, self.stream), self.head, fallback)
+        return DecodedText(_read_chunks(self._prefix, self.stream), self.head, fallback)
 
     @contextmanager
     def open_seekable(self) -> Iterator[BinaryIO]:
@@ -88,14 +88,14 @@ class RawFile:
             file.seek(0)
             yield file
 
-    def lines(self) -> Iterator[tuple[int | None, bytes | None]]:
-        """Yield (offset, line), as `blocks` gives them, one at a time."""
-        for offset, lines in self.blocks():
+    def read_lines(self) -> Iterator[tuple[int | None, bytes | None]]:
+        """Yield (offset, line), as `read_blocks` gives them, one at a time."""
+        for offset, lines in self.read_blocks():
             for line in [None] if lines is None else lines:
                 yield offset, line
                 offset = None if offset is None or line is None else offset + len(line)
 
-    def blocks(self) -> Iterator[tuple[int | None, list[bytes] | None]]:
+    def read_blocks(self) -> Iterator[tuple[int | None, list[bytes] | None]]:
         """Yield (offset, lines) of UTF-8 without BOM, split at `\\n` bytes only and keeping them.
 
         A line of more than LARGE_BYTES is alone and None. UTF-16 is turned into UTF-8 first, and
@@ -127,8 +127,8 @@ class RawFile:
         """Return a stream of UTF-8 where the first line of this part starts, and its offset."""
         stream, position = self.stream, 0
         if kinds.is_utf16(self.head):
-            texts = DecodedText(_chunks(stream), self.head)
-            stream = _as_stream(encoding.encode(text)[0] for text in texts)
+            texts = DecodedText(_read_chunks(stream), self.head)
+            stream = _make_stream(encoding.encode(text)[0] for text in texts)
         elif self.start:
             stream.seek(self.start - 1)
             room = None if self.stop is None else self.stop - self.start + 1
@@ -157,13 +157,13 @@ def _open_zstd(file: BinaryIO) -> Any:
     return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
 
 
-def _chunks(*streams: Any) -> Iterator[bytes]:
+def _read_chunks(*streams: Any) -> Iterator[bytes]:
     """Yield the bytes of streams, one stream after the other."""
     for stream in streams:
         while chunk := stream.read(_CHUNK):
             yield chunk
 
 
-def _as_stream(chunks: Iterable[bytes]) -> io.BufferedReader:
+def _make_stream(chunks: Iterable[bytes]) -> io.BufferedReader:
     """Return chunks of bytes, none of them empty, as a stream."""
     return io.BufferedReader(ChunkStream(chunks), _BUFFER)

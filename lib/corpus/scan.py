@@ -66,7 +66,7 @@ class Scan:
     def __init__(self, root: Path, rules: Rules, output: Path | None = None) -> None:
         self.root = root.resolve()
         self.rules = rules
-        self._include, self._exclude = _pattern(rules.include), _pattern(rules.exclude)
+        self._include, self._exclude = _compile(rules.include), _compile(rules.exclude)
         self._output = str(output.resolve()) if output else None
 
     def entries(self) -> Iterator[TreeEntry]:
@@ -157,7 +157,7 @@ def _identity(info: os.stat_result) -> _Identity:
     return info.st_dev, info.st_ino
 
 
-def _pattern(globs: Iterable[str]) -> re.Pattern[str] | None:
+def _compile(globs: Iterable[str]) -> re.Pattern[str] | None:
     """Compile globs; `*` also crosses `/`, and a leading `**/` may stand for nothing."""
     globs = [glob.removeprefix("./").rstrip("/") for glob in globs]
     globs += [glob.removeprefix("**/") for glob in globs if glob.startswith("**/")]
@@ -171,7 +171,7 @@ def _matches(pattern: re.Pattern[str], path: str) -> bool:
 def list_unmatched(globs: Iterable[str], entries: Iterable[TreeEntry], skipped: str = "",
                   ) -> list[str]:
     """Return the globs that match no entry which is taken, or is skipped for that reason."""
-    left = {glob: pattern for glob in globs if (pattern := _pattern([glob]))}
+    left = {glob: pattern for glob in globs if (pattern := _compile([glob]))}
     for entry in entries:
         if not left:
             break

@@ -117,7 +117,7 @@ class ShardWriter:
         file = self._file or self._open()
         shard = self.shards[-1]
         if keep is None:
-            for chunk in _chunks(part):
+            for chunk in _read_chunks(part):
                 self._write(file, chunk)
         else:
             rows, text_bytes = int(keep.sum()), 0
@@ -140,8 +140,8 @@ class ShardWriter:
             shard.name = name
             _verify(path, shard)
         info, state = self._directory / "dataset_info.json", self._directory / "state.json"
-        manifest.write_json(info, self._info())
-        manifest.write_json(state, self._state())
+        manifest.write_json(info, self._make_info())
+        manifest.write_json(state, self._make_state())
         root = self._directory
         return [{"path": shard.name, "bytes": shard.bytes, "digest": shard.digest}
                 for shard in self.shards] + [manifest.file_entry(root, info),
@@ -167,7 +167,7 @@ class ShardWriter:
     def _reopen(self) -> None:
         path = self._directory / self.shards[-1].name
         self._hasher = hashing.new()
-        for chunk in _chunks(path):
+        for chunk in _read_chunks(path):
             self._hasher.update(chunk)
         self._file = path.open("ab", 0)
 
@@ -189,7 +189,7 @@ class ShardWriter:
         self._file = None
         self.shards[-1].digest = hashing.digest(self._hasher)
 
-    def _info(self) -> dict[str, Any]:
+    def _make_info(self) -> dict[str, Any]:
         features = {name: {"dtype": str(self._schema.field(name).type), "_type": "Value"}
                     for name in self._schema.names}
         split = {"name": self._split, "num_bytes": self.summary()["text_bytes"],
@@ -197,7 +197,7 @@ class ShardWriter:
         return {"description": "", "citation": "", "homepage": "", "license": "",
                 "features": features, "splits": {self._split: split}}
 
-    def _state(self) -> dict[str, Any]:
+    def _make_state(self) -> dict[str, Any]:
         # datasets keys its caches by the fingerprint: it must change with the content.
         fingerprint = hashing.fingerprint([shard.digest for shard in self.shards])
         return {"_data_files": [{"filename": shard.name} for shard in self.shards],
@@ -211,7 +211,7 @@ def restore_names(directory: Path) -> None:
         path.rename(path.with_name(_UNFINISHED.format(int(path.name.split("-")[1]))))
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _read_chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb", buffering=0) as source:
         while chunk := source.read(_CHUNK):
             yield chunk

@@ -30,7 +30,7 @@ class _Lines:
     """
 
     def __init__(self, raw: RawFile, documents: Documents) -> None:
-        self._lines, self._documents = raw.lines(), documents
+        self._lines, self._documents = raw.read_lines(), documents
         self.repeated: deque[_Line] = deque()
         self._number = 0
         self.row: list[_Line] = []
@@ -79,7 +79,7 @@ def read_table(raw: RawFile, documents: Documents) -> None:
                 documents.note("quote", f"this row takes lines {number:,} to {lines.last[1]:,}, "
                                "which look like rows: a quote may not be closed in it", KEPT,
                                offset, number)
-            documents.add_value(_document(header, row), offset, number)
+            documents.add_value(_make_document(header, row), offset, number)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST, *lines.last[:2])
 
@@ -114,7 +114,7 @@ def _are_rows(lines: list[_Line], header: list[str] | None, dialect: Dialect) ->
     return 10 * counts.count(len(header)) >= 9 * max(1, len(counts))
 
 
-def _document(header: list[str], row: list[str]) -> dict[str, Any]:
+def _make_document(header: list[str], row: list[str]) -> dict[str, Any]:
     """Return a row by column; numbers and empty cells are not strings.
 
     Cells beyond the header are kept under the name "".

@@ -57,7 +57,7 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
 def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
     """Hand on the documents in a text and tell whether there was no syntax error."""
     import yaml
-    loader = _loader()(text)
+    loader = _make_loader()(text)
     limit = _FREE_EXPANSION + _EXPANSION_PER_CHARACTER * len(text)
     try:
         while loader.check_node():
@@ -69,10 +69,10 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
                 kind, message = refusal.args
                 documents.note(kind, message, DROPPED, *place)
             except (yaml.constructor.ConstructorError, RecursionError) as error:
-                documents.note("syntax", f"not valid YAML: {_words(error)}", DROPPED, *place)
+                documents.note("syntax", f"not valid YAML: {_describe(error)}", DROPPED, *place)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        documents.note("syntax", f"not valid YAML: {_words(error)}", DROPPED_REST,
+        documents.note("syntax", f"not valid YAML: {_describe(error)}", DROPPED_REST,
                        *(locator.at(mark.index) if mark else ()))
         return False
     finally:
@@ -101,7 +101,7 @@ def _group(chunks: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(getattr(error, "problem", "") or error).splitlines()[0]
 
 
@@ -127,13 +127,13 @@ class _Plain:
         if isinstance(value, list):
             made: Any = [self.copy(item, depth + 1) for item in value]
         else:
-            made = self._merged(value, depth)
+            made = self._merge(value, depth)
             made |= {key: self.copy(item, depth + 1) for key, item in value.items()
                      if key is not _Merge}
         self._open.discard(id(value))
         return made
 
-    def _merged(self, mapping: dict, depth: int) -> dict:
+    def _merge(self, mapping: dict, depth: int) -> dict:
         """Return what the merge key brings in; of several mappings the first counts."""
         made: dict = {}
         bases = mapping.get(_Merge, [])
@@ -144,7 +144,7 @@ class _Plain:
 
 
 @lru_cache(maxsize=1)
-def _loader() -> type:
+def _make_loader() -> type:
     """Return a loader class (libyaml's when present) that makes strings, dicts and lists.
 
     Every other scalar becomes a tuple (tag, text): not a string, yet it can be a key. Nothing is

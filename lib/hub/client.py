@@ -297,7 +297,7 @@ def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
         return OutOfReachError(
             f"the certificate of {endpoint} is not trusted here", found=found,
             expected="the authority of your network in SSL_CERT_FILE (a PEM file)")
-    proxy = _proxy_variable(endpoint)
+    proxy = _find_proxy_variable(endpoint)
     if type(error).__name__ == "ProxyError":
         return OutOfReachError(
             f"the proxy does not let us through to {endpoint}", found=found,
@@ -310,7 +310,7 @@ def _out_of_reach(error: Exception, endpoint: str) -> OutOfReachError:
         hint="finished files are kept:", run=commands.as_typed())
 
 
-def _proxy_variable(endpoint: str) -> str:
+def _find_proxy_variable(endpoint: str) -> str:
     """Return the environment variable of the proxy that requests go through, "" without one."""
     scheme, _, rest = endpoint.partition("://")
     names = [name for name in os.environ if os.environ[name]

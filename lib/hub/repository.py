@@ -139,7 +139,7 @@ def choose(repository: Repository, bring: Callable[[list[RemoteFile]], Path], *,
     is_index = weights in (INDEX, PICKLE_INDEX)
     preview = bring([files[name] for name in [CONFIG, *([weights] if is_index else [])]])
     chosen = {name for name in files if name in _SMALL or _LICENCE.fullmatch(name)}
-    shards = _shards(repository, preview / weights) if is_index else {weights}
+    shards = _read_shards(repository, preview / weights) if is_index else {weights}
     chosen |= shards | ({INDEX} if weights == INDEX else set())
     is_pickled = weights in (PICKLE, PICKLE_INDEX)
     return [files[name] for name in sorted(chosen)], \
@@ -177,7 +177,7 @@ def require_safe(files: Iterable[RemoteFile], name: str) -> None:
                          expected="paths of files inside the repository")
 
 
-def _shards(repository: Repository, index: Path) -> set[str]:
+def _read_shards(repository: Repository, index: Path) -> set[str]:
     """Return the names of the weight files in an index; UsageError when it does not fit."""
     suffix = ".bin" if index.name == PICKLE_INDEX else ".safetensors"
     try:

@@ -58,7 +58,7 @@ class Transfer:
             self._run([functools.partial(self._begin, file, directory) for file in files])
         for file in files:
             partial.forget(file, directory)
-        return [_entry(file, directory) for file in files]
+        return [_make_entry(file, directory) for file in files]
 
     def _run(self, jobs: Sequence[Job]) -> None:
         """Run jobs and those that they return until none is left; the first error ends all."""
@@ -196,7 +196,7 @@ def _link_or_copy(source: Path, target: Path, *, link: bool) -> None:
     cache.copy(source, target)
 
 
-def _entry(file: RemoteFile, directory: Path) -> dict[str, Any]:
+def _make_entry(file: RemoteFile, directory: Path) -> dict[str, Any]:
     path = directory / file.path
     if not file.sha256:
         return manifest.file_entry(directory, path, "sha256")

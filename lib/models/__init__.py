@@ -1,1 +1,1 @@
-"""Finds models by name, checks and builds them, and fills them with weights."""
+"""Finds models by name, checks, builds and adapts them, and fills them with weights."""

@@ -18,10 +18,11 @@ from lib.models.sharded import Placement
 
 
 class ModelAdapter(Protocol):
-    """A row's adapter; it is made of its settings, which are given by name."""
+    """Changes a model before training and undoes that at export; made of settings by name."""
 
     def convert(self, model: PreTrainedModel, placement: Placement) -> tuple[set[str], str]:
-        """Change a meta-device model; return the names that it added, and a sentence on the rest.
+        """Change a meta-device model; return the names that were added, and a sentence that says
+        what has changed.
 
         All names that there were stay. Raises UsageError for a model that it cannot change.
         """
@@ -37,7 +38,10 @@ class ModelAdapter(Protocol):
 
 
 class Adapted(NamedTuple):
-    """added: names that the model did not have. said: what was changed, a sentence each."""
+    """Says what adapters have changed.
+
+    added: names that the model did not have. said: a sentence of each adapter.
+    """
 
     added: set[str]
     said: list[str]

@@ -76,7 +76,8 @@ def build_on_meta(model_dir: Path, attention: str = "sdpa", trust_code: bool = F
     """
     config = read_config(model_dir, trust_code)
     runs_code = not type(config).__module__.startswith("transformers.models.")
-    family = _custom_class(model_dir, config) if runs_code else _causal_class(model_dir, config)
+    find_class = _find_custom_class if runs_code else _find_causal_class
+    family = find_class(model_dir, config)
     if attention == "sdpa" and not getattr(family, "_supports_sdpa", True):
         log.warn(f"{config.model_type} has no sdpa attention: eager is used, which is slower and "
                  "takes memory that grows with the square of the sequence length")
@@ -110,10 +111,10 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
         is_block = any(kind.__name__ in wanted for kind in type(module).__mro__)
         if is_block and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
-    return found or _longest_list(model)
+    return found or _find_longest_list(model)
 
 
-def _longest_list(model: PreTrainedModel) -> dict[str, nn.Module]:
+def _find_longest_list(model: PreTrainedModel) -> dict[str, nn.Module]:
     lists = [(len(module), name, module) for name, module in model.named_modules()
              if isinstance(module, nn.ModuleList)]
     if not lists:
@@ -146,7 +147,7 @@ def _check_type(path: Path, content: dict[str, object]) -> None:
                               "read the code first" if has_code else "")
 
 
-def _causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
+def _find_causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class that AutoModelForCausalLM takes; UsageError when that cannot be trained."""
     architectures = config.architectures if isinstance(config.architectures, list) else []
     named = ", ".join(map(str, architectures)) or "no architecture named"
@@ -165,7 +166,7 @@ def _causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedM
     return family[0] if isinstance(family, tuple) else family
 
 
-def _custom_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
+def _find_custom_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class of a model that comes with its code."""
     log.warn(f"{config.model_type}: running the code that came with the model, in {model_dir}")
     try:

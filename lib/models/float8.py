@@ -46,7 +46,8 @@ def require_package() -> None:
 
 @dataclass(frozen=True)
 class Float8:
-    """The adapter. recipe: `tensorwise` or `rowwise`, what each scale is for."""
+    """Has linears compute in 8-bit floats. recipe: `tensorwise` or `rowwise`, what each scale is
+    for."""
 
     recipe: str
 
@@ -58,7 +59,7 @@ class Float8:
         CPU the products are of rounded numbers but in float32. Raises UsageError for a model that
         has no such linear.
         """
-        chosen, left = _linears(model)
+        chosen, left = _choose_linears(model)
         if not chosen:
             raise UsageError(f"--precision fp8 changes nothing in a {model.config.model_type} "
                              "model", found="; ".join(left) or "no linear in its blocks",
@@ -66,7 +67,7 @@ class Float8:
                              run=commands.as_typed("--precision", "bf16"))
         even = {name for name, linear in chosen.items() if self.recipe == "tensorwise"
                 and not placement.offload and linear.out_features % placement.shard_size == 0}
-        torchao = _torchao()
+        torchao = _import_torchao()
         config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(self.recipe),
                                      emulate=placement.device != "cuda")
         for names, is_gathered in ((even, True), (chosen.keys() - even, False)):
@@ -96,7 +97,7 @@ def rescale(model: nn.Module) -> None:
     scales. Without them each weight would find its own in an exchange of its own.
     """
     if any(map(is_gathered_in_8_bits, model.parameters())):
-        _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
+        _import_torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def rescale_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -106,7 +107,7 @@ def rescale_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         optimizer.register_step_post_hook(lambda *_: rescale(model))
 
 
-def _linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
+def _choose_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
     """Return the linears to compute in 8 bits by name, and what is said of those that are not."""
     chosen: dict[str, nn.Linear] = {}
     left: Counter[str] = Counter()
@@ -128,7 +129,7 @@ def _linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
     return chosen, [f"{count:,} {what} in bf16" for what, count in left.items() if count]
 
 
-def _torchao() -> ModuleType:
+def _import_torchao() -> ModuleType:
     """Return torchao.float8, imported without warnings of kernels that nothing here uses."""
     if sys.modules.get("torchao", sys) is None:  # hidden in lib/__init__.py
         del sys.modules["torchao"]

@@ -37,7 +37,7 @@ def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
 
     Reads only names, shapes and which parameters are tied, so the model may be on meta or sharded.
     """
-    return {key: tuple(tensor.shape) for key, tensor in _to_hub(model, _saved(model)).items()}
+    return {key: tuple(tensor.shape) for key, tensor in _revert(model, _list_saved(model)).items()}
 
 
 def group_for_export(model: PreTrainedModel) -> list[tuple[str, ...]]:
@@ -47,18 +47,18 @@ def group_for_export(model: PreTrainedModel) -> list[tuple[str, ...]]:
     several parameters into one Hub tensor. Tied duplicates are left out. The order is that in which
     `save_pretrained` fills its files.
     """
-    saved = dict(sorted(_saved(model).items(), key=lambda item: dot_natural_key(item[0])))
+    saved = dict(sorted(_list_saved(model).items(), key=lambda item: dot_natural_key(item[0])))
     groups: list[list[str]] = []
     writer: dict[str, list[str]] = {}  # the group that writes a Hub tensor
     for name, tensor in saved.items():
-        keys = _to_hub(model, {name: tensor})
+        keys = _revert(model, {name: tensor})
         group = next((writer[key] for key in keys if key in writer), None)
         if group is None:
             groups.append(group := [])
         group.append(name)
         writer.update(dict.fromkeys(keys, group))
     # A renaming that looks at several names at once would come out differently name by name.
-    if writer.keys() != _to_hub(model, saved).keys():
+    if writer.keys() != _revert(model, saved).keys():
         return [tuple(saved)]
     return [tuple(group) for group in groups]
 
@@ -69,7 +69,7 @@ def convert_to_hub(model: PreTrainedModel, tensors: Mapping[str, Tensor],
 
     tensors: full (not sharded) values by module name. Results may be views: make them contiguous.
     """
-    yield from _to_hub(model, tensors).items()
+    yield from _revert(model, tensors).items()
 
 
 @dataclass
@@ -90,16 +90,16 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPla
     legacy names, a tied weight under either of its names or both.
     """
     plan = LoadPlan()
-    wanted = _named_tensors(model)
-    for name, recipe, shape in _recipes(model, wanted, shapes, plan.problems):
+    wanted = _list_tensors(model)
+    for name, recipe, shape in _find_recipes(model, wanted, shapes, plan.problems):
         if name not in wanted or name in plan.recipes:
             plan.problems.append(f"unexpected: {', '.join(recipe.keys)}")
             continue
         plan.recipes[name] = recipe
         if shape != tuple(wanted[name].shape):
-            plan.problems += _absent(model, name, wanted[name], shapes) or [
+            plan.problems += _list_absent(model, name, wanted[name], shapes) or [
                 f"{name}: expected shape {tuple(wanted[name].shape)}, found {shape}"]
-    plan.problems += _missing(model, wanted, plan.recipes, shapes)
+    plan.problems += _list_missing(model, wanted, plan.recipes, shapes)
     return plan
 
 
@@ -109,7 +109,7 @@ def list_wrong_dtypes(model: PreTrainedModel, plan: LoadPlan, dtypes: Mapping[st
 
     dtypes: of the tensors of the checkpoint, as its files call them.
     """
-    tensors = _named_tensors(model)
+    tensors = _list_tensors(model)
     return sorted(
         f"{key}: expected {'floating-point numbers' if is_float else 'whole numbers'}, "
         f"found {dtypes[key]}"
@@ -121,21 +121,21 @@ def list_wrong_dtypes(model: PreTrainedModel, plan: LoadPlan, dtypes: Mapping[st
 def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
     """Return the names of each parameter and persistent buffer by its id, several when tied."""
     names = defaultdict(list)
-    for name, tensor in _named_tensors(model).items():
+    for name, tensor in _list_tensors(model).items():
         names[id(tensor)].append(name)
     return dict(names)
 
 
-def _named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def _list_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves, under all of their names."""
     ignored = set(model._keys_to_ignore_on_save or ())
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor) and name not in ignored}
 
 
-def _saved(model: PreTrainedModel) -> dict[str, Tensor]:
+def _list_saved(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return what `save_pretrained` saves, by module name, as meta tensors without storage."""
-    shadows = {name: _shadow(tensor.shape) for name, tensor in _named_tensors(model).items()}
+    shadows = {name: _shadow(tensor.shape) for name, tensor in _list_tensors(model).items()}
     # Given meta tensors, it looks up in the model which names are the same parameter.
     return remove_tied_weights_from_state_dict(shadows, model)
 
@@ -144,13 +144,13 @@ def _shadow(shape: Shape) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
-def _to_hub(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _revert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with own_classes(model):
         return revert_weight_conversion(model, dict(tensors))
 
 
-def _recipes(model: PreTrainedModel, wanted: Mapping[str, Tensor], shapes: Mapping[str, Shape],
-             problems: list[str]) -> Iterator[tuple[str, Recipe, Shape]]:
+def _find_recipes(model: PreTrainedModel, wanted: Mapping[str, Tensor], shapes: Mapping[str, Shape],
+                  problems: list[str]) -> Iterator[tuple[str, Recipe, Shape]]:
     """Yield module name, recipe and resulting shape of everything the checkpoint can make.
 
     Follows transformers' `convert_and_load_state_dict_in_model` without reading a tensor.
@@ -161,7 +161,7 @@ def _recipes(model: PreTrainedModel, wanted: Mapping[str, Tensor], shapes: Mappi
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     collected: dict[str, dict[str, list[str]]] = {}  # first target name → pattern → Hub names
-    ignored = _ignored(model)
+    ignored = _find_ignored(model)
     prefix = model.base_model_prefix
     for key in sorted(shapes, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
@@ -176,12 +176,12 @@ def _recipes(model: PreTrainedModel, wanted: Mapping[str, Tensor], shapes: Mappi
             collected.setdefault(name, {}).setdefault(pattern, []).append(key)
     for first, sources in collected.items():
         converter = by_pattern[next(iter(sources))]
-        yield from _converted(model, first, sources, converter, shapes, problems)
+        yield from _convert(model, first, sources, converter, shapes, problems)
 
 
-def _converted(model: PreTrainedModel, first: str, sources: dict[str, list[str]],
-               converter: WeightConverter, shapes: Mapping[str, Shape], problems: list[str],
-               ) -> Iterator[tuple[str, Recipe, Shape]]:
+def _convert(model: PreTrainedModel, first: str, sources: dict[str, list[str]],
+             converter: WeightConverter, shapes: Mapping[str, Shape], problems: list[str],
+             ) -> Iterator[tuple[str, Recipe, Shape]]:
     """Yield what one conversion makes; its operations run on meta tensors to learn the shapes."""
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run = copy.deepcopy(converter)
@@ -203,7 +203,7 @@ def _converted(model: PreTrainedModel, first: str, sources: dict[str, list[str]]
         yield name, recipe or Converted(keys, convert, name), tuple(tensor.shape)
 
 
-def _ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
+def _find_ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
     """Return the pattern of tensors that old checkpoints hold and no model reads any more."""
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
@@ -215,8 +215,8 @@ def _ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def _missing(model: PreTrainedModel, wanted: Mapping[str, Tensor], recipes: Mapping[str, Recipe],
-             shapes: Mapping[str, Shape]) -> list[str]:
+def _list_missing(model: PreTrainedModel, wanted: Mapping[str, Tensor],
+                  recipes: Mapping[str, Recipe], shapes: Mapping[str, Shape]) -> list[str]:
     """Return a sentence for each Hub tensor that is expected, absent and not made in another way.
 
     Of a tied weight one name is enough. A buffer may be missing where the family says so.
@@ -229,12 +229,12 @@ def _missing(model: PreTrainedModel, wanted: Mapping[str, Tensor], recipes: Mapp
                 not isinstance(wanted[name], torch.nn.Parameter)
                 and any(pattern.search(name) for pattern in may_miss)):
             continue
-        problems += _absent(model, name, wanted[name], shapes) or [f"missing: {name}"]
+        problems += _list_absent(model, name, wanted[name], shapes) or [f"missing: {name}"]
     return problems
 
 
-def _absent(model: PreTrainedModel, name: str, tensor: Tensor, shapes: Mapping[str, Shape],
-            ) -> list[str]:
+def _list_absent(model: PreTrainedModel, name: str, tensor: Tensor, shapes: Mapping[str, Shape],
+                 ) -> list[str]:
     """Return a sentence for each Hub tensor of a parameter that the checkpoint lacks."""
-    keys = _to_hub(model, {name: _shadow(tensor.shape)})
+    keys = _revert(model, {name: _shadow(tensor.shape)})
     return [f"missing: {key}" for key in keys if key not in shapes]

@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 
 
 class Placement(NamedTuple):
-    """Where a model will compute: ranks per replica, whether shards are in host memory, `cuda` or
-    `cpu`."""
+    """Says where a model will compute.
+
+    shard_size: ranks per replica. offload: shards lie in host memory. device: `cuda` or `cpu`.
+    """
 
     shard_size: int = 1
     offload: bool = False

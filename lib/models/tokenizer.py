@@ -82,20 +82,21 @@ def train(corpus: Path, vocabulary: int, context: int | None, destination: Path,
     from tokenizers.trainers import BpeTrainer
 
     dataset = _open_text(corpus)
-    tokenizer, alphabet = _untrained()
+    tokenizer, alphabet = _make_untrained()
     trainer = BpeTrainer(vocab_size=vocabulary, special_tokens=[BOS, EOS], show_progress=False,
                          initial_alphabet=sorted(alphabet))
     there = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
     there = there.as_py() or 0
     sample = Sample(0, len(dataset), 0, there)
     with Progress("text for the tokenizer", min(limit, there), "B", show_progress) as progress:
-        tokenizer.train_from_iterator(_batches(dataset, sample, limit, progress), trainer)
+        tokenizer.train_from_iterator(_draw_batches(dataset, sample, limit, progress), trainer)
     made = tokenizer.get_vocab_size()
     _add_bos(tokenizer)
     _save_filled(tokenizer, vocabulary, destination / "tokenizer.json")
     manifest.write_json(destination / _CONFIG, {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-        **_limit(context), "clean_up_tokenization_spaces": False, "split_special_tokens": True})
+        **_make_limit(context), "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True})
     log.info(f"tokenizer: {vocabulary:,} tokens from {sample}")
     if made < vocabulary:
         log.warn(f"{corpus} holds too little text for {vocabulary:,} tokens: text gives {made:,} "
@@ -109,7 +110,7 @@ def copy(source: Path, context: int | None, destination: Path) -> None:
         shutil.copyfile(path, destination / path.name)
     config = destination / _CONFIG
     content = records.read_json(config) if config.exists() else {}
-    manifest.write_json(config, {**content, **_limit(context)})
+    manifest.write_json(config, {**content, **_make_limit(context)})
 
 
 def load(directory: Path) -> PreTrainedTokenizerBase:
@@ -128,7 +129,7 @@ def load(directory: Path) -> PreTrainedTokenizerBase:
                                   "transformers knows") from None
 
 
-def _limit(context: int | None) -> dict[str, int]:
+def _make_limit(context: int | None) -> dict[str, int]:
     return {"model_max_length": context} if context else {}
 
 
@@ -146,7 +147,7 @@ def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str
                                     clean_up_tokenization_spaces=False)
         except Exception as error:  # each kind of tokenizer fails in a way of its own
             ids, back = [], repr(error)
-        if tokenizer.unk_token_id not in ids and not _is_part(_plain(back), _plain(text)):
+        if tokenizer.unk_token_id not in ids and not _is_part(_reduce(back), _reduce(text)):
             raise UsageError(f"the tokenizer in {directory} does not give back what it was given",
                              expected=text, found=back)
         if back != text:
@@ -154,7 +155,7 @@ def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str
     return changed
 
 
-def _plain(text: str) -> str:
+def _reduce(text: str) -> str:
     """Return a text without what tokenizers may normalise: case, accents, space."""
     return "".join(char for char in unicodedata.normalize("NFKD", text.casefold())
                    if not char.isspace() and not unicodedata.combining(char))
@@ -236,8 +237,8 @@ def _open_text(corpus: Path) -> Dataset:
     return dataset.select_columns("text").with_format(None)
 
 
-def _batches(dataset: Dataset, sample: Sample, limit: int, progress: Progress,
-             ) -> Iterator[list[str]]:
+def _draw_batches(dataset: Dataset, sample: Sample, limit: int, progress: Progress,
+                  ) -> Iterator[list[str]]:
     """Yield documents evenly spread over the dataset, `limit` bytes of them at most."""
     share = min(1.0, limit / max(sample.bytes_there, 1))
     chosen = max(1, int(len(dataset) * share))
@@ -258,7 +259,7 @@ def _batches(dataset: Dataset, sample: Sample, limit: int, progress: Progress,
             return
 
 
-def _untrained() -> tuple[Tokenizer, list[str]]:
+def _make_untrained() -> tuple[Tokenizer, list[str]]:
     """Return a byte-level BPE without merges, and the 256 characters that stand for bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 

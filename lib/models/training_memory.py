@@ -1,4 +1,4 @@
-"""What training a model takes of a GPU's memory, estimated from its shape."""
+"""Estimates from the shape of a model what training it takes of a GPU's memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PER_LOGIT = 14  # bf16 logits; in float32 the copy, its softmax and its gradien
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on each GPU, by the number of GPUs. tokens: of the one sequence it holds."""
+    """Says what each GPU needs. tokens: of its one sequence. per_gpu: bytes, by number of GPUs."""
 
     tokens: int
     per_gpu: dict[int, int]

@@ -53,7 +53,7 @@ def find_artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtif
     found = []
     roots = [root for root in (cache_dir, raw_root) if root]
     if not any(root.is_dir() for root in roots):
-        raise UsageError(f"there is no directory {_names(roots)}",
+        raise UsageError(f"there is no directory {_join(roots)}",
                          expected="--cache-dir DIR, and --dst-root DIR for raw files")
     raw = sorted(raw_root.glob(f"*/{paths.RAW_RECORD}/{MANIFEST}")) if raw_root else []
     for path in sorted(cache_dir.rglob(MANIFEST)) + raw:
@@ -66,7 +66,7 @@ def find_artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtif
         if not is_in_place and manifest.kind_of(directory).partition("/")[0] not in _KINDS:
             log.info(f"not ours: {path}")
             continue
-        artifact = PreparedArtifact(directory, content, _remedy(directory, content))
+        artifact = PreparedArtifact(directory, content, _find_remedy(directory, content))
         if content is None:
             artifact.problems.append(f"{path} is damaged")
         elif content["kind"] == KIND:
@@ -74,7 +74,7 @@ def find_artifacts(cache_dir: Path, raw_root: Path | None) -> list[PreparedArtif
         found.append(artifact)
     if not found:
         left = "\n".join(f"{directory}, not finished" for directory in find_unfinished(cache_dir))
-        raise ArtifactError(f"nothing to verify under {_names(roots)}", found=left,
+        raise ArtifactError(f"nothing to verify under {_join(roots)}", found=left,
                             expected="what stages 03 and 04 finished there")
     return found
 
@@ -107,7 +107,7 @@ def require_whole(found: Sequence[PreparedArtifact]) -> None:
     if damaged := [artifact for artifact in found if artifact.problems]:
         raise ArtifactError(
             f"{units.counted(len(damaged), 'damaged artifact')} of {len(found)}: "
-            + _names([artifact.place for artifact in damaged]),
+            + _join([artifact.place for artifact in damaged]),
             found="\n".join(problem for artifact in damaged for problem in artifact.problems),
             hint=_together(artifact.remedy.get("hint") for artifact in damaged),
             run=_together(artifact.remedy.get("run") for artifact in damaged))
@@ -117,11 +117,11 @@ def _together(parts: Iterable[str | None]) -> str:
     return "\n".join(dict.fromkeys(filter(None, parts)))
 
 
-def _names(places: Sequence[Path]) -> str:
+def _join(places: Sequence[Path]) -> str:
     return " and ".join(map(str, places))
 
 
-def _remedy(directory: Path, content: dict[str, Any] | None) -> Remedy:
+def _find_remedy(directory: Path, content: dict[str, Any] | None) -> Remedy:
     """Return what fetches or builds an artifact again, as parts of an error."""
     made_by = (content or {}).get("stage", "")
     if directory.parent.name == paths.models_root(Path()).name or made_by.startswith("03"):

@@ -83,11 +83,11 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     """
     tie_again(model)
     undrawn: list[str] = []
-    for name, block, whole in _blocks(model):
+    for name, block, whole in _find_blocks(model):
         with own_classes(block), \
                 _full_size(block, name, whole, model.all_tied_weights_keys) as drawn, \
                 _own_random_stream(f"{seed}/{name}", {full.device for _, full in drawn.values()}):
-            _apply_rules(block, _owner(model, name), whole)
+            _apply_rules(block, _find_owner(model, name), whole)
             undrawn += _copy_shards(drawn)
     if undrawn:
         _copy_constructed(model, undrawn, seed)
@@ -101,7 +101,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
     Builds the model a second time, with parameters on meta: right for any family, while a rule per
     kind of buffer would be right only for those it knows.
     """
-    twin = _twin(model)
+    twin = _build_twin(model)
     for name, buffer in model.named_buffers():
         local_tensor(buffer).copy_(twin.get_buffer(name))
 
@@ -111,19 +111,19 @@ def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> No
     """Give parameters for which the family has no rule the value of their constructor."""
     kept = {(own_class(model.get_submodule(path)), leaf)
             for path, _, leaf in (name.rpartition(".") for name in names)}
-    twin = _twin(model, kept, seed)
+    twin = _build_twin(model, kept, seed)
     for name in names:
         parameter = model.get_parameter(name)
         local_tensor(parameter).copy_(twin.get_parameter(name)[local_slice(parameter)])
 
 
-def _twin(model: PreTrainedModel, kept: Kept = frozenset(), seed: int = 0) -> PreTrainedModel:
+def _build_twin(model: PreTrainedModel, kept: Kept = frozenset(), seed: int = 0) -> PreTrainedModel:
     """Return the model built again on the CPU, with all parameters but the kept ones on meta."""
     with _parameters_on_meta(kept), torch.device("cpu"), _own_random_stream(f"{seed}"):
         return own_class(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
 
 
-def _blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
+def _find_blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield every module whose weights are drawn at once: name, module, with its children or not.
 
     Those are the decoder layers, the other modules beside them, and what holds either (alone).
@@ -139,7 +139,7 @@ def _blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
             yield name, module, True
 
 
-def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
+def _find_owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """Return the innermost pretrained model around a module: its rules hold there."""
     owner, module = model, model
     for part in name.split(".") if name else ():
