@@ -98,7 +98,7 @@ def choose_mode(opts: options.Options) -> str:
 
 
 def check_combination(opts: options.Options) -> None:
-    """Raise UsageError telling every contradiction among the options."""
+    """Raise UsageError naming every contradiction among the options."""
     problems, mode = Problems(), choose_mode(opts)
     for key in sorted(set.union(*_MODES.values()) - _MODES[mode]):
         if getattr(opts, key):

@@ -27,7 +27,7 @@ def sniff(name: str, head: bytes) -> str:
 
     name: its path. head: its first HEAD_BYTES bytes (fewer if it is shorter). The content decides
     what is a container or binary; among text files the suffix does, as long as the first bytes can
-    be what it says: text under `.json` is text, and JSON and JSON Lines are told apart.
+    be what it says: text under `.json` is text, and JSON and JSON Lines are distinguished.
     """
     if not head:
         return "empty"

@@ -148,7 +148,7 @@ def place(source: str, target: str, mode: str) -> str:
 
 
 def choose_mode(source: Path, beside: Path, mode: str, needed: int) -> str:
-    """Return `copy` where hard links are impossible, after telling why; else the mode.
+    """Return `copy` where hard links are impossible, after saying why; else the mode.
 
     beside: an existing directory of the destination. needed: bytes that copies would take.
     """

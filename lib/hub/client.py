@@ -50,7 +50,7 @@ class Hub:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
         from huggingface_hub import constants, get_token, logging
 
-        logging.set_verbosity_error()  # it would tell retries a second time, with addresses
+        logging.set_verbosity_error()  # it would log retries a second time, with addresses
         given = token or get_token()
         if given and not re.fullmatch(r"[\x21-\x7e]+", given):
             raise UsageError("the token holds spaces or characters that no token has",

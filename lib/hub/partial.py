@@ -19,7 +19,7 @@ class PartialFile:
     """Keeps an unfinished file and, beside it in `….at`, the number of bytes of each piece.
 
     The bytes are written first and counted then, so after a kill the count is never too high;
-    after a power cut it may be, which the digest tells.
+    after a power cut it may be, which the digest shows.
     """
 
     def __init__(self, file: RemoteFile, directory: Path) -> None:
@@ -95,7 +95,7 @@ class PartialFile:
         return is_mine
 
     def finish(self) -> str:
-        """Give the file its name if it is what was declared; else tell in words how it differs."""
+        """Give the file its name if it is what was declared; else say in words how it differs."""
         with self._lock:
             self._digest.read(self._part, self.file.size)
             difference = self._digest.compare()

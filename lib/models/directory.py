@@ -46,7 +46,7 @@ def find(name: str | None, cache_dir: Path) -> Path:
     stage 03 prepared (`org/name`, `org--name`, `scratch-tiny`); the name of a model whose snapshot
     the Hugging Face cache of this machine holds; None for the only one that stage 03 prepared,
     apart from those of `make demo` and `make test-quick`.
-    Raises ArtifactError, telling what there is and what to run, when it is missing, unfinished or
+    Raises ArtifactError, saying what there is and what to run, when it is missing, unfinished or
     has lost files; UsageError when its weights are pickles, or when None stands for several.
     """
     if name is None:
