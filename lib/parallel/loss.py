@@ -87,7 +87,8 @@ class LossHead:
         """at_once: logits that may exist at a time."""
         self._head, self._logits, self._at_once = head, head.forward, at_once
         self._gradient = _gradient if compiler is None else compiler.wrap(_fused, _gradient)
-        self._labels, self._scale = None, 1.0
+        self._labels: Tensor | None = None
+        self._scale = 1.0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [B, T, V], or the loss sum of hidden states [B, T, H]."""
