@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.parallel.layout import ParallelLayout
     from lib.parallel.loss import LossSum
     from lib.parallel.meeting import Meeting
-    from lib.planning.estimate import MemoryEstimate
+    from lib.planning.memory import MemoryEstimate
     from lib.tokens.batches import DataStream
     from lib.train.data import Data
     from lib.train.evaluation import Evaluation
@@ -195,7 +195,7 @@ def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     """Bring all ranks together for one run, whose directory they hold from now on."""
     from lib.parallel import determinism
     from lib.parallel.layout import ParallelLayout
-    from lib.planning.estimate import MemoryEstimate
+    from lib.planning.memory import MemoryEstimate
     from lib.train import checks, fitting, launches
     from lib.train.experiment import claim
     from lib.train.journal import Journal

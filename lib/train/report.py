@@ -15,7 +15,7 @@ from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.parallel.layout import gather
-from lib.planning.estimate import MemoryEstimate
+from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
 from lib.train import console, metrics, symptoms
 from lib.train.journal import Journal

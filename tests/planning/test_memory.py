@@ -27,7 +27,7 @@ from transformers import (
 
 from lib.models.sharded import local_tensor
 from lib.parallel import loss, parallelize
-from lib.planning import estimate, memory, trace
+from lib.planning import memory, trace
 from lib.planning.memory import Estimates
 from lib.planning.trace import Case
 from lib.planning.tracker import Tracker
@@ -194,14 +194,14 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
         raise RuntimeError("no such operator\nmore")
     lines: list[str] = []
     monkeypatch.setattr(memory, "Estimates", broken)
-    monkeypatch.setattr(estimate.log, "info", lines.append)
+    monkeypatch.setattr(memory.log, "info", lines.append)
     model = on_meta()
-    small = estimate.MemoryEstimate(model, "fp32")
+    small = memory.MemoryEstimate(model, "fp32")
     small.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
     assert "estimated" not in small.compared(1.0, 0.5)
     small.close()
-    monkeypatch.setattr(estimate, "_ESTIMATED_FROM", 1)
-    told = estimate.MemoryEstimate(model, "fp32")
+    monkeypatch.setattr(memory, "_ESTIMATED_FROM", 1)
+    told = memory.MemoryEstimate(model, "fp32")
     told.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
@@ -212,12 +212,12 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
 def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
-    monkeypatch.setattr(estimate, "_ESTIMATED_FROM", 1)
+    monkeypatch.setattr(memory, "_ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     found, model = [], on_meta()
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
-        told = estimate.MemoryEstimate(model, "fp32")
+        told = memory.MemoryEstimate(model, "fp32")
         told.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
         environ = Path(f"/proc/{told._child.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
