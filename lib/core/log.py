@@ -130,8 +130,8 @@ def _pass_on(text: str, level: int, to_files: bool) -> None:
             handler.handle(_logger.makeRecord(_logger.name, level, "", 0, text, (), None))
 
 
-def table(rows: Mapping[str, object], indent: int = 2) -> None:
+def table(rows: Mapping[str, object]) -> None:
     """Print a plan or a summary: one aligned `name  value` line per row."""
     width = max(map(len, rows), default=0)
     for name, value in rows.items():
-        info(f"{'':{indent}}{name:<{width}}  {value}")
+        info(f"  {name:<{width}}  {value}")

@@ -26,10 +26,10 @@ def memory(count: float) -> str:
     return f"{gib * 1024:.1f} MiB" if abs(gib) >= 0.1 / 1024 else f"{count / 1024:.1f} KiB"
 
 
-def first_of(numbers: Iterable[int], most: int = 8) -> str:
-    """Return some numbers in order, and no more than the first of many: `0, 1, 2, …`."""
+def first_of(numbers: Iterable[int]) -> str:
+    """Return some numbers in order, and no more than the first eight of many: `0, 1, 2, …`."""
     ordered = sorted(numbers)
-    return ", ".join(map(str, ordered[:most])) + ", …" * (len(ordered) > most)
+    return ", ".join(map(str, ordered[:8])) + ", …" * (len(ordered) > 8)
 
 
 def join_lines(lines: Sequence[str], most: int) -> str:
@@ -78,6 +78,6 @@ def duration(seconds: float) -> str:
     return f"{round(hours / 24):,} days"
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a count of things: `1 file`, `2,034 files`; plural: where it is not noun + s."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+def counted(number: int, noun: str) -> str:
+    """Return a count of things: `1 file`, `2,034 files`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
