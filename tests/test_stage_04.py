@@ -100,8 +100,10 @@ def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
 
 def test_other_world_size_takes_up_the_run(experiment: Path, trained: Path):
     shutil.rmtree(experiment / "outputs" / "two" / "checkpoints" / "step_00000012")
-    run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2,
-              "--global-batch-size", 8, cwd=experiment)
+    done = run_stage("04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2,
+                     cwd=experiment)
+    assert "the 8 samples of a step that the run was begun with are kept: 2 per process × 4 " \
+           "accumulation × 1 rank; the options alone would make it 2" in done.stdout
     assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)
 
 

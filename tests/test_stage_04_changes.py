@@ -34,8 +34,14 @@ def run(begun: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_step_that_cannot_be_divided_is_refused(run: Path) -> None:
+    done = run_stage("04_train_fsdp.py", *COMMON, 8, "-b", 3, cwd=run, expect=2)
+    assert "the 4 samples of a step that the run was begun with cannot be divided" in done.stderr
+    assert "a multiple of 3 = 3 per process (--batch-size) × 1 ranks" in done.stderr
+
+
 def test_another_batch_goes_on_with_the_next_sample(run: Path) -> None:
-    done = run_stage("04_train_fsdp.py", *COMMON, 8, "-b", 2, cwd=run, expect=2)
+    done = run_stage("04_train_fsdp.py", *COMMON, 8, "--global-batch-size", 2, cwd=run, expect=2)
     assert "--global-batch-size: 4 there, 2 now" in done.stderr
     assert "--resume-with-changes" in done.stderr
     changed = (*COMMON, 8, "-b", 2, "--resume-with-changes")

@@ -18,7 +18,7 @@ from typing import Any
 
 from lib.checkpoints.commit import Checkpoint
 from lib.core import commands, hashing, log, manifest, paths, publish, stamps, units, verified
-from lib.core.errors import ArtifactError, Problems
+from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.identity import differences
 from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
@@ -105,11 +105,7 @@ def settle(config: Config, inputs: Inputs) -> Config:
 
     Raises UsageError when the learning rate would rise to its minimum.
     """
-    whole = inputs.begun or (inputs.named.commit() if inputs.named else {})
-    batch = whole.get("identity", {}).get("options", {}).get("global_batch_size")
-    if config.batch_size == AUTO and config.global_batch_size is None and batch:
-        # The memory of another machine, or a new estimate, would choose another number of samples.
-        config = config.settled("earlier launch", global_batch_size=batch, grad_accum_steps=None)
+    config = _keep_global_batch(config, inputs)
     for name in ("seq_length", "precision"):
         if getattr(config, name) is None and (value := inputs.begun_with(name)):
             config = config.settled("earlier launch", **{name: value})
@@ -119,6 +115,36 @@ def settle(config: Config, inputs: Inputs) -> Config:
         config = config.settled("--lr", min_lr=config.lr / 10)
     checks.require_falling(config, config.lr)
     return config
+
+
+def _keep_global_batch(config: Config, inputs: Inputs) -> Config:
+    """Return the options with the samples of a step as the run was begun with.
+
+    They are kept where nobody typed another number: on other ranks, with another batch per process
+    and whatever fits into the memory of this machine, a step is divided anew. Raises UsageError
+    when it cannot be.
+    """
+    whole = inputs.begun or (inputs.named.commit() if inputs.named else {})
+    batch = whole.get("identity", {}).get("options", {}).get("global_batch_size")
+    is_auto = config.batch_size == AUTO
+    if not batch or config.global_batch_size or (config.resume_with_changes and not is_auto):
+        return config
+    kept = config.settled("earlier launch", global_batch_size=batch, grad_accum_steps=None)
+    asked = plan.divide(config, 0, plan.launched_size())
+    if is_auto or asked.global_batch == batch:
+        return kept if is_auto else config
+    begun = f"the {units.counted(batch, 'sample')} of a step that the run was begun with"
+    try:
+        divided = plan.divide(kept, 0, plan.launched_size())
+    except UsageError as error:
+        raise UsageError(f"{begun} cannot be divided", expected=error.expected,
+                         hint="other ranks or another --batch-size, or another --experiment-name; "
+                              "--resume-with-changes with --max-steps takes the step that is typed"
+                         ) from error
+    log.info(f"{begun} are kept: {divided.micro_batch} per process × {divided.accumulation} "
+             f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
+             f"make it {asked.global_batch:,}")
+    return kept
 
 
 def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:

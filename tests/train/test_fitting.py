@@ -122,7 +122,8 @@ def test_what_a_run_was_begun_with_is_kept() -> None:
     for given, begun_with, then in (
             ({}, 64, (64, None)), ({"grad_accum_steps": 2}, 64, (64, None)),
             ({}, None, (None, None)), ({"global_batch_size": 32}, 64, (32, None)),
-            ({"batch_size": 4}, 64, (None, None))):
+            ({"batch_size": 4}, 64, (64, None)), ({"batch_size": 4}, 4, (None, None)),
+            ({"batch_size": 4, "resume_with_changes": True}, 64, (None, None))):
         begun = {"identity": {"options": {"global_batch_size": begun_with}}}
         inputs = Inputs(Path("model"), [], {}, begun, None, scratch=False)
         settled = settle(replace(ASKED, **{"batch_size": "auto", **given}), inputs)
