@@ -106,6 +106,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
         run = set_up(config, experiment, inputs, model, data, meeting, stack)
         while not train(run):
             resume.roll_back(run.state, run.checkpointer, experiment, run.report)
+        run.report.note_state("complete")
         run.checkpointer.remove_tier(run.state.step)
         run.report.finish()
         log.info(next_command(config, experiment))
@@ -134,16 +135,12 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     All ranks must call this. Raises ExperimentHeld, UsageError for ranks that were not started
     alike, ArtifactError when no checkpoint of the run is valid.
     """
-    import torch
-
-    from lib.checkpoints.checkpointer import Checkpointer, make_tier
     from lib.models import float8
     from lib.optim import registry
     from lib.optim.guard import StepGuard
     from lib.parallel.compiling import make_compiler
     from lib.parallel.loss import build_loss
     from lib.planning import capacity
-    from lib.train import journal as journals
     from lib.train import overview, resume
     from lib.train.evaluation import Evaluation
     from lib.train.experiment import digests
@@ -155,9 +152,15 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
 
     layout, plan, journal, estimate = agree(config, experiment, inputs, model, data, meeting, stack)
     config, device = plan.config, layout.device
-    work, peak = overview.show_head(plan, inputs, model, data, layout)
+    # From here on a signal is noted: the first step ends a run that is still loading.
+    stop_request = StopRequest(layout, experiment.stop_file, config.max_minutes)
+    checkpointer = make_checkpointer(plan, experiment, layout, journal)
+    work = overview.work_of(config, inputs, model)
+    hardware = overview.hardware_of(config, layout)
+    overview.show_head(plan, inputs, model, data, work, hardware)
     # The model: sharded before it has memory. What is in it comes further down.
-    memory_before, compiler = capacity.usage(device), make_compiler(config.compile, device)
+    compiler = make_compiler(config.compile, device)
+    memory_before = capacity.usage(device)["memory/current_gib"]
     shard(config, model, layout, compiler)
     # All that is saved.
     optimizer = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
@@ -167,26 +170,18 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     stream = stack.enter_context(closing(data.stream(plan, device)))
     state = TrainState(model, optimizer, guard, plan, layout,
                        digests(experiment.model) if layout.rank == 0 else {})
-    # Checkpoints: the run goes on from the newest, or from what --resume names, or begins.
-    checkpointer = Checkpointer(
-        experiment.checkpoints, layout, plan.identity(), total_steps=plan.total_steps,
-        every=config.ckpt_freq, keep=config.ckpt_keep, keep_every=config.ckpt_keep_every or 0,
-        tier=make_tier(config.ckpt_hyperpod, config.ckpt_local_dir, config.experiment_name,
-                       journals.read_config(experiment)["run"], layout, journal.event),
-        tier_every=config.ckpt_local_freq, note=journal.event,
-        room=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None)
+    # The run goes on from the newest checkpoint, or from the one that --resume names, or begins.
     if not resume.resume(state, checkpointer, experiment, inputs.named, journal):
         first_weights(config, inputs, model, layout)
         journal.event("start", 0, ranks=layout.ranks)
     float8.rescale_with(optimizer, model)
     settle_attention(config, model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)
-    meters = Meters(config, experiment, layout, work.flops, peak,
-                    memory_before["memory/current_gib"], state.step)
+    meters = Meters(config, experiment, layout, work.flops, hardware.peak, memory_before,
+                    state.step)
     report = stack.enter_context(Report(experiment, journal, state, stream, meters, estimate))
     return Run(config, plan, layout, state, stream, loss_sum, stack.enter_context(meters),
-               Evaluation(data.held_out, plan, layout), checkpointer, report,
-               StopRequest(layout, experiment.stop_file, config.max_minutes))
+               Evaluation(data.held_out, plan, layout), checkpointer, report, stop_request)
 
 
 def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel,
@@ -217,6 +212,25 @@ def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     stack.enter_context(claim(config, experiment, plan, inputs, journal, launch, layout))
     log.add_file(experiment.rank_log(layout.rank))
     return layout, plan, journal, estimate
+
+
+def make_checkpointer(plan: Plan, experiment: Experiment, layout: ParallelLayout,
+                      journal: Journal) -> Checkpointer:
+    """Return what saves the run as its options say, in two tiers where they ask for that."""
+    import torch
+
+    from lib.checkpoints.checkpointer import Checkpointer, make_tier
+    from lib.planning import capacity
+    from lib.train.journal import read_config
+
+    config = plan.config
+    tier = make_tier(config.ckpt_hyperpod, config.ckpt_local_dir, config.experiment_name,
+                     read_config(experiment)["run"], layout, journal.event)
+    return Checkpointer(
+        experiment.checkpoints, layout, plan.identity(), total_steps=plan.total_steps,
+        every=config.ckpt_freq, keep=config.ckpt_keep, keep_every=config.ckpt_keep_every or 0,
+        tier=tier, tier_every=config.ckpt_local_freq, note=journal.event,
+        room=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None)
 
 
 def train(run: Run) -> bool:

@@ -63,6 +63,26 @@ def test_a_reason_to_stop_saves_and_exits_75(project: Path, reason: str) -> None
     assert not (project / "outputs" / "run" / "stop").exists()
 
 
+def ask_while_loading(rank: int) -> None:
+    """Ask for the end while the weights are read, which may take minutes."""
+    from lib.train import model
+
+    load = model.first_weights
+
+    def asked(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        load(*arguments)
+    model.first_weights = asked
+
+
+def test_a_signal_while_the_weights_load_ends_the_first_step(project: Path) -> None:
+    done = run_stage("04_train_fsdp.py", *ENDLESS, cwd=project, expect=75,
+                     before=f"{__name__}:ask_while_loading")
+    assert "stopped by SIGTERM after step 1, which is saved" in done.stdout + done.stderr
+    state = json.loads((project / "outputs" / "run" / "state.json").read_text())
+    assert state["status"] == "preempted" and steps_saved(project, "run") == [1]
+
+
 @pytest.mark.slow  # torchrun gives the stopped rank half a minute to end
 def test_a_rank_that_hangs_ends_the_others_with_their_stacks(project: Path) -> None:
     process = start(project, "--watchdog-minutes", 0.1, ranks=2)

@@ -35,7 +35,7 @@ class HostCopies:
 
     def __init__(self, optimizer: Optimizer, room: Callable[[], float] = lambda: math.inf) -> None:
         self._room = room
-        optimizer.register_step_pre_hook(self._before_step)
+        self._optimizer: Optimizer | None = optimizer  # until its steps wait for the copies
         self._thread = workers.thread_pool(name="staging")
         self._memory: Future[HostMemory] | None = None
         self._on_cpu: Future[None] | None = None
@@ -47,11 +47,6 @@ class HostCopies:
     def bytes(self) -> int:
         """Return the host memory that the copies take on this rank."""
         return sum(tensor.nbytes for tensor in self._prepared().tensors.values())
-
-    @property
-    def are_prepared(self) -> bool:
-        """Tell whether `prepare` was called."""
-        return self._memory is not None
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Begin to make room for copies of these tensors, in a thread: it takes seconds."""
@@ -88,8 +83,11 @@ class HostCopies:
         They are whole after `wait`. Buffers, which a forward pass may change, are copied at once.
         Raises NoHostMemoryError where `refusal` says so.
         """
-        if not self.are_prepared:
+        if self._memory is None:
             self.prepare(tensors)
+        if self._optimizer is not None:  # not before: its hooks would keep memory that is refused
+            self._optimizer.register_step_pre_hook(self._before_step)
+            self._optimizer = None
         copies = self._prepared().tensors
         taken: dict[str, Tensor] = {}
         pairs: list[tuple[Tensor, Tensor]] = []

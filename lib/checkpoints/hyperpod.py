@@ -151,7 +151,7 @@ class HyperPodTier(tier.Tier):
         assert isinstance(checkpoint, _Stored)  # as `holds` tells
         saved = tensors_in(checkpoint.part)
         require_described(tensors, {name: (tuple(tensor.shape), tensor.dtype)
-                                         for name, tensor in saved.items()}, checkpoint.path)
+                                    for name, tensor in saved.items()}, checkpoint.path)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(saved[name])

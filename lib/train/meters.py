@@ -158,31 +158,31 @@ class LossWindow:
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
-        self._step, self._ended, self._window = (self._zero() for _ in range(3))
-        self._tokens = self._label_tokens = 0
+        self._running, self._last, self._window = (self._zero() for _ in range(3))
+        self._window_tokens = self._last_tokens = 0
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._layout.device)
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the summed loss of a micro-batch of this rank."""
-        self._step += loss.detach()
+        self._running += loss.detach()
 
     def end_step(self, label_tokens: int) -> None:
         """End a step, of so many label tokens on all ranks."""
-        self._ended, self._step = self._step, self._zero()
-        self._window = self._window + self._ended
-        self._label_tokens = label_tokens
-        self._tokens += label_tokens
+        self._last, self._running = self._running, self._zero()
+        self._window = self._window + self._last
+        self._last_tokens = label_tokens
+        self._window_tokens += label_tokens
 
     def read(self) -> tuple[float, float]:
         """Return the loss of the last step and of the window, and begin another window.
 
         All ranks must call this.
         """
-        step, window = self._layout.total([self._ended.item(), self._window.item()])
-        means = step / self._label_tokens, window / self._tokens
-        self._window, self._tokens = self._zero(), 0
+        step, window = self._layout.total([self._last.item(), self._window.item()])
+        means = step / self._last_tokens, window / self._window_tokens
+        self._window, self._window_tokens = self._zero(), 0
         return means
 
 
@@ -234,7 +234,10 @@ class Meters:
 
     @contextmanager
     def aside(self, section: str) -> Iterator[None]:
-        """Do something else than steps, whose time is not theirs. section: see Watchdog."""
+        """Do something other than steps, whose time does not count as theirs.
+
+        section: see Watchdog.
+        """
         self.watchdog.enter(section)
         yield
         self.timers.restart()

@@ -13,7 +13,7 @@ from lib.core.errors import Problems, UsageError
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import determinism
 from lib.parallel.layout import ParallelLayout
-from lib.planning import memory, saving
+from lib.planning import capacity, memory, saving
 from lib.tokens import encode, packing, store
 from lib.train import checks, fitting, flops, outlook
 from lib.train import plan as plans
@@ -27,13 +27,10 @@ from lib.train.plan import Plan
 _MASTER_BYTES = 4  # of a parameter, in a checkpoint
 
 
-def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data,
-              layout: ParallelLayout) -> tuple[Work, float]:
-    """Print what the run is, at its start; return its work, and the FLOP/s that a rank reaches."""
-    config, device = plan.config, layout.device
-    work = work_of(config, inputs, model)
-    peak, where = flops.device_peak(device, config.precision)
-    hardware = Hardware(layout.ranks, peak, where, "GPU" if device.type == "cuda" else "rank")
+def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data, work: Work,
+              hardware: Hardware) -> None:
+    """Print what the run is, at its start."""
+    config = plan.config
     log.info(f"experiment {config.save_dir / config.experiment_name}")
     held_out = " + ".join(f"{len(part.samples):,}" for part in data.held_out)
     no_split = "none with --streaming" if data.samples is None else \
@@ -43,10 +40,16 @@ def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data,
                **_settled(config), **data.describe(plan), **outlook.rows(plan, work, hardware)})
     _tell_doubts(plan, work, hardware, bool(data.held_out))
     if config.deterministic:
-        log.info(f"deterministic: {determinism.measure_cost(device, config.precision)}")
-    log.info(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s per rank ({where}); "
+        cost = determinism.measure_cost(capacity.device(), config.precision)
+        log.info(f"deterministic: {cost}")
+    log.info(f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
              + flops.described(model, config.seq_length))
-    return work, peak
+
+
+def hardware_of(config: Config, layout: ParallelLayout) -> Hardware:
+    """Return what the ranks of this launch can reach; a CPU is measured."""
+    peak, where = flops.device_peak(layout.device, config.precision)
+    return Hardware(layout.ranks, peak, where, "GPU" if layout.device.type == "cuda" else "rank")
 
 
 def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:

@@ -79,9 +79,9 @@ class Plan:
         for rank, other in enumerate(gather(mine, layout.control)):
             if found := differences(other, mine):
                 raise UsageError(f"ranks {rank} and {layout.rank} were not started alike",
-                                 found="\n".join(each.in_words(f"on rank {rank}",
-                                                           f"on rank {layout.rank}")
-                                                 for each in found),
+                                 found="\n".join(
+                                     each.in_words(f"on rank {rank}", f"on rank {layout.rank}")
+                                     for each in found),
                                  expected="the same command, dataset and model on every node")
 
     def describe(self) -> dict[str, str]:

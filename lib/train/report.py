@@ -46,6 +46,7 @@ class Report:
         self._bar = Progress("training", steps, "step", done=state.step, times=False,
                              enabled=not config.no_progress and sys.stderr.isatty())
         self._said: dict[str, str] = {}
+        self._is_over = False
         self._began = time.monotonic()
 
     def __enter__(self) -> Report:
@@ -55,10 +56,9 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  *_: object) -> None:
-        """Note in state.json how the run ended, and flush all files."""
-        if isinstance(error, Preempted):
-            self.note_state("preempted")
-        elif error is not None:
+        """Note in state.json that the run failed, if it did before its last save, and flush files.
+        """
+        if error is not None and not self._is_over:
             known = from_os_error(error) if isinstance(error, OSError) else error
             self.note_state("disk_full" if isinstance(known, DiskFullError) else "failed")
         self._bar.close()
@@ -197,15 +197,17 @@ class Report:
     def note_stop(self, reason: str) -> None:
         """Note that the run stops after this step, which is saved; Preempted where steps are left.
         """
-        step = self._state.step
+        step, has_ended = self._state.step, self._state.step == self._plan.total_steps
+        self.note_state("complete" if has_ended else "preempted")
         self.journal.event("signal", step, signal=reason)
-        if step < self._plan.total_steps:
+        if not has_ended:
             again = " without --overwrite" * self._plan.config.overwrite
             raise Preempted(f"stopped by {reason} after step {step:,}, which is saved; run the "
                             f"same command again{again} to go on")
 
     def note_state(self, status: str) -> None:
         """Write state.json."""
+        self._is_over |= status in ("complete", "preempted")
         self.journal.state(status, **self._facts())
 
     def _facts(self) -> dict[str, int | None]:
@@ -218,7 +220,6 @@ class Report:
         """Tell how the run ended; the last step has been saved."""
         self._bar.close()
         self.journal.event("complete", self._state.step)
-        self.note_state("complete")
         if self._layout.rank == 0 and (rows := self._rows()):
             log.info(f"done: {self._state.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
                      f"{self._launch()}")

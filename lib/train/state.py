@@ -1,4 +1,4 @@
-"""The state of a run: all that a checkpoint saves, and nothing else."""
+"""The state of a run: all that a checkpoint saves, and what its record is made of."""
 
 from __future__ import annotations
 

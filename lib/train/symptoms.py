@@ -23,7 +23,7 @@ _MORE = "docs/troubleshooting.md says more"
 
 @contextmanager
 def explained(config: Config, experiment: Experiment) -> Iterator[None]:
-    """Raise what is to be done about an error in its place, where that is known."""
+    """Replace an error by one that says what to do, where that is known."""
     try:
         yield
     except BaseException as error:
@@ -82,7 +82,7 @@ def _calmer(config: Config, experiment: Experiment) -> str:
         return commands.as_typed(*rates, drop=dropped)
     end = journal.read_state(experiment).get("total_steps") or config.max_steps
     return commands.as_typed(*rates, "--resume", checkpoint.path, "--resume-with-changes",
-                          *["--max-steps", end] * bool(end), drop=dropped)
+                             *["--max-steps", end] * bool(end), drop=dropped)
 
 
 def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageError:

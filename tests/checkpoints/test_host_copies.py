@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.checkpoints import commit, host_copies
+from lib.checkpoints import checkpointer, commit, host_copies
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.checkpoints.host_copies import HostCopies, HostMemory
 
@@ -110,10 +112,30 @@ def test_without_room_or_locks_a_save_is_written_before_the_next_step(
         cudaHostRegister=lambda *_: code))
     monkeypatch.setattr(host_copies, "HostMemory", lambda shapes, _: HostMemory(shapes, code != 0))
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
-    checkpointer = Checkpointer(tmp_path, layout, {}, total_steps=3, every=1, room=lambda: room)
+    saving = Checkpointer(tmp_path, layout, {}, total_steps=3, every=1, room=lambda: room)
     for step in (1, 2):
-        checkpointer.save(SimpleNamespace(step=step, optimizer=optimizer, tensors=lambda: tensors,
-                                          state_dict=lambda step=step: {"step": step}))
+        saving.save(SimpleNamespace(step=step, optimizer=optimizer, tensors=lambda: tensors,
+                                    state_dict=lambda step=step: {"step": step}))
         assert next(c.step for c in commit.scan(tmp_path)) == step  # without another `poll`
     said = caplog.text
     assert re.search(why, said) and said.count("written before the next step") == 1
+
+
+def test_memory_that_another_rank_refuses_is_given_back(
+        trained, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tensors, optimizer = trained
+    made: list[weakref.ref[HostMemory]] = []
+
+    class Seen(HostMemory):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            made.append(weakref.ref(self))
+    monkeypatch.setattr(host_copies, "HostMemory", Seen)
+    monkeypatch.setattr(checkpointer, "gather", lambda mine, _: [mine, "rank 1 has no room"])
+    layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
+    saving = checkpointer.Checkpointer(tmp_path, layout, {}, total_steps=3, every=1,
+                                       room=lambda: 1e9)
+    saving.save(SimpleNamespace(step=1, optimizer=optimizer, tensors=lambda: tensors,
+                                state_dict=lambda: {"step": 1}))
+    gc.collect()
+    assert len(made) == 1 and made[0]() is None

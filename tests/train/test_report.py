@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lib.core.paths import Experiment
+from lib.tokens.batches import BEGINNING
 from lib.train import meters, report
 from lib.train.report import Report
 from tests.train.test_plan import make
@@ -48,3 +49,22 @@ def test_the_first_step_is_left_out_and_saves_are_not(tmp_path: Path,
         assert "perf/eta_sec" not in told._speeds()
     finally:
         told._metrics.close()
+
+
+def test_what_fails_after_the_last_save_leaves_the_run_complete(tmp_path: Path) -> None:
+    """Nor does it fail a run that was stopped; before, it does."""
+    for statuses, then in ((["running"], ["failed"]), (["running", "complete"], []),
+                           (["running", "preempted"], [])):
+        (root := tmp_path / "-".join(statuses)).mkdir()
+        plan, written = make(samples=10**6, max_steps=1000, no_progress=True), []
+        layout = SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu"))
+        state = SimpleNamespace(plan=plan, layout=layout, step=1000, tokens=5, position=BEGINNING,
+                                model=SimpleNamespace(config=SimpleNamespace(model_type="llama")))
+        journal = SimpleNamespace(state=lambda status, written=written, **_: written.append(status))
+        estimate = SimpleNamespace(tell=lambda: None)
+        with pytest.raises(RuntimeError), \
+                Report(Experiment(root, "e"), journal, state, None, None, estimate) as told:
+            for status in statuses[1:]:
+                told.note_state(status)
+            raise RuntimeError("of no matter which kind")
+        assert written == statuses + then

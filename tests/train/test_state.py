@@ -67,6 +67,7 @@ def test_what_a_run_cannot_go_on_without_is_named(group: dist.ProcessGroup) -> N
         contents.require_complete(record, Path("step_00000001"))
     assert caught.value.found == "no optimizer_steps, samples in its train state"
     record = state_of(group).state_dict()
+    assert record["loss_scale"].keys() == contents._LOSS_SCALE
     del record["loss_scale"]["usual_norm"]
     with pytest.raises(ArtifactError) as caught:
         contents.require_complete(record, Path("step_00000001"))
