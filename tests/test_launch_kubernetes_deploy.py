@@ -356,7 +356,7 @@ def test_without_kubectl(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_running_job_is_followed_and_an_ended_one_makes_room(kube: Cluster) -> None:
-    kube.on_create = lambda cluster, item: complete(cluster, item, 3.0)
+    kube.on_create = lambda cluster, item: complete(cluster, item, 10.0)
     launch("apply", *ASKED, *TRAIN)
     said = launch("deploy", *ASKED, *QUICK, *TRAIN).stdout
     assert "runs already" in said and "is complete" in said and submissions(kube) == 1
