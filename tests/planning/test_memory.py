@@ -230,6 +230,7 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
+@pytest.mark.slow
 def test_dry_run_plans_memory(project: Path) -> None:
     before = sorted(project.rglob("*"))
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", 64)
