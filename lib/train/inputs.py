@@ -110,9 +110,11 @@ def settle(config: Config, inputs: Inputs) -> Config:
         if getattr(config, name) is None and (value := inputs.begun_with(name)):
             config = config.settled("earlier launch", **{name: value})
     if config.lr is None:
-        config = config.settled("weights", lr=checks.DEFAULT_LRS[inputs.scratch])
+        config = config.settled(
+            "from scratch" if inputs.scratch else "a model with weights",
+            lr=checks.DEFAULT_LRS[inputs.scratch])
     if config.min_lr is None:
-        config = config.settled("--lr", min_lr=config.lr / 10)
+        config = config.settled("a tenth of --lr", min_lr=config.lr / 10)
     checks.require_falling(config, config.lr)
     return config
 
@@ -138,9 +140,9 @@ def _keep_global_batch(config: Config, inputs: Inputs) -> Config:
         divided = plan.divide(kept, 0, plan.launched_size())
     except UsageError as error:
         raise UsageError(f"{begun} cannot be divided", expected=error.expected,
-                         hint="other ranks or another --batch-size, or another --experiment-name; "
-                              "--resume-with-changes with --max-steps takes the step that is typed"
-                         ) from error
+                         hint="take another number of ranks or another --batch-size; "
+                              "--resume-with-changes with --max-steps goes on with the step that "
+                              "the options make") from error
     log.info(f"{begun} are kept: {divided.micro_batch} per process × {divided.accumulation} "
              f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
              f"make it {asked.global_batch:,}")
