@@ -158,8 +158,11 @@ def bring_headers(hub: Hub, repository: Repository, files: Sequence[RemoteFile],
             if cached:
                 with cached.open("rb") as blob:
                     content = blob.read(end)
-            else:
-                content += hub.read(repository, file, len(content), end)
+            else:  # in one request, but for a stream that ends early without an error
+                while more := hub.read(repository, file, len(content), end):
+                    content += more
+                    if len(content) >= end:
+                        break
         (directory / file.path).write_bytes(content)
 
     with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:

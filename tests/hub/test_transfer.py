@@ -155,3 +155,15 @@ def test_headers_come_without_the_rest(tmp_path, length):
     there = (tmp_path / "x").read_bytes()
     assert content.startswith(there) and min(len(content), 8 + length) <= len(there)
     assert sum(end - start for start, end in wire.ranges) == len(there) <= max(1 << 16, length + 8)
+
+
+def test_a_header_whose_stream_ends_early_is_taken_up_there(tmp_path):
+    class Short(Wire):
+        def read(self, repository, file, start, end) -> bytes:
+            return super().read(repository, file, start, min(end, start + 50_000))
+
+    content = (1 << 17).to_bytes(8, "little") + CONTENT
+    wire = Short(content)
+    bring_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
+    assert (tmp_path / "x").read_bytes() == content[:8 + (1 << 17)]
+    assert wire.ranges[:2] == [(0, 50_000), (50_000, 65_536)]
