@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from lib.core import commands, declared, log, options, stage
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.train.config import Config, add_options, read_options
+from lib.train.command_line import add_options, read_options
+from lib.train.config import Config
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from transformers import PreTrainedModel

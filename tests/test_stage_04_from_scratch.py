@@ -10,7 +10,7 @@ import pytest
 
 from lib.core import log, options, paths
 from lib.core.errors import ArtifactError
-from lib.train.config import add_options, read_options
+from lib.train.command_line import add_options, read_options
 from lib.train.inputs import find_inputs, settle
 from tests.conftest import run_stage
 from tests.training import losses

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lib.core import commands, options
 from lib.core.errors import Problems, UsageError
-from lib.train.config import Config, add_options, read_options
+from lib.train.command_line import add_options, read_options
+from lib.train.config import Config
 
 SCRIPT = "04_train_fsdp.py"
 

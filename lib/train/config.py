@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import declared, options, paths
+from lib.core import declared, options
 from lib.core.declared import Role, option
 from lib.core.options import auto_on_off, count, non_negative, on_off, positive, positive_int
 from lib.models import scratch
@@ -301,19 +301,3 @@ class Config:
 
 
 DEFAULTS = Config()
-
-
-def add_options(parser: options.Parser) -> None:
-    """Add all options of stage 04."""
-    declared.add(parser, Config)
-    speed = next(group for group in parser._action_groups if str(group.title).startswith("speed"))
-    speed.add_argument("--use-flash-attn", dest="attention", action="store_const",
-                       const="flash_attention_2", help="short for --attention flash_attention_2")
-    parser.add_common(workers="tokenise")
-
-
-def read_options(parser: options.Parser, argv: Sequence[str]) -> Config:
-    """Return what was typed or stands in --config; UsageError tells what is wrong."""
-    opts = parser.parse(argv)
-    paths.settle(opts)
-    return declared.read(Config, opts)

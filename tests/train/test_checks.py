@@ -11,7 +11,8 @@ import pytest
 from lib.core import options
 from lib.core.errors import UsageError
 from lib.train import checks
-from lib.train.config import Config, add_options, read_options
+from lib.train.command_line import add_options, read_options
+from lib.train.config import Config
 
 
 def given(*argv: Any) -> Config:
