@@ -6,7 +6,7 @@
   python launch/build_image.py --context unpacked-bundle         # offline, from its wheelhouse
   python launch/build_image.py --push 1234.dkr.ecr.us-west-2.amazonaws.com/llm --create-repository
 
-launch/images/torch_cuda.yaml holds what is checked before the build. When docker or pip fails, the
+lib/core/torch_builds.py holds what is checked before the build. When docker or pip fails, the
 cause is named with its remedy; --auto-fix applies those that cost nothing and tries again: an older
 CUDA build of the same torch for an old driver, docker's build cache pruned when its disk is full, a
 mirror of the base image, another try when the network failed. The image is run once at the end.
@@ -28,7 +28,7 @@ from launch.images import docker as image_docker  # noqa: E402
 from launch.images import versions  # noqa: E402
 from launch.images.docker import DockerError  # noqa: E402
 from launch.images.versions import ImageBuild, ImageOptions  # noqa: E402
-from lib.core import commands, declared, log, options, stage  # noqa: E402
+from lib.core import commands, declared, log, options, stage, torch_builds  # noqa: E402
 from lib.core.errors import UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 
@@ -68,7 +68,7 @@ def build_and_push(asked: ImageOptions, dry_run: bool) -> str:
     """Do what the options say and return the name of the image."""
     build = versions.planned(asked)
     log.table({"image": build.tag, "base": build.base_image, "variant": "efa" if build.efa else
-               "plain", "torch": f"{build.torch.version}{build.torch.local}",
+               "plain", "torch": str(build.torch),
                "driver": build.driver_version or "not known (--driver-version): not checked",
                "packages": "wheelhouse/" if (build.context / "wheelhouse").is_dir() else
                "from pip's index"})
@@ -121,7 +121,7 @@ def _fixed(build: ImageBuild, error: DockerError, attempt: int) -> ImageBuild | 
         mended = build
     elif cause.fix == image_docker.DEFAULT_TORCH and build.torch != build.named_torch:
         driver = build.driver_version
-        if not driver or not versions.driver_problem(build.named_torch, driver):
+        if not driver or not torch_builds.driver_problem(build.named_torch, driver):
             mended = replace(build, torch=build.named_torch)
     if mended:
         log.info(f"fixed: {cause.problem} ({cause.fix}); trying again")

@@ -13,8 +13,8 @@ import pytest
 
 from launch import build_image
 from launch.images import versions as image_versions
-from launch.images.versions import Torch
 from lib.core.errors import UsageError
+from lib.core.torch_builds import Torch
 from tests.conftest import ROOT, run_stage
 
 DOCKER = """#!/bin/sh
@@ -276,22 +276,6 @@ def test_as_a_function(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     assert len(machine.calls("build")) == 2
     with pytest.raises(UsageError, match="--driver-version: expected a version"):
         build_image.build_docker_image(driver_version="latest")
-
-
-def test_the_table_knows_the_torch_that_is_required():
-    torch = image_versions.torch_pin()
-    assert torch.cuda and image_versions.oldest_driver(torch.cuda)
-    for minor, known in image_versions.table()["torch"].items():
-        assert known["default"] in known["builds"], minor
-        assert known["builds"] == sorted(known["builds"], key=float)
-
-
-@pytest.mark.parametrize(("driver", "cuda"), [
-    ("580", "13.2"), ("580.65.06", "13.2"), ("579.9", "12.6"), ("525.60.13", "12.6"),
-    ("524", None)])
-def test_the_newest_cuda_that_a_driver_does_for(driver: str, cuda: str | None):
-    found = image_versions.build_for(Torch("2.13.0", "13.0"), driver)
-    assert (found.cuda if found else None) == cuda
 
 
 def test_requirements_may_name_a_build(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Decides which image is built: torch, its CUDA and the driver must agree (torch_cuda.yaml)."""
+"""Decides which image is built: torch, its CUDA and the driver must agree."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from lib.core import commands, config_file, log, options
+from lib.core import commands, log, nvidia, options, torch_builds
 from lib.core.declared import option
 from lib.core.errors import Problems, UsageError
+from lib.core.torch_builds import Torch, build_for, driver_problem
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "launch" / "images" / "torch_cuda.yaml"
 DOCKERFILE = ROOT / "launch" / "Dockerfile"
 NAME = "llm-training"
 # The image of each Python that the code supports.
@@ -23,77 +22,9 @@ PYTHONS = {"3.10": "3.10.19", "3.11": "3.11.14", "3.12": "3.12.12"}
 _CODE = "/opt/pipeline"
 
 
-@dataclass(frozen=True)
-class Torch:
-    """Names a torch. version: `2.13.0`. cuda: `13.0`, or empty for a build without."""
-
-    version: str
-    cuda: str
-
-    @property
-    def local(self) -> str:
-        """Return the local version of the wheel: `+cu130`, `+cpu`."""
-        return f"+cu{self.cuda.replace('.', '')}" if self.cuda else "+cpu"
-
-
-def table() -> dict[str, Any]:
-    return config_file.read_yaml(TABLE)
-
-
 def torch_pin(requirements: Path = ROOT / "requirements.txt", cuda: str = "") -> Torch:
-    """Return the torch that requirements.txt names.
-
-    cuda: another build than the default one. Raises UsageError when the file pins no torch, or the
-    table does not know it.
-    """
-    text = requirements.read_text(encoding="utf-8")
-    match = re.search(r"^torch==(\d+\.\d+)(\.\d+)(?:\+(\w+))?", text, re.MULTILINE)
-    if not match:
-        raise UsageError(f"{requirements} pins no torch", expected="a line `torch==X.Y.Z`")
-    minor, patch, local = match.groups()
-    known = table()["torch"].get(minor)
-    if known is None:
-        raise UsageError(f"{TABLE.name} does not know torch {minor}",
-                         found=f"torch {', '.join(table()['torch'])}",
-                         hint=f"add a line for it to {TABLE}")
-    wanted = cuda or (_cuda_of(local) if local else known["default"])
-    if wanted and wanted != "none" and wanted not in known["builds"]:
-        raise UsageError(f"torch {minor} is not built for CUDA {wanted}",
-                         expected=f"one of {', '.join(known['builds'])}, or none")
-    return Torch(minor + patch, "" if wanted == "none" else wanted)
-
-
-def _cuda_of(local: str) -> str:
-    digits = local.removeprefix("cu")
-    return f"{digits[:-1]}.{digits[-1]}" if local.startswith("cu") else "none"
-
-
-def oldest_driver(cuda: str) -> str:
-    """Return the oldest driver that a CUDA version works with; UsageError when unknown."""
-    major = cuda.partition(".")[0]
-    try:
-        return table()["driver"][major]
-    except KeyError:
-        raise UsageError(f"{TABLE.name} names no driver for CUDA {major}",
-                         hint=f"add a line for it to {TABLE}") from None
-
-
-def driver_problem(torch: Torch, driver: str) -> str:
-    """Return in a sentence why a driver does not do for this torch; empty when it does."""
-    if not torch.cuda or _parts(driver) >= _parts(needed := oldest_driver(torch.cuda)):
-        return ""
-    return (f"driver {driver} is too old for torch {torch.version}, whose CUDA {torch.cuda} wants "
-            f"{needed} or newer")
-
-
-def build_for(torch: Torch, driver: str) -> Torch | None:
-    """Return the same torch with the newest CUDA that a driver does for, None without any."""
-    minor = torch.version.rpartition(".")[0]
-    for cuda in reversed(table()["torch"][minor]["builds"]):
-        older = Torch(torch.version, cuda)
-        if not driver_problem(older, driver):
-            return older
-    return None
+    """Return the torch that a file of requirements names, or its build for another CUDA."""
+    return torch_builds.pinned(requirements.read_text(encoding="utf-8"), cuda)
 
 
 def base_problem(torch: Torch, base_image: str) -> str:
@@ -108,10 +39,6 @@ def base_problem(torch: Torch, base_image: str) -> str:
             f"{torch.cuda}")
 
 
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version))
-
-
 def _like(pattern: str, wanted: str) -> Callable[[str], str]:
     """Return what reads an option of a certain form; an empty one means its default."""
     def read(text: str) -> str:
@@ -123,8 +50,6 @@ def _like(pattern: str, wanted: str) -> Callable[[str], str]:
 
 _IMAGE = _like(r"[A-Za-z0-9][\w./:@-]*", "letters, digits and any of . _ - / : @")
 _PLATFORM = _like(r"[a-z]+/[a-z0-9]+(/v\d+)?", "OS/ARCH, such as linux/arm64")
-_CUDA = _like(r"\d+\.\d+|none", "a version such as 12.6, or none")
-_DRIVER = _like(r"\d+(\.\d+){0,2}", "a version such as 570.86.15")
 
 
 @dataclass(frozen=True)
@@ -144,10 +69,12 @@ class ImageOptions:
                              "(default: the official one of that Python)")
     platform: str = option("linux/amd64", parse=_PLATFORM, metavar="OS/ARCH",
                            help="platform of the nodes")
-    cuda: str = option("", parse=_CUDA, metavar="X.Y", help="CUDA build of torch, or none "
-                                                            "(default: that of requirements.txt)")
-    driver_version: str = option("", parse=_DRIVER, metavar="V", help="NVIDIA driver of the nodes "
-                                 "(default: this machine's, if it has one)")
+    cuda: str = option("", parse=torch_builds.read_cuda, metavar="X.Y",
+                       help="CUDA build of torch: 12.6 or cu126, or none (default: that of "
+                            "requirements.txt)")
+    driver_version: str = option("", parse=torch_builds.read_driver, metavar="V",
+                                 help="NVIDIA driver of the nodes (default: this machine's, if it "
+                                      "has one)")
     pip_conf: Path | None = option(None, parse=Path, metavar="FILE",
                                    help="pip.conf with the index to install from; it stays out of "
                                         "the image (default: none)")
@@ -202,7 +129,7 @@ def planned(opts: ImageOptions) -> ImageBuild:
     if opts.pip_conf and not opts.pip_conf.is_file():
         raise UsageError(f"--pip-conf: no such file: {opts.pip_conf}")
     named, problems = torch_pin(requirements), Problems()
-    driver = opts.driver_version or _local_driver()
+    driver = opts.driver_version or nvidia.driver()
     torch = _torch_for(torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
     if problem := base_problem(torch, opts.base_image):
         problems.add(problem, hint="choose a base image without CUDA, or with that of torch")
@@ -222,7 +149,7 @@ def _torch_for(torch: Torch, driver: str, auto_fix: bool, problems: Problems) ->
         return torch
     fitting = build_for(torch, driver)
     if auto_fix and fitting:
-        log.info(f"fixed: {problem}; torch {fitting.version}{fitting.local} is taken")
+        log.info(f"fixed: {problem}; torch {fitting} is taken")
         return fitting
     problems.add(problem, hint="update the driver" + ", or:" * bool(fitting),
                  run=commands.as_typed("--cuda", fitting.cuda) if fitting else "")
@@ -240,7 +167,7 @@ def _python_for(opts: ImageOptions, torch: Torch, named: Torch, problems: Proble
                if any(_is_wheel_of(name, torch, named, version) for name in wheels)]
     if not wheelhouse.is_dir() or opts.python in fitting:
         return opts.python
-    problem = f"{wheelhouse} has no wheel of torch {torch.version}{torch.local} for Python " \
+    problem = f"{wheelhouse} has no wheel of torch {torch} for Python " \
               f"{opts.python} ({', '.join(wheels) or 'none of torch'})"
     other = next(iter(fitting), "")
     if opts.auto_fix and other and not opts.base_image:
@@ -257,15 +184,6 @@ def _is_wheel_of(name: str, torch: Torch, named: Torch, python: str) -> bool:
     version, _, local = full.partition("+")
     return version == torch.version and rest.startswith(f"cp{python.replace('.', '')}-") \
         and (f"+{local}" == torch.local or (not local and torch == named))
-
-
-def _local_driver() -> str:
-    try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                              capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""
 
 
 def _commit(directory: Path) -> str:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from launch.common.findings import ERROR, INFO, WARNING, Finding, not_checked
-from launch.images.versions import driver_problem, torch_pin
+from launch.images.versions import torch_pin
 from launch.kube.asked import JobNeeds
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode, quantity
+from lib.core.torch_builds import driver_problem
 
 _FSX = "fsx.csi.aws.com"
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import platform
 import re
 import resource
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ from typing import Any
 import torch
 
 from lib.core import hashing, manifest
+from lib.core.nvidia import Missing, answer, number, query
 from lib.core.paths import MANIFEST, models_root, tokens_root
 
 _BLOCK = 8 << 20
 _DISK_BYTES, _DISK_SECONDS = 512 << 20, 2.0
-_TIMEOUT_S = 10
 SHM, INFINIBAND = Path("/dev/shm"), Path("/sys/class/infiniband")
 _AMAZON = "0x1d0f"
 _SETTINGS = ("NCCL_", "FI_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
@@ -30,10 +28,6 @@ _IDENTITY = "index,name,driver_version,memory.total,memory.used,clocks.max.sm,te
 # Bits of clocks_throttle_reasons.active (NVML, nvmlClocksEventReasons) that mean trouble.
 _THROTTLES = {0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)",
               0x80: "power brake"}
-
-
-class Missing(Exception):
-    """Says that a tool is absent, or does not answer."""
 
 
 def describe(save_dir: Path, cache_dir: Path, named: list[Path], root: Path) -> dict[str, Any]:
@@ -51,7 +45,7 @@ def gpus() -> dict[str, Any]:
     """
     not_checked: dict[str, str] = {}
     try:
-        found = [_identity(*row) for row in _query(_IDENTITY)]
+        found = [_identity(*row) for row in query(_IDENTITY)]
     except Missing as missing:
         return {"gpus": [], "not_checked": {"GPUs": str(missing)}}
     # Asked for one group at a time: nvidia-smi refuses a whole query for one field that it lacks.
@@ -90,7 +84,7 @@ def efa(root: Path = INFINIBAND) -> dict[str, Any]:
     facts: dict[str, Any] = {"devices": devices, "not_checked": {}}
     if any(device["efa"] for device in devices):
         try:
-            facts["libfabric"] = "provider: efa" in _run("fi_info", "-p", "efa")
+            facts["libfabric"] = "provider: efa" in answer("fi_info", "-p", "efa")
         except Missing as missing:
             facts["not_checked"]["libfabric"] = str(missing)
     return facts
@@ -103,46 +97,17 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _run(*command: str) -> str:
-    if not shutil.which(command[0]):
-        raise Missing(f"{command[0]} is not on this machine")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (subprocess.TimeoutExpired, OSError) as error:
-        raise Missing(f"{command[0]} gave no answer ({type(error).__name__})") from None
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[0]
-        raise Missing(f"{command[0]} failed: {said}")
-    return done.stdout
-
-
-def _query(fields: str, what: str = "gpu") -> list[list[str]]:
-    printed = _run("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
-    rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines()) if row]
-    if not rows or any(len(row) != len(fields.split(",")) for row in rows):
-        raise Missing("nvidia-smi says something else than was asked for")
-    return rows
-
-
-def _number(text: str) -> float | None:
-    """Return a number; None for `[N/A]` and the like."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def _identity(index: str, name: str, driver: str, total: str, used: str, clock: str,
               temperature: str) -> dict[str, Any]:
     return {"index": index, "name": name, "driver": driver,
-            "memory_gib": (_number(total) or 0) / 1024, "used_gib": (_number(used) or 0) / 1024,
-            "max_clock_mhz": _number(clock), "temperature_c": _number(temperature)}
+            "memory_gib": (number(total) or 0) / 1024, "used_gib": (number(used) or 0) / 1024,
+            "max_clock_mhz": number(clock), "temperature_c": number(temperature)}
 
 
 def _slowdowns() -> dict[str, str]:
     """Return for each GPU, by index, the reasons for which it is slowed down."""
     found = {}
-    for index, mask in _query("index,clocks_throttle_reasons.active"):
+    for index, mask in query("index,clocks_throttle_reasons.active"):
         try:
             bits = int(mask, 16)
         except ValueError:
@@ -152,21 +117,22 @@ def _slowdowns() -> dict[str, str]:
 
 
 def _ecc() -> list[dict[str, Any]]:
-    counts = [_number(count) for _, count in _query("index,ecc.errors.uncorrected.volatile.total")]
+    counts = [number(count) for _, count in query("index,ecc.errors.uncorrected.volatile.total")]
     if all(count is None for count in counts):
         raise Missing("these GPUs have no ECC, or it is off")
     return [{"ecc_errors": count or 0} for count in counts]
 
 
 def _remapped_rows() -> list[dict[str, Any]]:
-    rows = _query("gpu_bus_id,remapped_rows.pending,remapped_rows.failure", "remapped-rows")
+    rows = query("gpu_bus_id,remapped_rows.pending,remapped_rows.failure", "remapped-rows")
     return [{"remap_pending": pending.lower() in ("yes", "1"),
              "remap_failed": failed.lower() in ("yes", "1")} for _, pending, failed in rows]
 
 
 def _nvlinks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Count links of each GPU in `nvidia-smi nvlink --status`, which has a block per GPU."""
-    blocks = re.split(r"^GPU (\d+):", _run("nvidia-smi", "nvlink", "--status"), flags=re.MULTILINE)
+    told = answer("nvidia-smi", "nvlink", "--status")
+    blocks = re.split(r"^GPU (\d+):", told, flags=re.MULTILINE)
     by_gpu = dict(zip(blocks[1::2], blocks[2::2], strict=True))
     if not any("Link " in block for block in by_gpu.values()):
         raise Missing("these GPUs have no NVLink")

@@ -1,0 +1,66 @@
+"""What NVIDIA's driver says of this machine, by nvidia-smi and the files of its kernel module."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+_TIMEOUT_S = 10
+PROC, DEV = Path("/proc/driver/nvidia"), Path("/dev")
+
+
+class Missing(Exception):
+    """Says that a tool is absent, or does not answer."""
+
+
+def answer(*command: str) -> str:
+    """Return what a tool of this machine prints; Missing where it is absent or fails."""
+    if not shutil.which(command[0]):
+        raise Missing(f"{command[0]} is not on this machine")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        raise Missing(f"{command[0]} gave no answer ({type(error).__name__})") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[0]
+        raise Missing(f"{command[0]} failed: {said}")
+    return done.stdout
+
+
+def query(fields: str, what: str = "gpu") -> list[list[str]]:
+    """Return a row of cells for each GPU, as nvidia-smi prints fields; Missing as `answer`."""
+    printed = answer("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines()) if row]
+    if not rows or any(len(row) != len(fields.split(",")) for row in rows):
+        raise Missing("nvidia-smi says something else than was asked for")
+    return rows
+
+
+def number(text: str) -> float | None:
+    """Return the number in a cell; None for `[N/A]` and the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def driver() -> str:
+    """Return the version of the driver, "" where there is none."""
+    try:
+        return query("driver_version")[0][0]
+    except Missing:
+        pass
+    try:
+        text = (PROC / "version").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else ""
+
+
+def device_files() -> list[Path]:
+    """Return the device files of the GPUs that this container, or job, was given."""
+    return sorted(DEV.glob("nvidia[0-9]*"))
