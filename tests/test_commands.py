@@ -22,7 +22,7 @@ TOOLS = [ROOT / "lib/checkpoints/__main__.py", ROOT / "launch/bundling/bundle.py
            if path.stem not in ("__init__", "install_wheels", "torchrun"))]  # torch's own options
 COMMANDS = [*STAGES, *TOOLS]
 # What a parser of its own reads before the others.
-READ_FIRST = {"config", "values"}
+READ_FIRST = {"config", "values", "checkpoint_dir"}
 # What a namespace of options is called, out of launch/.
 NAMES = {"opts", "_opts", "options", "wanted", "arguments", "given", "asked", "config", "_config",
          "build", "_patience", "patience"}

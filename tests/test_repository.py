@@ -248,8 +248,10 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
         known |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
         known |= {f"--{name.replace('_', '-')}" for name in
                   re.findall(r"^    (\w+): .* = option\(", text, re.MULTILINE)}
+    known |= {f"--{name.replace('_', '-')}" for row in elsewhere.ROWS
+              for names in row.names.values() for name in names.split()}
     named = {option.replace("_", "-") for span in spans(path.read_text(encoding="utf-8"))
-             for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", span)}
+             for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9_.-]*\w", span)}
     assert not named - known
 
 
@@ -279,17 +281,6 @@ def requirements(name: str) -> list[str]:
 def test_requirements_are_exact(name: str) -> None:
     pin = re.compile(r'[a-z0-9-]+==\d[\w.]*(; python_version (>=|<) "3\.\d+")?')
     assert not [line for line in requirements(name) if not pin.fullmatch(line)]
-
-
-def test_what_stands_for_options_of_other_trainers_can_be_typed() -> None:
-    parsers = [set(parser_of(stage)._option_string_actions) for stage in STAGES]
-    for row in elsewhere.ROWS:
-        owners = [options for options in parsers if row.option in options]
-        named = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", row.text))
-        known = set.union(*parsers) if "stage 0" in row.text else set.intersection(*owners)
-        assert owners and named <= known, (row, named - known)
-        names = {name for names in row[2:] for name in names.split()}
-        assert not [name for name in names if f"--{name.replace('_', '-')}" in set.union(*owners)]
 
 
 def test_what_is_imported_is_required() -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lib.core import elsewhere
+
 ROOT = Path(__file__).resolve().parents[2]
 # What was typed to a launcher, which sets this for the processes that it starts.
 LAUNCHED_AS = "LAUNCHED_AS"
@@ -30,7 +32,7 @@ _ANCESTORS = 6
 def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
     """Return the command that was typed, with further words at its end.
 
-    drop: options to leave out with their values, in all their spellings. Of an option given twice
+    drop: options to leave out with their values, under all their names. Of an option given twice
     the last counts, so that only flags and options that collect values need to be dropped.
     """
     return _joined([*_without(typed(), drop), *map(str, more)])
@@ -39,8 +41,9 @@ def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
 def replaced(option: Sequence[str], old: object, new: object) -> str:
     """Return the command that was typed, with another value of an option (or of its `old=…`).
 
-    option: in all its spellings.
+    option: its short and its long form; it is found under all its names.
     """
+    option = elsewhere.spellings(option)
     value = re.compile(rf"(?P<flag>(?:{'|'.join(map(re.escape, option))})=?)?"
                        rf"{re.escape(str(old))}(?P<rest>=.*)?")
     words, before = [], ""
@@ -156,11 +159,10 @@ def _joined(words: Sequence[str]) -> str:
 
 def _without(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
     """Yield the words but for some options: each goes with the values that follow it."""
-    dropping = False
+    dropping, drop = False, elsewhere.spellings(drop)
     for word in words:
         if word.startswith("-"):
-            name = word.partition("=")[0]
-            dropping = (name.replace("_", "-") if name.startswith("--") else name) in drop
+            dropping = word.partition("=")[0] in drop
         if not dropping:
             yield word
 

@@ -1,145 +1,234 @@
-"""Options of other trainers, and what to type here instead.
+"""Options of other systems by their names there: those that are taken here, and what to type else.
 
-`trainer` is the Hugging Face Trainer with its example scripts, `axolotl` the YAML of Axolotl,
-`titan` torchtitan, `aws` the FSDP sample of awsome-distributed-training. The error for an unknown
-option or YAML key looks here, in every stage, before it looks for a similar name.
+Where a name means what an option of ours means, every command and every YAML file takes it. Where
+it does not, the error for an unknown option says what to type, before it looks for a similar name.
+`python -m lib.core.elsewhere` prints the table into docs/coming-from.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-_FULL_NAMES = {"trainer": "the Hugging Face Trainer", "axolotl": "Axolotl", "titan": "torchtitan",
-               "aws": "the AWS FSDP sample"}
+SYSTEMS = {"offline": "an offline fine-tuning pipeline", "scratch": "a from-scratch FSDP2 trainer",
+           "aws": "the AWS FSDP sample", "eks": "an EKS deployer", "hyperpod": "a HyperPod app",
+           "trainer": "the Hugging Face Trainer", "axolotl": "Axolotl", "titan": "torchtitan"}
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
+BEGIN, END = "<!-- table: python -m lib.core.elsewhere -->\n", "<!-- end of the table -->"
 
 
 class Row(NamedTuple):
-    """option: ours; a parser without it has no use for the row. text: what to type.
-
-    trainer, axolotl, titan, aws: the names there, with spaces between.
+    """option: ours; a parser without it has no use for the row. text: what to type instead of the
+    names, empty where they are taken as they are. names: by system, with spaces between.
     """
 
     option: str
     text: str
-    trainer: str = ""
-    axolotl: str = ""
-    titan: str = ""
-    aws: str = ""
+    names: dict[str, str]
 
 
+def _same(option: str, **names: str) -> Row:
+    return Row(option, "", names)
+
+
+def _other(option: str, text: str, **names: str) -> Row:
+    return Row(option, text, names)
+
+
+_FLAGS = "bf16 fp16 tf32"
+_OF_TEXT = "text_column text_column_name dataset_text_field"
+_BATCH = "per_device_train_batch_size"
 ROWS = (
     # What is trained, on what, and where it goes.
-    Row("--model-name", "--model-name NAME", "model_name_or_path config_name model",
-        "base_model base_model_config", "model.name model.flavor model.hf_assets_path",
-        "model_type"),
-    Row("--model-size", "--from-scratch --model-size SIZE, or stage 03 with --config-json FILE",
-        "config_overrides", "", "",
-        "hidden_width num_layers num_heads num_key_value_heads intermediate_size"),
-    Row("--tokenizer", "a model's directory holds its tokenizer; --tokenizer DIR only goes with "
-        "--from-scratch", "tokenizer_name", "tokenizer_config", "model.tokenizer_path"),
-    Row("--dataset-name", "--dataset-name NAME (in stage 04 a dataset that stage 02 made)",
-        "train_file dataset_path dataset_config_name", "datasets dataset_prepared_path",
-        "training.dataset training.dataset_path", "dataset dataset_config_name dataset_path"),
-    Row("--fields", "--fields NAME", "text_column text_column_name dataset_text_field",
-        "field"),
-    Row("--text-field", "stage 02 has --fields NAME; --text-field NAME with --streaming",
-        "text_column text_column_name dataset_text_field", "field"),
-    Row("--validation-percent", "--validation-percent P", "validation_split_percentage",
-        "val_set_size"),
-    Row("--eval-freq", "stage 02 makes the validation split: --validation-percent P",
-        "validation_split_percentage validation_file", "val_set_size test_datasets",
-        "validation.dataset"),
-    Row("--experiment-name", "--save-dir DIR and -e NAME: a run lies in DIR/NAME",
-        "output_dir logging_dir run_name", "output_dir wandb_name", "job.dump_folder",
-        "checkpoint_dir"),
-    Row("--config", "--config FILE", "config_file", "", "job.config_file"),
+    _same("--src-dir", offline="src_dir"),
+    _same("--data-folder", offline="data_folder"),
+    _same("--model-name", offline="model_name", scratch="hf_model", trainer="model_name_or_path",
+          axolotl="base_model"),
+    _other("--model-name", "--model-name NAME", trainer="config_name model",
+           axolotl="base_model_config", titan="model.name model.flavor model.hf_assets_path",
+           aws="model_type"),
+    _same("--model-size", scratch="model_size"),
+    _same("--vocab-size", scratch="vocab_size", aws="vocab_size"),
+    _other("--model-size", "--from-scratch --model-size SIZE, or stage 03 with --config-json FILE",
+           trainer="config_overrides",
+           aws="hidden_width num_layers num_heads num_key_value_heads intermediate_size"),
+    _other("--tokenizer", "a model's directory holds its tokenizer; --tokenizer DIR only goes with "
+           "--from-scratch", trainer="tokenizer_name", axolotl="tokenizer_config",
+           titan="model.tokenizer_path"),
+    _same("--dataset-name", offline="dataset_name"),
+    _other("--dataset-name", "--dataset-name NAME (in stage 04 a dataset that stage 02 made)",
+           trainer="train_file dataset_path dataset_config_name",
+           axolotl="datasets dataset_prepared_path", titan="training.dataset training.dataset_path",
+           aws="dataset dataset_config_name dataset_path"),
+    _other("--fields", "--fields NAME", trainer=_OF_TEXT, axolotl="field"),
+    _other("--text-field", "stage 02 has --fields NAME; --text-field NAME with --streaming",
+           trainer=_OF_TEXT, axolotl="field"),
+    _same("--validation-percent", trainer="validation_split_percentage"),
+    _other("--validation-percent", "--validation-percent P", axolotl="val_set_size"),
+    _other("--eval-freq", "stage 02 makes the validation split: --validation-percent P",
+           trainer="validation_split_percentage validation_file",
+           axolotl="val_set_size test_datasets", titan="validation.dataset"),
+    _same("--experiment-name", offline="experiment_name"),
+    _same("--save-dir", offline="save_dir"),
+    _same("--checkpoint-dir", scratch="checkpoint_dir", aws="checkpoint_dir",
+          trainer="output_dir", axolotl="output_dir"),
+    _other("--experiment-name", "--save-dir DIR and -e NAME: a run lies in DIR/NAME",
+           trainer="logging_dir run_name", axolotl="wandb_name", titan="job.dump_folder"),
+    _other("--config", "--config FILE", trainer="config_file", titan="job.config_file"),
     # Length and batch.
-    Row("--num-epochs", "--num-epochs N", "num_train_epochs", "", "", "epochs"),
-    Row("--max-steps", "--max-steps N", "", "", "training.steps"),
-    Row("--batch-size", "--batch-size N (per process), or auto", "per_device_train_batch_size",
-        "micro_batch_size", "training.local_batch_size training.batch_size", "train_batch_size"),
-    Row("--global-batch-size", "--global-batch-size N (samples per step, all ranks)", "",
-        "", "training.global_batch_size"),
-    Row("--grad-accum-steps", "--grad-accum-steps N, or --global-batch-size N",
-        "gradient_accumulation_steps", "gradient_accumulation_steps",
-        "training.gradient_accumulation_steps"),
-    Row("--seq-length", "--seq-length N", "max_seq_length max_length block_size model_max_length",
-        "sequence_len", "training.seq_len", "max_context_width"),
-    Row("--packing", "--packing documents, or concat (the default)", "",
-        "sample_packing pad_to_sequence_len eval_sample_packing"),
+    _same("--num-epochs", offline="num_epochs", trainer="num_train_epochs", axolotl="num_epochs",
+          aws="epochs"),
+    _same("--steps-per-epoch", scratch="steps_per_epoch"),
+    _same("--max-steps", trainer="max_steps", axolotl="max_steps", titan="training.steps",
+          aws="max_steps", eks="max_steps"),
+    _same("--batch-size", offline="batch_size", scratch="batch_size", trainer=_BATCH,
+          axolotl="micro_batch_size", titan="training.local_batch_size training.batch_size",
+          aws="train_batch_size"),
+    _same("--global-batch-size", titan="training.global_batch_size"),
+    _same("--grad-accum-steps", trainer="gradient_accumulation_steps",
+          axolotl="gradient_accumulation_steps", titan="training.gradient_accumulation_steps"),
+    _same("--seq-length", offline="seq_length",
+          trainer="max_seq_length max_length block_size model_max_length", axolotl="sequence_len",
+          titan="training.seq_len", aws="max_context_width"),
+    _other("--packing", "--packing documents, or concat (the default)",
+           axolotl="sample_packing pad_to_sequence_len eval_sample_packing"),
     # Optimizer.
-    Row("--lr", "--lr X", "learning_rate", "learning_rate", "optimizer.lr"),
-    Row("--min-lr", "--min-lr X", "", "", "lr_scheduler.min_lr_factor lr_scheduler.lr_min"),
-    Row("--lr-scheduler", "--lr-scheduler cosine|linear|constant|wsd", "lr_scheduler_type", "",
-        "lr_scheduler.decay_type lr_scheduler.decay_ratio",
-        "lr_decay_style lr_decay_iters plateau"),
-    Row("--warmup-steps", "--warmup-steps N", "warmup_ratio", "warmup_ratio",
-        "lr_scheduler.warmup_steps", "warmup"),
-    Row("--weight-decay", "--weight-decay X", "", "", "optimizer.weight_decay"),
-    Row("--beta1", "--beta1 X", "adam_beta1", "adam_beta1", "optimizer.beta1"),
-    Row("--beta2", "--beta2 X", "adam_beta2", "adam_beta2", "optimizer.beta2"),
-    Row("--grad-clip", "--grad-clip X", "max_grad_norm", "max_grad_norm", "training.max_norm"),
-    Row("--optimizer", "--optimizer adamw|adamw8bit", "optim", "", "optimizer.name"),
-    Row("--seed", "--seed N", "data_seed", "", "training.seed debug.seed"),
+    _same("--lr", offline="lr", scratch="max_lr", trainer="learning_rate", axolotl="learning_rate",
+          titan="optimizer.lr", aws="lr"),
+    _same("--min-lr", aws="min_lr"),
+    _other("--min-lr", "--min-lr X", titan="lr_scheduler.min_lr_factor lr_scheduler.lr_min"),
+    _other("--lr-scheduler", "--lr-scheduler cosine|linear|constant|wsd, down to --min-lr X",
+           trainer="lr_scheduler_type", titan="lr_scheduler.decay_type lr_scheduler.decay_ratio",
+           aws="lr_decay_style lr_decay_iters plateau"),
+    _same("--warmup-steps", trainer="warmup_steps", axolotl="warmup_steps",
+          titan="lr_scheduler.warmup_steps"),
+    _other("--warmup-steps", "--warmup-steps N, a number of steps and not a share",
+           trainer="warmup_ratio", axolotl="warmup_ratio", aws="warmup"),
+    _same("--weight-decay", trainer="weight_decay", axolotl="weight_decay",
+          titan="optimizer.weight_decay", aws="weight_decay"),
+    _same("--beta1", trainer="adam_beta1", axolotl="adam_beta1", titan="optimizer.beta1",
+          aws="beta1"),
+    _same("--beta2", trainer="adam_beta2", axolotl="adam_beta2", titan="optimizer.beta2",
+          aws="beta2"),
+    _same("--grad-clip", trainer="max_grad_norm", axolotl="max_grad_norm",
+          titan="training.max_norm", aws="grad_clip"),
+    _other("--optimizer", "--optimizer adamw|adamw8bit", trainer="optim", titan="optimizer.name"),
+    _same("--seed", offline="seed", trainer="seed", axolotl="seed", aws="seed",
+          titan="training.seed debug.seed"),
+    _other("--seed", "--seed N, which also decides the order of samples", trainer="data_seed"),
     # Precision, speed, memory.
-    Row("--precision", "--precision bf16|fp16|fp32|fp8 (default: what the hardware computes in)",
-        "bf16 fp16 tf32 torch_dtype dtype", "bf16 fp16 tf32 bfloat16 float16",
-        "training.mixed_precision_param training.dtype", "bf16"),
-    Row("--activation-checkpointing", "--activation-checkpointing selective, or full",
-        "gradient_checkpointing", "gradient_checkpointing",
-        "activation_checkpoint.mode activation_checkpoint.selective_ac_option",
-        "offload_activations"),
-    Row("--attention", "--attention auto|sdpa|varlen|flash_attention_2|flex",
-        "attn_implementation", "flash_attention sdp_attention xformers_attention flex_attention",
-        "model.use_flex_attn"),
-    Row("--deterministic", "--deterministic on", "full_determinism", "",
-        "debug.deterministic training.deterministic"),
-    Row("--compile", "--compile auto|on|off", "torch_compile", "torch_compile",
-        "training.compile compile.enable"),
-    Row("--cpu-offload", "--cpu-offload on", "", "", "training.enable_cpu_offload"),
-    Row("--shard-size", "FSDP2 is always on; --shard-size N for replicas of N ranks (HSDP)",
-        "fsdp fsdp_config deepspeed", "fsdp fsdp_config deepspeed",
-        "parallelism.data_parallel_shard_degree parallelism.data_parallel_replicate_degree",
-        "sharding_strategy"),
-    Row("--num-workers", "--num-workers N", "dataloader_num_workers preprocessing_num_workers",
-        "dataset_processes dataloader_num_workers"),
+    _same("--precision", scratch="mixed_precision"),
+    _other("--precision", "--precision bf16|fp16|fp32|fp8 (default: what the hardware computes in)",
+           trainer=f"{_FLAGS} torch_dtype dtype", axolotl=f"{_FLAGS} bfloat16 float16",
+           titan="training.mixed_precision_param training.dtype", aws="bf16"),
+    _other("--activation-checkpointing", "--activation-checkpointing selective, or full",
+           trainer="gradient_checkpointing", axolotl="gradient_checkpointing",
+           titan="activation_checkpoint.mode activation_checkpoint.selective_ac_option",
+           aws="offload_activations"),
+    _same("--attention", scratch="use_flash_attn"),
+    _other("--attention", "--attention flash, or auto|sdpa|varlen|flash_attention_2|flex",
+           trainer="attn_implementation",
+           axolotl="flash_attention sdp_attention xformers_attention flex_attention",
+           titan="model.use_flex_attn"),
+    _other("--deterministic", "--deterministic on", trainer="full_determinism",
+           titan="debug.deterministic training.deterministic"),
+    _other("--compile", "--compile auto|on|off", trainer="torch_compile", axolotl="torch_compile",
+           titan="training.compile compile.enable"),
+    _same("--cpu-offload", offline="cpu_offload", aws="cpu_offload"),
+    _other("--cpu-offload", "--cpu-offload on", titan="training.enable_cpu_offload"),
+    _other("--shard-size", "FSDP2 is always on; --shard-size N for replicas of N ranks (HSDP)",
+           trainer="fsdp fsdp_config deepspeed", axolotl="fsdp fsdp_config deepspeed",
+           titan="parallelism.data_parallel_shard_degree "
+                 "parallelism.data_parallel_replicate_degree", aws="sharding_strategy"),
+    _other("--num-workers", "--num-workers N", axolotl="dataset_processes dataloader_num_workers",
+           trainer="dataloader_num_workers preprocessing_num_workers"),
     # Checkpoints, logs, evaluation.
-    Row("--ckpt-freq", "--ckpt-freq N", "save_steps", "save_steps", "checkpoint.interval",
-        "checkpoint_freq"),
-    Row("--ckpt-keep", "--ckpt-keep N", "save_total_limit", "save_total_limit",
-        "checkpoint.keep_latest_k"),
-    Row("--ckpt-async", "--ckpt-async on (the default)", "", "", "checkpoint.async_mode"),
-    Row("--resume", "run the same command again to resume; --resume PATH takes one checkpoint",
-        "resume_from_checkpoint", "resume_from_checkpoint auto_resume_from_checkpoints",
-        "checkpoint.load_step checkpoint.folder checkpoint.enable checkpoint.enable_checkpoint",
-        "resume_from_checkpoint"),
-    Row("--overwrite", "--overwrite", "overwrite_output_dir overwrite_cache"),
-    Row("--log-freq", "--log-freq N", "logging_steps", "logging_steps", "metrics.log_freq",
-        "logging_freq"),
-    Row("--eval-freq", "--eval-freq N", "eval_steps eval_strategy evaluation_strategy do_eval",
-        "eval_steps evals_per_epoch", "validation.freq validation.enable", "validation_freq"),
-    Row("--eval-batches", "--eval-batches N (global batches)", "max_eval_samples", "",
-        "validation.steps", "validation_batches"),
-    Row("--wandb", "--wandb on", "report_to", "wandb_project wandb_mode",
-        "metrics.enable_wandb"),
-    Row("--profile", "--profile START:END", "", "",
-        "profiling.enable_profiling profiling.profile_freq"),
+    _same("--ckpt-freq", offline="ckpt_freq", scratch="checkpoint_interval", trainer="save_steps",
+          axolotl="save_steps", titan="checkpoint.interval", aws="checkpoint_freq"),
+    _same("--ckpt-keep", trainer="save_total_limit", axolotl="save_total_limit",
+          titan="checkpoint.keep_latest_k"),
+    _other("--ckpt-async", "--ckpt-async on (the default)", titan="checkpoint.async_mode"),
+    _other("--resume", "run the same command again to resume; --resume PATH takes one checkpoint",
+           trainer="resume_from_checkpoint",
+           axolotl="resume_from_checkpoint auto_resume_from_checkpoints",
+           titan="checkpoint.load_step checkpoint.folder checkpoint.enable "
+                 "checkpoint.enable_checkpoint", aws="resume_from_checkpoint"),
+    _other("--overwrite", "--overwrite", trainer="overwrite_output_dir overwrite_cache"),
+    _same("--log-freq", offline="log_freq", scratch="log_interval", trainer="logging_steps",
+          axolotl="logging_steps", titan="metrics.log_freq", aws="logging_freq"),
+    _same("--eval-freq", trainer="eval_steps", axolotl="eval_steps", titan="validation.freq",
+          aws="validation_freq"),
+    _other("--eval-freq", "--eval-freq N, 0 for only at the end",
+           trainer="eval_strategy evaluation_strategy do_eval", axolotl="evals_per_epoch",
+           titan="validation.enable"),
+    _same("--eval-batches", titan="validation.steps", aws="validation_batches"),
+    _other("--eval-batches", "--eval-batches N (global batches)", trainer="max_eval_samples"),
+    _other("--wandb", "--wandb on", trainer="report_to", axolotl="wandb_project wandb_mode",
+           titan="metrics.enable_wandb"),
+    _other("--profile", "--profile START:END",
+           titan="profiling.enable_profiling profiling.profile_freq"),
     # The Hub.
-    Row("--token", "--token TOKEN, or HF_TOKEN", "hub_token use_auth_token"),
-    Row("--revision", "--revision R", "model_revision", "revision_of_model"),
+    _same("--token", trainer="hub_token", eks="hf_token"),
+    _other("--token", "--token TOKEN, or HF_TOKEN", trainer="use_auth_token"),
+    _same("--revision", trainer="model_revision", axolotl="revision_of_model"),
+    # A cluster.
+    _same("--nodes", eks="num_nodes", hyperpod="node_count"),
+    _same("--gpus-per-node", eks="gpu_per_node", hyperpod="tasks_per_node"),
+    _same("--image", eks="image_uri", hyperpod="image"),
+    _same("--instance-type", eks="instance_type", hyperpod="instance_type"),
+    _same("--job-name", eks="job_name", hyperpod="job_name"),
 )
 
 
-def advice(name: str, ours: Collection[str]) -> str:
-    """Return what to type for the option of another trainer, empty for a name of none.
+def taken(name: str, ours: Collection[str]) -> str:
+    """Return the option that a name of another system means as it is; empty where there is none.
 
-    name: without dashes in front, `-` or `_` between its words. ours: the options of the parser.
+    name: as it is typed, or without dashes in front. ours: the options of the parser.
     """
-    wanted = name.replace("-", "_")
+    wanted = _plain(name)
+    return next((row.option for row in ROWS if not row.text and row.option in ours
+                 and wanted in _names(row)), "")
+
+
+def advice(name: str, ours: Collection[str]) -> str:
+    """Return what to type for the option of another system, empty for a name of none.
+
+    name, ours: as in `taken`.
+    """
+    wanted = _plain(name)
     for row in ROWS:
-        places = [full for short, full in _FULL_NAMES.items()
-                  if wanted in getattr(row, short).split()]
-        if places and row.option in ours:
+        places = [SYSTEMS[system] for system, names in row.names.items() if wanted in names.split()]
+        if row.text and places and row.option in ours:
             return f"{row.text} ({wanted} is the name in {' and '.join(places)})"
     return ""
+
+
+def spellings(options: Collection[str]) -> list[str]:
+    """Return some options of ours under all names that commands take for them, the given first."""
+    names = [name for row in ROWS if not row.text and row.option in options for name in _names(row)]
+    long = [*(option[2:] for option in options if option.startswith("--")), *names]
+    both = [f"--{name.replace(*way)}" for name in long for way in (("_", "-"), ("-", "_"))]
+    return list(dict.fromkeys([*options, *both]))
+
+
+def table() -> str:
+    """Return all rows as a table in Markdown."""
+    lines = ["| here | what to do with the names there | names there |", "|---|---|---|"]
+    lines += [f"| `{row.option}` | {row.text.replace('|', chr(92) + '|') or 'taken as they are'} | "
+              + "; ".join(f"{SYSTEMS[system]}: " + ", ".join(f"`{name}`" for name in names.split())
+                          for system, names in row.names.items()) + " |" for row in ROWS]
+    return "\n".join(lines) + "\n"
+
+
+def _names(row: Row) -> Iterator[str]:
+    return (name for names in row.names.values() for name in names.split())
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")

@@ -1,7 +1,8 @@
 """Command-line options that a YAML file can also fill.
 
 Order of precedence: command line, then `--config run.yaml`, then the default. `--src-dir` and
-`--src_dir` are the same option, on the command line and in YAML.
+`--src_dir` are the same option, on the command line and in YAML, and so are the names that mean the
+same in other systems (lib/core/elsewhere.py).
 """
 
 from __future__ import annotations
@@ -81,19 +82,19 @@ class Parser(argparse.ArgumentParser):
     def expanded(self, argv: Sequence[str]) -> list[str]:
         """Return the command line with what --config stands for before it; UsageError as `parse`.
         """
-        argv = [_dashed(arg) for arg in argv]
+        argv = [self._as_ours(arg) for arg in argv]
         if not (file := self._value_of(argv, "--config")):
             return argv
         config = Path(file)
         given = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         experiment = self._value_of(argv, "-e", "--experiment-name") or ""
-        if len(Path(experiment).parts) > 1:  # a path says where the run lies
+        if len(Path(experiment).parts) > 1 or "checkpoint_dir" in given:  # where the run lies
             given.add("save_dir")
         from_yaml: list[str] = []
         problems = Problems()
         ours = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
         for key, value in config_file.options_in(config, VOLATILE, ours).items():
-            flag = "--" + str(key).replace("_", "-")
+            flag = self._as_ours(f"--{key}")
             if flag not in self._option_string_actions:
                 near, hint = self._nearest(flag)
                 name = re.split(r"[\s=:]", str(key))[0]  # a secret may stand behind it
@@ -156,6 +157,14 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown option {flag}{near}", hint)
         return options
 
+    def _as_ours(self, argument: str) -> str:
+        """Turn `--src_dir=a_b` into `--src-dir=a_b`, and names of other systems into ours."""
+        if not argument.startswith("--"):
+            return argument
+        name, equals, value = argument.partition("=")
+        flag, ours = name.replace("_", "-"), self._option_string_actions
+        return (flag if flag in ours else elsewhere.taken(flag, ours) or flag) + equals + value
+
     def _dest(self, flag: str) -> str:
         action = self._option_string_actions.get(flag)
         return action.dest if action else flag
@@ -171,7 +180,7 @@ class Parser(argparse.ArgumentParser):
 
     def _nearest(self, flag: str) -> tuple[str, str]:
         """Return what follows `unknown option`, and the hint: both empty when nothing is close."""
-        if advice := elsewhere.advice(flag.lstrip("-"), self._option_string_actions):
+        if advice := elsewhere.advice(flag, self._option_string_actions):
             return "", advice
         options = {option.lstrip("-"): option for option in self._option_string_actions
                    if option.startswith("--")}
@@ -201,14 +210,6 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{config}: {flag[2:]!r} holds characters that no command line can "
                              "hold")
         return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
-
-
-def _dashed(argument: str) -> str:
-    """Turn `--src_dir=a_b` into `--src-dir=a_b`."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
 
 
 def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
@@ -278,7 +279,8 @@ def dtype(*names: str) -> Callable[[str], str]:
 def on_off(text: str) -> bool:
     """Parse `on` or `off`."""
     try:
-        return {"on": True, "true": True, "off": False, "false": False}[text.lower()]
+        return {"on": True, "true": True, "1": True, "off": False, "false": False,
+                "0": False}[text.lower()]
     except KeyError:
         raise argparse.ArgumentTypeError(f"expected on or off, got {text!r}") from None
 

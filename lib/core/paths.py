@@ -53,7 +53,21 @@ def is_name(text: str) -> bool:
 
 
 def settle(opts: Options) -> None:
-    """Replace what -e and --save-dir say by the experiment's name and the directory it lies in."""
+    """Replace what -e and --save-dir say by the experiment's name and the directory it lies in.
+
+    --checkpoint-dir is another name of --save-dir, and of the experiment where -e is silent. Raises
+    UsageError when they contradict each other.
+    """
+    if place := getattr(opts, "checkpoint_dir", None):
+        if opts.save_dir:
+            raise UsageError("give --save-dir or --checkpoint-dir, not both",
+                             expected="--save-dir DIR: a run lies in DIR/NAME, and its checkpoints "
+                                      "in DIR/NAME/checkpoints")
+        opts.checkpoint_dir = None
+        if opts.experiment_name:
+            opts.save_dir = place
+        else:
+            opts.experiment_name = str(place) if place.is_absolute() else f"./{place}"
     if opts.experiment_name:
         root = experiment(opts.experiment_name, opts.save_dir).root
         opts.save_dir, opts.experiment_name = root.parent, root.name

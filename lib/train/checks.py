@@ -46,7 +46,7 @@ def require_sound(config: Config, has_begun: bool) -> None:
     for name in ("beta1", "beta2"):
         if getattr(config, name) >= 1:
             problems.add(f"--{name} must be below 1, got {getattr(config, name):g}")
-    if steps := config.max_steps:
+    if steps := config.step_limit:
         problems.collect(lambda: require_room(config, steps, has_begun))
     problems.raise_if_any()
 
@@ -78,9 +78,9 @@ def _streaming(config: Config, problems: Problems) -> None:
             if getattr(config, name):
                 problems.add(f"--{name.replace('_', '-')} belongs to --streaming")
         return
-    if not config.max_steps:
+    if not config.step_limit:
         problems.add("--streaming needs --max-steps: how many samples there are is not known")
-    if config.num_epochs:
+    if config.num_epochs and not config.steps_per_epoch:
         problems.add("--streaming ends at --max-steps, not after --num-epochs")
     if config.packing != "concat":
         problems.add("--streaming has no --packing documents: packs need all documents at hand")
@@ -115,7 +115,7 @@ def _checkpoints(config: Config, problems: Problems) -> None:
     if not re.fullmatch(r"auto|https?://[^/@\s]+/?", config.ckpt_hyperpod or "auto"):
         problems.add(f"--ckpt-hyperpod {config.ckpt_hyperpod} is not an address",
                      expected="auto, or one like http://host:9200")
-    if config.resume_with_changes and not config.max_steps:
+    if config.resume_with_changes and not config.step_limit:
         problems.add("--resume-with-changes needs --max-steps: epochs of changed data or batches "
                      "would count from the beginning of the run")
 

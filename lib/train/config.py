@@ -10,91 +10,31 @@ from typing import Any
 from lib.core import declared, options
 from lib.core.declared import Role, option
 from lib.core.options import auto_on_off, count, non_negative, on_off, positive, positive_int
-from lib.models import scratch
 from lib.optim import schedule
 from lib.optim.registry import OPTIMIZERS
 from lib.planning.saving import GPU_HOURS_PER_FAILURE
 from lib.train import console
+from lib.train.run_options import RunOptions
 
 AUTO = "auto"  # --batch-size, until a number stands in its place
 RESULT, ALIKE, LOCAL = Role
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+_dtype = options.dtype(*_PRECISIONS)
 
 
 def _auto_or_count(text: str) -> int | str:
     return AUTO if text.lower() == AUTO else positive_int(text)
 
 
-@dataclass(frozen=True)
-class Config:
-    """What a run is asked for, None or AUTO until settled. why: by field, where a value is from."""
+def _precision(text: str) -> str | None:
+    """Read a dtype, or whether precision is mixed: None, the default, where it is."""
+    switches = {"on": None, "true": None, "off": "fp32", "false": "fp32", "no": "fp32"}
+    return switches[text.lower()] if text.lower() in switches else _dtype(text)
 
-    experiment_name: str = option(
-        None, "-e", group="the run", role=LOCAL, first="name of the run; it lies in outputs/",
-        metavar="NAME",
-        help="name of the run, a directory under --save-dir; or the path of that directory "
-             "(needed)")
-    dataset_name: list[str] = option(
-        [], "-d", role=LOCAL, first="dataset of stage 02; several make a mixture",
-        metavar="DIR[=WEIGHT]",
-        help="dataset: a directory, or a name under hf_datasets/; several, each with its share of "
-             "the samples, make a mixture: -d a=0.7 -d b=0.3 (needed)")
-    model_name: str | None = option(
-        None, "-m", role=LOCAL, first="model of stage 03", metavar="NAME|DIR",
-        help="model that stage 03 prepared, or any model directory (default: the only one "
-             "prepared)")
-    save_dir: Path = option(
-        None, role=LOCAL, parse=Path,
-        help="where experiments lie (default: outputs, or where -e leads)")
-    cache_dir: Path = option(
-        Path(".cache"), role=LOCAL, parse=Path, help="where prepared models and token stores lie")
-    seed: int = option(
-        0, role=RESULT, renumbers=True, parse=options.seed,
-        help="decides order of samples, initial weights and dropout")
-    from_scratch: bool = option(
-        False, role=RESULT, help="draw the weights from the seed, even if the model has some")
-    model_size: str | None = option(
-        None, role=RESULT, quiet=True, choices=tuple(scratch.SIZES),
-        help="with --from-scratch: make a model of this size, without stage 03 (default: none, the"
-             " model is -m)")
-    vocab_size: int | None = option(
-        None, role=RESULT, quiet=True, parse=positive_int,
-        help="with --model-size: tokens of its vocabulary, padded to a multiple of "
-             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has)")
-    tokenizer: Path | None = option(
-        None, role=LOCAL, parse=Path,
-        help="with --model-size: directory with the tokenizer to use (default: none, it is needed "
-             "then)")
-    trust_remote_code: bool = option(
-        False, role=LOCAL,
-        help="run the code that stage 03 fetched with a model of a type that transformers does not"
-             " know; taken from the command line alone")
-    prepare_only: bool = option(
-        False, role=LOCAL, help="make the token store, or verify the one there, and stop")
-    streaming: bool = option(
-        False, role=LOCAL,
-        help="for trying things out: -d is a directory of raw JSON Lines or Parquet shards, "
-             "tokenised while training; needs --max-steps")
-    text_field: str | None = option(
-        None, role=LOCAL, metavar="NAME",
-        help="with --streaming: field or column that holds the text (default: text)")
-    online: bool = option(
-        False, role=LOCAL,
-        help="with --streaming: -d is a dataset on the Hugging Face Hub, whose files are fetched "
-             "when needed and kept in the cache directory")
-    include: list[str] = option(
-        [], role=LOCAL, metavar="GLOB",
-        help="with --online: files of the dataset, by path; may be repeated (default: all)")
-    token_reads: str = option(
-        "mmap", role=LOCAL, choices=("mmap", "pread"),
-        help="how tokens are read: mapped, or by pread for file systems that map badly")
-    resume: str = option(
-        "auto", role=ALIKE, metavar="auto|never|PATH",
-        help="go on from the newest valid checkpoint, refuse to, or from this one")
-    resume_with_changes: bool = option(
-        False, role=ALIKE,
-        help="go on although data, batch, seed or other settings that decide the result have "
-             "changed; needs --max-steps")
+
+@dataclass(frozen=True)
+class Config(RunOptions):
+    """What a run is asked for, None or AUTO until settled. why: by field, where a value is from."""
 
     num_epochs: int | None = option(
         None, group="length and batch", role=LOCAL, parse=positive_int,
@@ -102,6 +42,10 @@ class Config:
     max_steps: int | None = option(
         None, role=LOCAL, parse=positive_int, first="optimizer steps at most",
         help="optimizer steps at most (default: no limit)")
+    steps_per_epoch: int | None = option(
+        None, role=LOCAL, parse=positive_int,
+        help="let an epoch of --num-epochs be N steps, however much data there is (default: one "
+             "pass over the data)")
     batch_size: int = option(
         1, "-b", role=LOCAL, parse=_auto_or_count, first="samples per process in one pass",
         metavar="N|auto",
@@ -154,8 +98,7 @@ class Config:
         help="after N such steps in a row go back to the checkpoint before them and pass over "
              "their data, three times at most")
     precision: str = option(
-        None, "--mixed-precision", role=RESULT, choices=_PRECISIONS,
-        parse=options.dtype(*_PRECISIONS),
+        None, "--mixed-precision", role=RESULT, choices=_PRECISIONS, parse=_precision, nargs="?",
         help="compute dtype; masters are float32; bfloat16, float16 and float32 mean the same; "
              "fp8: as bf16, but the products of the blocks' linears in 8 bits, on a GPU of the Ada"
              " generation or newer (default: bf16 where the hardware has it, else fp32)")
@@ -278,6 +221,14 @@ class Config:
     @property
     def chose_batch(self) -> bool:
         return self.batch_size == AUTO or "batch_size" in self.why
+
+    @property
+    def step_limit(self) -> int | None:
+        """Return the most steps that the options allow, None where only the data ends a run."""
+        if not self.steps_per_epoch or (self.max_steps and not self.num_epochs):
+            return self.max_steps
+        steps = self.steps_per_epoch * (self.num_epochs or 1)
+        return min(steps, self.max_steps or steps)
 
     def having(self, *roles: Role) -> dict[str, Any]:
         """Return the values of the fields that have one of these roles."""

@@ -95,7 +95,7 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     The fewer steps, the larger the share of the data that is left out at their end. samples: of an
     epoch; None: not known. A step whose samples are given is divided, not changed.
     """
-    asked, steps = plan.epochs(config), min(config.max_steps or _STEPS, _STEPS)
+    asked, steps = plan.epochs(config), min(config.step_limit or _STEPS, _STEPS)
     if not config.chose_batch or config.global_batch_size or samples is None or asked is None:
         return config
     dp_size = plan.degrees(config).dp_size(ranks)

@@ -142,16 +142,18 @@ def divide(config: Config, rank: int, ranks: int) -> Division:
 
 
 def epochs(config: Config) -> int | None:
-    """Return after how many passes over the data training ends; None: only --max-steps ends it."""
+    """Return after how many passes over the data training ends; None: steps alone end it."""
+    if config.steps_per_epoch:
+        return None
     return config.num_epochs or (None if config.max_steps else 1)
 
 
 def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
-    """Return where training ends: at --max-steps or after --num-epochs, whichever comes first.
+    """Return where training ends: at the options' limit or after --num-epochs, as comes first.
 
     Raises UsageError when the data is too small for a single step.
     """
-    limits = [config.max_steps] if config.max_steps else []
+    limits = [config.step_limit] if config.step_limit else []
     if samples is not None and (asked := epochs(config)):
         limits.append(asked * samples // global_batch)
     if samples == 0 or min(limits) == 0:

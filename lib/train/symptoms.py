@@ -80,7 +80,7 @@ def _calmer(config: Config, experiment: Experiment) -> str:
     dropped = ["--overwrite", "--resume"]
     if (checkpoint := earlier.newest(experiment)) is None:
         return commands.as_typed(*rates, drop=dropped)
-    end = journal.read_state(experiment).get("total_steps") or config.max_steps
+    end = journal.read_state(experiment).get("total_steps") or config.step_limit
     return commands.as_typed(*rates, "--resume", checkpoint.path, "--resume-with-changes",
                              *["--max-steps", end] * bool(end), drop=dropped)
 

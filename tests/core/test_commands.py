@@ -42,6 +42,7 @@ def typed(monkeypatch: pytest.MonkeyPatch):
     (["04.py", "-e", "a b"], "04.py -e 'a b' --overwrite"),
     (["04.py", "-d", "a", "-d", "b=0.5", "-e", "x"], "04.py -e x --overwrite"),
     (["04.py", "--dataset_name=a", "-e", "x"], "04.py -e x --overwrite"),
+    (["04.py", "--dataset_name", "a", "-e", "x"], "04.py -e x --overwrite"),
     (["03.py", "--token", "hf_1"], '03.py --token "$HF_TOKEN" --overwrite'),
     (["03.py", "--token=hf_1"], '03.py --token="$HF_TOKEN" --overwrite'),
     (["lib.checkpoints", "list"], "-m lib.checkpoints list --overwrite"),
@@ -50,6 +51,17 @@ def test_the_same_command_with_a_change(typed, words: list[str], expected: str) 
     typed(*words)
     command = commands.as_typed("--overwrite", drop=("-d", "--dataset-name"))
     assert command == f"{commands._python()} {expected}"
+
+
+@pytest.mark.parametrize("given", ["-m", "--model-name", "--model_name", "--hf-model",
+                                   "--model_name_or_path"])
+def test_an_option_is_replaced_under_any_of_its_names(typed, given: str) -> None:
+    for words in ([given, "old"], [f"{given}=old"]):
+        typed("04.py", "-e", "old", *words)
+        assert commands.replaced(("-m", "--model-name"), "old", "new").endswith(
+            f"04.py -e old {' '.join(words).replace('old', 'new')}")
+    typed("04.py", given, "old", "-e", "x")
+    assert commands.as_typed(drop=["-m", "--model-name"]).endswith("04.py -e x")
 
 
 @pytest.mark.parametrize("script", [

@@ -221,22 +221,25 @@ def test_a_bad_command_line_is_told(parser: Parser, argv: list[str], told: str) 
     assert caught.value.run.endswith("--help")
 
 
-@pytest.mark.parametrize(("argv", "hint"), [
-    (["--learning_rate", "1"], "--lr X (learning_rate is the name in the Hugging Face Trainer and "
-                               "Axolotl)"),
-    (["--optimizer.lr=1"], "--lr X (optimizer.lr is the name in torchtitan)"),
-    (["--per_device_train_batch_size=1"], ""),  # this parser has no --batch-size
-    (["--banana", "1"], ""),
-])
-def test_names_of_other_trainers_are_known(parser: Parser, argv: list[str], hint: str) -> None:
+def test_names_that_mean_the_same_elsewhere_are_taken(parser: Parser, with_yaml) -> None:
+    for argv in (["--learning_rate", "1"], ["--learning-rate=1"], ["--optimizer.lr=1"]):
+        assert parser.parse(argv).lr == 1
+    assert with_yaml("learning_rate: 1").lr == with_yaml("optimizer.lr: 1").lr == 1
+    assert with_yaml("learning_rate: 1", "--max_lr", "2").lr == 2
+    assert parser.parse(["--hf_token", "x"]).token == "x"
+    for unknown in ("--per_device_train_batch_size=1", "--banana"):  # there is no --batch-size here
+        with pytest.raises(UsageError) as caught:
+            parser.parse([unknown])
+        assert not caught.value.hint and "nearest" not in caught.value.problem
+
+
+def test_what_to_type_for_other_names_is_told(parser: Parser, with_yaml) -> None:
     with pytest.raises(UsageError) as caught:
-        parser.parse(argv)
-    assert caught.value.hint == hint and "nearest" not in caught.value.problem
-
-
-def test_all_unknown_keys_are_told_at_once(with_yaml) -> None:
-    with pytest.raises(UsageError, match=r"(?s)learning_rate.*--lr X.*'banana'"):
-        with_yaml("learning_rate: 1\nbanana: 2")
+        parser.parse(["--run_name", "x"])
+    assert caught.value.hint == "--save-dir DIR and -e NAME: a run lies in DIR/NAME (run_name is " \
+                                "the name in the Hugging Face Trainer)"
+    with pytest.raises(UsageError, match=r"(?s)wandb_name.*-e NAME.*'banana'"):  # all at once
+        with_yaml("wandb_name: x\nbanana: 2")
 
 
 def test_a_mistyped_secret_is_not_repeated(parser: Parser) -> None:

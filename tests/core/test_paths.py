@@ -26,6 +26,23 @@ def test_a_name_lies_in_outputs_and_a_path_is_itself(text: str, save_dir: str | 
     assert opts.save_dir / opts.experiment_name == Path(root) and opts.experiment_name == "exp"
 
 
+@pytest.mark.parametrize(("given", "root"), [
+    ({"checkpoint_dir": "ckpt"}, "ckpt"), ({"checkpoint_dir": "/fsx/ckpt/"}, "/fsx/ckpt"),
+    ({"checkpoint_dir": "ckpt", "experiment_name": "exp"}, "ckpt/exp"),
+    ({"checkpoint_dir": "a/b", "experiment_name": "a/b/exp"}, "a/b/exp")])
+def test_a_directory_of_checkpoints_is_that_of_the_run_or_of_all_runs(given: dict[str, str],
+                                                                      root: str) -> None:
+    opts = Namespace(save_dir=None, experiment_name=given.get("experiment_name"),
+                     checkpoint_dir=Path(given["checkpoint_dir"]))
+    paths.settle(opts)
+    assert opts.save_dir / opts.experiment_name == Path(root) and opts.checkpoint_dir is None
+
+
+def test_two_places_for_the_same_are_refused() -> None:
+    with pytest.raises(UsageError, match="give --save-dir or --checkpoint-dir, not both"):
+        paths.settle(Namespace(save_dir=Path("a"), checkpoint_dir=Path("b"), experiment_name="x"))
+
+
 def test_the_directory_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "exp" / "logs").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "exp")

@@ -59,6 +59,10 @@ def test_a_global_batch_that_cannot_be_divided(batch: int, ranks: int) -> None:
     ({"max_steps": 1000}, 1000),                # only steps: epochs without end
     ({"num_epochs": 1, "max_steps": 1000}, 10),  # whichever comes first
     ({"num_epochs": 3, "max_steps": 5}, 5),
+    ({"steps_per_epoch": 25}, 25),              # an epoch is so many steps, whatever the data
+    ({"steps_per_epoch": 25, "num_epochs": 3}, 75),
+    ({"steps_per_epoch": 25, "num_epochs": 3, "max_steps": 70}, 70),
+    ({"steps_per_epoch": 25, "max_steps": 70}, 70),
 ])
 def test_where_training_ends(given: dict, steps: int) -> None:
     assert plan.total_steps(options(**given), samples=103, global_batch=10) == steps

@@ -1,0 +1,107 @@
+"""What people who come from other systems type: it is taken, or they are told what to type."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lib.core import elsewhere, options
+from lib.core.errors import UsageError
+from lib.train import plan
+from lib.train.command_line import add_options, read_options
+from lib.train.config import Config
+from tests.test_commands import COMMANDS, parser_of
+from tests.test_repository import STAGES, name_of
+
+
+@pytest.fixture(scope="module")
+def parsers() -> dict[str, options.Parser]:
+    """Return the parser of each command that reads its options as stages do, by its path."""
+    made = {name_of(path): parser_of(path) for path in COMMANDS}
+    return {name: parser for name, parser in made.items() if isinstance(parser, options.Parser)}
+
+
+def owners_of(row: elsewhere.Row, parsers: dict[str, options.Parser]) -> list[options.Parser]:
+    """Return the parsers that have the option of a row."""
+    return [parser for parser in parsers.values() if row.option in parser._option_string_actions]
+
+
+def asked(*argv: Any) -> Config:
+    """Return what stage 04 makes of a command line."""
+    parser = options.Parser("training")
+    add_options(parser)
+    return read_options(parser, [str(word) for word in argv])
+
+
+def test_each_name_that_means_the_same_is_taken(parsers: dict[str, options.Parser]) -> None:
+    for row in (row for row in elsewhere.ROWS if not row.text):
+        owners = owners_of(row, parsers)
+        assert owners, row
+        for parser in owners:
+            dest = parser._option_string_actions[row.option].dest
+            for name in elsewhere.spellings([row.option]):
+                assert parser._dest(parser._as_ours(name)) == dest, (name, row)
+
+
+def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Parser]) -> None:
+    of_stages = {flag for path in STAGES for flag in parsers[name_of(path)]._option_string_actions}
+    for row in (row for row in elsewhere.ROWS if row.text):
+        owners = owners_of(row, parsers)
+        named = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", row.text))
+        assert owners, row
+        for parser in owners:
+            known = parser._option_string_actions.keys()
+            assert named <= (of_stages if "stage 0" in row.text else known), row
+            for name in " ".join(row.names.values()).split():
+                flag = parser._as_ours(f"--{name}")
+                assert flag not in known, f"{name} is taken, so that nobody is told: {row}"
+                assert parser._nearest(flag)[1], row
+
+
+def test_the_page_holds_the_table() -> None:
+    page = elsewhere.PAGE.read_text(encoding="utf-8")
+    assert page.partition(elsewhere.BEGIN)[2].partition(elsewhere.END)[0] == elsewhere.table(), \
+        "python -m lib.core.elsewhere writes it anew"
+    assert not [name for name in elsewhere.SYSTEMS.values()
+                if f"\n## {name}\n".lower() not in page.lower()]
+
+
+FROM_SCRATCH = ["-e", "exp", "-d", "corpus", "--mixed-precision", "--use-flash-attn",
+                "--checkpoint-dir", "ckpt", "--checkpoint-interval", 50, "--log-interval", 5,
+                "--max-lr", 1e-3, "--steps-per-epoch", 100, "--batch-size", 4]
+
+
+def test_the_words_of_a_trainer_from_scratch() -> None:
+    config = asked(*FROM_SCRATCH, "--hf-model", "org/name", "--num-epochs", 3)
+    assert (config.model_name, config.precision, config.ckpt_freq, config.log_freq) == \
+        ("org/name", None, 50, 5)
+    assert (config.save_dir, config.experiment_name) == (Path("ckpt"), "exp")
+    assert (config.lr, plan.total_steps(config, 10, 4), plan.epochs(config)) == (1e-3, 300, None)
+    assert asked("--hf_model=a", "--mixed_precision").model_name == "a"
+
+
+@pytest.mark.parametrize(("words", "precision"), [
+    ([], None), (["--mixed-precision"], None), (["--mixed-precision", "bf16"], "bf16"),
+    (["--mixed_precision=float16"], "fp16"), (["--mixed-precision", "no"], "fp32"),
+    (["--mixed-precision", "-e", "x"], None), (["--precision", "fp32"], "fp32")])
+def test_mixed_precision_is_a_flag_or_has_a_value(words: list[str], precision: str | None) -> None:
+    assert asked(*words).precision == precision
+
+
+@pytest.mark.parametrize(("value", "precision"), [(True, None), ("bf16", "bf16"), (False, "fp32")])
+def test_mixed_precision_in_a_file(tmp_path: Path, value: object, precision: str | None) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"mixed_precision": value,
+                                                       "use_flash_attn": True}))
+    assert asked("--config", tmp_path / "run.yaml").precision == precision
+    with pytest.raises(UsageError, match="invalid choice: 'int8'"):
+        asked("--mixed-precision", "int8")
+
+
+def test_a_recorded_place_gives_way_to_a_typed_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("save_dir: outputs\nexperiment_name: old\n")
+    config = asked("--config", tmp_path / "run.yaml", "--checkpoint_dir", "ckpt")
+    assert (config.save_dir, config.experiment_name) == (Path("ckpt"), "old")
