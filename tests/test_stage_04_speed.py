@@ -68,7 +68,7 @@ def test_other_knobs_may_turn_when_a_run_goes_on(plain: Path) -> None:
 def test_what_cannot_work_is_refused(plain: Path) -> None:
     for options, says in ((("--attention", "flex"), "cannot train on a CPU"),
                           (("--shard-size", 3), "does not divide the 1 rank"),
-                          (("--attention", "flash_attention_2"), "FlashAttention2"),
+                          (("--attention", "flash_attention_2"), "there is no GPU for flash_attn"),
                           (("--precision", "fp8"), "--precision fp8 needs a GPU"),
                           (("--fp8-recipe", "rowwise"), "belongs to --precision fp8")):
         done = run_stage("04_train_fsdp.py", "-e", "no", *WINDOWS, *options, cwd=plain, expect=2)

@@ -9,15 +9,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 
-from lib.core import commands
+from lib.core import commands, log
 from lib.core.errors import UsageError
 from lib.tokens.batches import MicroBatch
 
@@ -39,9 +46,10 @@ class HeadSizes(NamedTuple):
 def choose(wanted: str, packing: str, precision: str, config: PretrainedConfig) -> str:
     """Return the name in transformers' attention interface for --attention.
 
-    auto: sdpa for windows (it takes the fastest causal kernel there is); varlen for packed
-    documents on a GPU, where a mask would rule out the fast kernels, if the GPU, the precision and
-    the model have that kernel. Raises UsageError for what cannot train here.
+    wanted: what the option offers, but for `flash` (see `flash_or_auto`). auto: sdpa for windows
+    (it takes the fastest causal kernel there is); varlen for packed documents on a GPU, where a
+    mask would rule out the fast kernels, if the GPU, the precision and the model have that kernel.
+    Raises UsageError for what cannot train here.
     """
     on_gpu = torch.cuda.is_available()
     if wanted == "flex" and not on_gpu:
@@ -51,9 +59,40 @@ def choose(wanted: str, packing: str, precision: str, config: PretrainedConfig) 
     if wanted == VARLEN and lacks:
         raise UsageError("--attention varlen cannot train here", found=lacks,
                          run=commands.as_typed("--attention", "sdpa"))
+    if wanted == _FLASH and (lacks := lacks_flash(precision, config)):
+        raise UsageError(f"--attention {_FLASH} cannot train here", found=lacks,
+                         run=commands.as_typed("--attention", "flash"))
     if wanted == "auto":
         return VARLEN if packing == "documents" and on_gpu and not lacks else "sdpa"
     return {"flex": "flex_attention"}.get(wanted, wanted)
+
+
+def flash_or_auto(precision: str, config: PretrainedConfig) -> str:
+    """Return what --attention flash stands for here, and say why where that is `auto`."""
+    if not (lacks := lacks_flash(precision, config)):
+        return _FLASH
+    if log.rank() == 0:
+        log.info(f"attention: {lacks}, so the fastest kernel that there is takes the place of "
+                 f"{_FLASH}")
+    return "auto"
+
+
+def lacks_flash(precision: str, config: PretrainedConfig) -> str:
+    """Say why the package flash_attn cannot train a model on this GPU; empty where it can."""
+    if not torch.cuda.is_available():
+        return "there is no GPU for flash_attn"
+    if not find_spec("flash_attn"):
+        return "the package flash_attn is not installed"
+    if precision == "fp32":
+        return "flash_attn takes no fp32"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than what flash_attn needs (compute " \
+               "capability 8.0)"
+    if (widest := max(head_sizes(config))) > _WIDEST:
+        return f"flash_attn takes {_WIDEST} numbers per head at most, and this model has {widest}"
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = getattr(family, "_supports_flash_attn", True)
+    return "" if known else f"transformers knows no flash_attn for {config.model_type}"
 
 
 def lacks_varlen(precision: str, config: PretrainedConfig, any_gpu: bool = False) -> str:

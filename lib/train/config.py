@@ -121,8 +121,10 @@ class Config(RunOptions):
         help="on a GPU: the same bits each time, also after a resume, at a price in speed that is "
              "printed")
     attention: str = option(
-        "auto", role=ALIKE, choices=("auto", "sdpa", "varlen", "flash_attention_2", "flex"),
-        help="auto: varlen for packed documents on a GPU, else sdpa")
+        "auto", role=ALIKE,
+        choices=("auto", "flash", "sdpa", "varlen", "flash_attention_2", "flex"),
+        help="auto: varlen for packed documents on a GPU, else sdpa; flash: flash_attention_2 "
+             "where its package can train here, else auto")
     cpu_offload: bool = option(
         False, role=ALIKE, parse=on_off,
         help="keep shards and optimizer states in host memory, at a price in speed")

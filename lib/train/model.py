@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,6 +41,9 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
         config = config.settled("hardware", precision="bf16" if config.plan_gpus
                                 else precision.default())
     shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
+    if config.attention == "flash":
+        config = replace(config, attention="auto" if config.plan_gpus else
+                         attention.flash_or_auto(config.precision, shape))
     model = architecture.build_on_meta(inputs.model_dir, attention.choose(
         config.attention, config.packing, config.precision, shape), config.trust_remote_code)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -15,6 +15,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from lib.core import log
 from lib.core.errors import UsageError
 from lib.parallel import attention
 
@@ -48,6 +49,28 @@ def test_packed_documents_go_by_a_mask_where_there_is_no_kernel(gpu) -> None:
         with pytest.raises(UsageError, match="varlen cannot train here") as error:
             attention.choose("varlen", "documents", precision, config)
         assert says in error.value.render()
+
+
+def test_flash_attention_is_taken_where_its_package_can_train(gpu, monkeypatch, capsys) -> None:
+    log.setup()
+    assert attention.lacks_flash("bf16", LLAMA) == "there is no GPU for flash_attn"
+    gpu(9, 0)
+    assert "not installed" in attention.lacks_flash("bf16", LLAMA)
+    monkeypatch.setattr(attention, "find_spec", lambda name: name == "flash_attn")
+    assert attention.flash_or_auto("bf16", LLAMA) == "flash_attention_2"
+    assert attention.choose("flash_attention_2", "concat", "bf16", LLAMA) == "flash_attention_2"
+    wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)
+    for capability, precision, config, says in (
+            ((9, 0), "fp32", LLAMA, "flash_attn takes no fp32"),
+            ((7, 5), "fp16", LLAMA, "a GPU is older"),
+            ((9, 0), "bf16", wide, "this model has 260")):
+        gpu(*capability)
+        assert attention.flash_or_auto(precision, config) == "auto"
+        told = capsys.readouterr().out
+        assert says in told and "the fastest kernel that there is" in told and told.count("\n") == 1
+        with pytest.raises(UsageError, match="flash_attention_2 cannot train here") as error:
+            attention.choose("flash_attention_2", "concat", precision, config)
+        assert says in error.value.render() and "--attention flash" in error.value.run
 
 
 @pytest.mark.parametrize("config, sizes", [
