@@ -87,15 +87,15 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
 
     settle_allocator()
     config, model = build_model(config, experiment, inputs)
-    config = fitting.settle(config, model)
+    config, fit = fitting.settle(config, inputs, model)
     if config.dry_run:
         overview.show_plan(config, inputs, model)
-        fitting.warn(config, inputs, model)
+        fitting.warn(config, inputs, fit)
         return
     meeting = None
     if not config.prepare_only:
-        fitting.require(config, inputs, model)
-        fitting.advise(config, model, has_begun=bool(inputs.begun))
+        fitting.require(config, inputs, fit)
+        fitting.advise(config, fit, has_begun=bool(inputs.begun))
         meeting = meet()
     require_whole_model(config, inputs)
     # Perhaps hours, so before any process group exists.

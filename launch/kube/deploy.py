@@ -21,12 +21,12 @@ from launch.kube.nodes import INSTANCE_TYPE
 from lib.core import log, options, units
 from lib.core.declared import option
 from lib.core.errors import EXIT_BUG, Problems, StageError
+from lib.parallel import recompute
 
 _LONGEST_BACKOFF_S = 600.0
 _MOST_SILENT_POLLS = 20  # of a cluster that does not answer while the job runs
 _LAST_LINES_S = 10.0  # of a job that is complete
 _STOP_TIMEOUT_S = 420.0  # above the grace in which pods save
-_CHECKPOINTING = ("none", "selective", "full")
 
 
 class JobFailed(StageError):
@@ -186,9 +186,10 @@ def _give_up(asked: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFai
 def _less_memory(asked: Job, kubectl: Kubectl) -> Job | None:
     """Recompute more, which changes nothing that is learned."""
     now = stage_04.parse(asked.train).activation_checkpointing
-    if now == _CHECKPOINTING[-1]:
+    if now == recompute.KINDS[-1]:
         return None
-    more = _CHECKPOINTING[_CHECKPOINTING.index(now) + 1]
+    # What auto has chosen there is not known here.
+    more = recompute.KINDS[recompute.KINDS.index(now) + 1 if now in recompute.KINDS else -1]
     log.info(f"  cure: --activation-checkpointing {more} instead of {now}")
     return replace(asked, train=(*asked.train, f"--activation-checkpointing={more}"))
 

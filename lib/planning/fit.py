@@ -2,14 +2,14 @@
 
 What cannot fit is refused: its weights, gradients and optimizer states alone are too much, or the
 traced step is, which leaves out what allocator and libraries take beside it. What comes close to
-the limit is told and started.
+the limit is told and started. Most runs of small models are seen to fit without a trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,11 +20,12 @@ from lib.models import training_memory
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import compiling
 from lib.planning import capacity, memory
-from lib.planning.memory import USABLE, Estimates, Turn
+from lib.planning.memory import RECOMPUTE_OPTION, USABLE, Estimates, Result, Turn
 from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import Bytes
 
 _FLOAT32 = 4  # bytes
+_PER_MASKED = 8  # bytes of each pair of tokens in a sample, where attention takes a mask
 _DOUBT = 4  # times what the shape of a model says of its activations: a trace is worth its seconds
 
 
@@ -32,110 +33,147 @@ _DOUBT = 4  # times what the shape of a model says of its activations: a trace i
 class Fit:
     """Compares what a rank needs and has. room: bytes on its device; host: of the host's memory.
 
-    compiled: the trace is of code that is not, and says somewhat too much.
+    compiled: the trace is of code that is not, and says somewhat too much. known: what was traced
+    already. estimates: those of a process that may trace, see `apart`.
     """
 
     model: PreTrainedModel
-    case: Case
-    room: int
-    host: int
+    room: float
+    host: float
     on_gpu: bool
     compiled: bool
+    known: dict[Case, StepMemory] = field(default_factory=dict)
     estimates: Estimates | None = None
 
     @classmethod
-    def here(cls, model: PreTrainedModel, case: Case, compile_: bool | None) -> Fit:
+    def here(cls, model: PreTrainedModel, compile_: bool | None) -> Fit:
         """Return what decides whether a run fits on this rank's device. compile_: --compile."""
         device = capacity.device()
-        return cls(model, case, capacity.room(device), capacity.room(torch.device("cpu")),
+        return cls(model, capacity.room(device), capacity.room(torch.device("cpu")),
                    device.type == "cuda", compiling.is_wanted(compile_, device))
 
-    def excess(self) -> Bytes:
-        """Return by kind what the run needs where that is more than there is; else nothing."""
-        states = self._states(self.case)
-        if sum(states.values()) > self._place(self.case):
-            return states
+    def apart(self, method: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what one of the methods returns that trace, from a process of its own."""
+        result, known = memory.apart(_worked_out, self, method, arguments)
+        self.known |= known
+        return result
+
+    def is_easy(self, case: Case) -> bool:
+        """Tell whether a case fits beyond doubt, by the shapes of the model alone."""
+        states = sum(self.states(case).values())
         kept, gathered = training_memory.beside_states(
-            self.model, self.case.batch * self.case.seq_length, self.case.precision)
-        on_device = sum(states.values()) * (not self.case.offload)
-        if on_device + gathered + _DOUBT * kept <= USABLE * self.room:
+            self.model, case.batch * case.seq_length, case.precision)
+        masks = _PER_MASKED * case.batch * case.seq_length**2 * case.masked
+        on_device = states * (not case.offload)
+        return states <= USABLE * self.place(case) and self.model.config._attn_implementation \
+            != "eager" and on_device + gathered + _DOUBT * kept + masks <= USABLE * self.room
+
+    def fits(self, case: Case) -> bool:
+        """Tell whether a case fits well; traces where that is not clear. Also not what cannot be
+        traced: some families cannot be checkpointed selectively.
+        """
+        if self.is_easy(case):
+            return True
+        if sum(self.states(case).values()) > USABLE * self.place(case):
+            return False
+        try:
+            return self.traced(case).total <= USABLE * self.room
+        except Exception as error:
+            log.info(f"the memory of --activation-checkpointing {case.recompute} could not be "
+                     f"estimated: {type(error).__name__}")
+            return False
+
+    def excess(self, case: Case) -> Bytes:
+        """Return by kind what a run needs where that is more than there is; else nothing."""
+        states = self.states(case)
+        if sum(states.values()) > self.place(case):
+            return states
+        if self.is_easy(case):
             return {}
         try:
-            traced = memory.apart(_trace, self.model, self.case)
+            step = self.known.get(case) or self.apart(Fit.traced, case)
         except Exception as error:  # a family that cannot be traced may fit all the same
-            log.info(f"memory could not be estimated: {type(error).__name__}")
+            if log.rank() == 0:
+                log.warn("whether this run fits in memory could not be estimated: "
+                         f"{type(error).__name__}")
             return {}
-        if traced.total > self.room and not self.compiled:
-            return {kind: size for kind, size in traced.peak.items() if size}
-        if traced.total > USABLE * self.room and log.rank() == 0:
-            log.warn(f"memory will be short: a rank needs about {units.memory(traced.total)} and "
+        if step.total > self.room and not self.compiled:
+            return {kind: size for kind, size in step.peak.items() if size}
+        if step.total > USABLE * self.room and log.rank() == 0:
+            log.warn(f"memory will be short: a rank needs about {units.memory(step.total)} and "
                      f"can have {units.memory(self.room)}")
         return {}
 
-    def refusal(self, needed: Bytes, whole: int, has_begun: bool) -> UsageError:
-        """Return the error with the nearest settings that fit: on these ranks, and on more.
-
-        whole: samples of a step, which stay as many. has_begun: see _turned.
-        """
-        near, wide = self._nearest(has_begun, False), self._nearest(has_begun, True)
-        hints = []
-        if wide:
-            devices = "GPUs like this" if self.on_gpu else \
-                "ranks, on machines with as much memory for each"
-            with_options = f", with {' '.join(wide.words())}" if wide.options else ""
-            hints.append(f"it fits on {wide.case.ranks} {devices}{with_options}")
-        if not near:
-            hints.append("no option makes it fit on these ranks; a smaller model may")
-        place = self._place(self.case)
-        where = "host memory" if place == self.host else "its GPU's memory"
-        ranks, without = self.case.shard_size, ", without activations"
-        parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in needed.items())
-        return UsageError(
-            f"this run does not fit: a rank needs {units.memory(sum(needed.values()))} and can "
-            f"have {units.memory(place)} of {where}",
-            found=f"{parts}, for {units.count(self.model.num_parameters())} parameters over "
-                  f"{units.counted(ranks, 'rank')}{without * ('activations' not in needed)}",
-            hint="\n".join(hints), run=self._command(near, whole) if near else "")
-
-    def _nearest(self, has_begun: bool, more_ranks: bool) -> Turn | None:
-        """Return the least costly setting that fits well, on the ranks there are or on more."""
-        for turn in self._turned(has_begun, more_ranks):
-            if sum(self._states(turn.case).values()) > USABLE * self._place(turn.case):
-                continue  # no trace is needed to see that
-            with suppress(Exception):  # some families cannot be checkpointed selectively
-                if self._traced(turn.case).total <= USABLE * self.room:
-                    return turn
-        return None
-
-    def _turned(self, has_begun: bool, more_ranks: bool) -> Iterator[Turn]:
-        """Yield the other settings. has_begun: what a run keeps for good cannot be turned."""
-        for turn in memory.turned(self.case, self.on_gpu):
-            is_fixed = has_begun and not {"--optimizer", "-s"}.isdisjoint(turn.options)
-            if turn.more_ranks == more_ranks and not is_fixed:
-                yield turn
-
-    def _command(self, near: Turn, whole: int) -> str:
-        """Return the command that was typed with a setting that fits, and the same result."""
-        if "-b" not in near.options or int(near.options["-b"]) == self.case.batch:
-            return commands.as_typed(*near.words())
-        return commands.as_typed(*near.words(), "--global-batch-size", whole,
-                              drop=("--grad-accum-steps",))
-
-    def _states(self, case: Case) -> Bytes:
+    def states(self, case: Case) -> Bytes:
         """Return the bytes of a rank's weights, gradients and optimizer states."""
         each = {"parameters": _FLOAT32, "gradients": _FLOAT32,
                 "optimizer": OPTIMIZERS[case.optimizer].state_bytes}
         return {kind: round(size * self.model.num_parameters() / case.shard_size)
                 for kind, size in each.items()}
 
-    def _place(self, case: Case) -> int:
+    def place(self, case: Case) -> float:
         """Return the bytes that there are for the states."""
         return self.host if case.offload or not self.on_gpu else self.room
 
-    def _traced(self, case: Case) -> StepMemory:
-        self.estimates = self.estimates or Estimates(self.model)
-        return self.estimates.step(case)
+    def traced(self, case: Case) -> StepMemory:
+        """Return the memory of a step, traced in this process."""
+        if case not in self.known:
+            self.estimates = self.estimates or Estimates(self.model)
+            self.known[case] = self.estimates.step(case)
+        return self.known[case]
+
+    def refusal(self, case: Case, needed: Bytes, whole: int, begun: bool, auto: bool) -> UsageError:
+        """Return the error with the nearest settings that fit: on these ranks, and on more.
+
+        whole: samples of a step, which stay as many. begun: see _turned. auto: recomputation is
+        open, so that no command needs to name it.
+        """
+        near, wide = self.apart(Fit.nearest, case, begun)
+        hints = []
+        if wide:
+            devices = "GPUs like this" if self.on_gpu else \
+                "ranks, on machines with as much memory for each"
+            words = " ".join(wide.words(without=RECOMPUTE_OPTION * auto))
+            hints.append(f"it fits on {wide.case.ranks} {devices}{words and f', with {words}'}")
+        if not near:
+            largest = USABLE * self.place(case) / sum(self.states(case).values()) \
+                * self.model.num_parameters()
+            hints.append("no option makes it fit on these ranks; a model of well below "
+                         f"{units.count(largest)} parameters may")
+        place, without = self.place(case), ", without activations"
+        where = "host memory" if place == self.host else "its GPU's memory"
+        parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in needed.items())
+        return UsageError(
+            f"this run does not fit: a rank needs {units.memory(sum(needed.values()))} and can "
+            f"have {units.memory(place)} of {where}",
+            found=f"{parts}, for {units.count(self.model.num_parameters())} parameters over "
+                  f"{units.counted(case.shard_size, 'rank')}"
+                  f"{without * ('activations' not in needed)}",
+            hint="\n".join(hints), run=_command(near, case, whole, auto) if near else "")
+
+    def nearest(self, case: Case, begun: bool) -> tuple[Turn | None, Turn | None]:
+        """Return the least costly settings that fit well, on the ranks there are and on more."""
+        turns = list(_turned(case, self.on_gpu, begun))
+        near, wide = (next((turn for turn in turns if turn.more_ranks == more_ranks
+                            and self.fits(turn.case)), None) for more_ranks in (False, True))
+        return near, wide
 
 
-def _trace(model: PreTrainedModel, case: Case) -> StepMemory:
-    return Estimates(model).step(case)
+def _turned(case: Case, on_gpu: bool, begun: bool) -> Iterator[Turn]:
+    """Yield the other settings. begun: what a run keeps for good cannot be turned."""
+    for turn in memory.turned(case, on_gpu):
+        if not (begun and not {"--optimizer", "-s"}.isdisjoint(turn.options)):
+            yield turn
+
+
+def _command(near: Turn, case: Case, whole: int, auto: bool) -> str:
+    """Return the command that was typed with a setting that fits, and the same result."""
+    words = near.words(without=RECOMPUTE_OPTION * auto)
+    if "-b" not in near.options or int(near.options["-b"]) == case.batch:
+        return commands.as_typed(*words)
+    return commands.as_typed(*words, "--global-batch-size", whole, drop=("--grad-accum-steps",))
+
+
+def _worked_out(fit: Fit, method: Callable[..., Result], arguments: Sequence[Any],
+                ) -> tuple[Result, dict[Case, StepMemory]]:
+    return method(fit, *arguments), fit.known

@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
+from lib.parallel import recompute
 from lib.planning import trace
 from lib.planning.trace import Case, StepMemory
 
-_RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE_OPTION = "--activation-checkpointing"
 _BATCHES = (1, 2, 4)  # times --batch-size
 USABLE = 0.9  # the rest: CUDA context, NCCL buffers, fragments
 _SHORT = 4  # blocks that stand for any number of them
@@ -134,8 +135,8 @@ def _table(asked: Case, estimates: Estimates, usable: float) -> None:
     log.info(f"  {units.counted(ranks, 'GPU')}{replicas}: {states}"
              f"{', in host memory' if asked.offload else ''}; in {name}:")
     log.info("     batch  checkpointing  activations    loss  gathered    peak")
-    for times, recompute in product(_BATCHES, _RECOMPUTE):
-        case = replace(asked, batch=asked.batch * times, recompute=recompute)
+    for times, kind in product(_BATCHES, recompute.KINDS):
+        case = replace(asked, batch=asked.batch * times, recompute=kind)
         _row(case, estimates, usable, unit, case == asked)
     if _peak(step) > usable:
         log.info("    → looking for the nearest setting that fits")
@@ -173,22 +174,21 @@ class Turn(NamedTuple):
     case: Case
     more_ranks: bool = False
 
-    def words(self) -> list[str]:
-        """Return the options as words of a command."""
-        return [word for option in self.options.items() for word in option]
+    def words(self, without: str = "") -> list[str]:
+        """Return the options as words of a command, but for one that need not be given."""
+        return [word for option in self.options.items() if option[0] != without for word in option]
 
 
 def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
     """Yield other settings, the least costly first."""
-    knob = "--activation-checkpointing"
-    for recompute in _RECOMPUTE[_RECOMPUTE.index(asked.recompute) + 1:]:
-        yield Turn({knob: recompute}, replace(asked, recompute=recompute))
+    for kind in recompute.KINDS[recompute.KINDS.index(asked.recompute) + 1:]:
+        yield Turn({RECOMPUTE_OPTION: kind}, replace(asked, recompute=kind))
     case = replace(asked, recompute="full")
     for batch in reversed(range(1, asked.batch)):
         if asked.batch % batch == 0:  # so that a global batch is still divided evenly
             case = replace(case, batch=batch, accumulates=True)
-            yield Turn({"-b": str(batch), knob: "full"}, case)
-    given = ({"-b": str(case.batch)} if asked.batch > 1 else {}) | {knob: "full"}
+            yield Turn({"-b": str(batch), RECOMPUTE_OPTION: "full"}, case)
+    given = ({"-b": str(case.batch)} if asked.batch > 1 else {}) | {RECOMPUTE_OPTION: "full"}
     if case.shard_size < case.ranks:
         case = replace(case, shard_size=case.ranks)
         given |= {"--shard-size": str(case.ranks)}

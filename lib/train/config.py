@@ -12,11 +12,12 @@ from lib.core.declared import Role, option
 from lib.core.options import auto_on_off, count, non_negative, on_off, positive, positive_int
 from lib.optim import schedule
 from lib.optim.registry import OPTIMIZERS
+from lib.parallel import recompute
 from lib.planning.saving import GPU_HOURS_PER_FAILURE
 from lib.train import console
 from lib.train.run_options import RunOptions
 
-AUTO = "auto"  # --batch-size, until a number stands in its place
+AUTO = "auto"  # of --batch-size and --activation-checkpointing, until something is chosen
 RESULT, ALIKE, LOCAL = Role
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 _dtype = options.dtype(*_PRECISIONS)
@@ -108,10 +109,11 @@ class Config(RunOptions):
              "rows, which rounds less")
 
     activation_checkpointing: str = option(
-        "none", group="speed and memory (none of it changes what is learned)", role=ALIKE,
-        choices=("none", "selective", "full"),
+        AUTO, group="speed and memory (none of it changes what is learned)", role=ALIKE,
+        choices=(AUTO, *recompute.KINDS),
         help="activations to compute again in the backward pass instead of keeping them: none, "
-             "selective (the cheap ones) or full (all of a block)")
+             "selective (the cheap ones) or full (all of a block); auto: none where that fits by "
+             "the memory plan, then selective, then full; a run that goes on keeps what it had")
     compile: bool | None = option(
         None, role=ALIKE, parse=auto_on_off,
         help="compile the decoder blocks; the first step then takes a minute longer (default: "
@@ -132,9 +134,12 @@ class Config(RunOptions):
         None, role=ALIKE, parse=positive_int,
         help="ranks that share one replica (HSDP), say the GPUs of a node (default: all ranks)")
 
+    plan_only_warn: bool = option(
+        False, group="memory and checkpoints ahead of time (with --dry-run, on any machine)",
+        role=LOCAL,
+        help="start a run that does not fit in memory by the plan, which only warns then")
     plan_gpus: list[int] | None = option(
-        None, group="memory and checkpoints ahead of time (with --dry-run, on any machine)",
-        role=LOCAL, parse=options.counts, metavar="N,N,…",
+        None, role=LOCAL, parse=options.counts, metavar="N,N,…",
         help="print the memory per GPU on so many GPUs, for each kind of activation checkpointing "
              "and several batch sizes (default: only the bytes of its states on the ranks of this "
              "launch)")
@@ -239,7 +244,9 @@ class Config(RunOptions):
 
     def recorded(self) -> dict[str, Any]:
         """Return the options as a record holds them: what model and hardware decided is open."""
-        again = {name: None for name in ("seq_length", "precision") if name in self.why}
+        again = {name: default for name, default in
+                 (("seq_length", None), ("precision", None), ("activation_checkpointing", AUTO))
+                 if name in self.why}
         return options.resolved(options.Options(**self.having(*Role) | again))
 
     def identity(self, inputs: Mapping[str, Any], global_batch: int) -> dict[str, Any]:

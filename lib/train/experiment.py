@@ -70,7 +70,8 @@ def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs
         log.info(f"{experiment.stop_file} was meant for an earlier launch: it is deleted")
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"
-    journal.config(config.recorded(), plan.identity(), inputs.model_dir, start,
+    settled = {name: getattr(config, name) for name in config.why}
+    journal.config(config.recorded(), settled, plan.identity(), inputs.model_dir, start,
                    read_config(experiment).get("run", start), launch.marks)
     manifest.remove_temporary(experiment.root, [path.name for path in (
         experiment.config, experiment.state, experiment.metrics)])

@@ -1,12 +1,11 @@
-"""What fits: a run at all, `--batch-size auto`, and a batch that leaves a GPU waiting for memory.
+"""What fits: a run at all, and where that is open its batch and how much it computes again.
 
-The batch of a pass changes nothing that is learned as long as a step has the same samples. So it is
-what fits by the memory plan, up to as many tokens as keep a device busy, and to what the data has.
+`lib/planning/choice.py` says what is taken. Here are the options that it is taken for, what is said
+of it, and the rest: what the data has, and a batch that leaves a GPU waiting for memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -14,35 +13,74 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.models import float8
+from lib.optim.registry import OPTIMIZERS
+from lib.parallel import recompute
 from lib.parallel.layout import ParallelLayout, gather
-from lib.planning import capacity, memory
+from lib.planning import capacity, choice
 from lib.planning.fit import Fit
-from lib.planning.memory import USABLE, Estimates
+from lib.planning.memory import USABLE
 from lib.planning.trace import Case
 from lib.tokens import packing
 from lib.train import plan
 from lib.train.config import AUTO, Config
 from lib.train.inputs import Inputs
 
-_FEW = 1 << 13  # tokens in a pass, below which a GPU waits
-_ENOUGH = {True: 1 << 15, False: 1 << 11}  # from here on more are hardly faster: on a GPU, a CPU
 _STEPS = 10  # so many a run has at least, where the data and the other options allow it
+_MASTER = 4  # bytes of a parameter, in a checkpoint
 _GIB = 1 << 30
 
 
-def require(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
+def settle(config: Config, inputs: Inputs, model: PreTrainedModel) -> tuple[Config, Fit]:
+    """Return the options with what fits this rank's device in the place of `auto`, and the rest.
+
+    A run that goes on computes no less again than before, so that it goes on as it was. Ranks may
+    find different values: `agree` takes what fits all of them. Raises UsageError where no batch
+    goes with the other options; whether a run fits in memory at all is asked by `require`.
+    """
+    fit = Fit.here(model, config.compile)
+    if config.plan_gpus or config.prepare_only:
+        return config, fit
+    config, said = _chosen(config, fit, plan.launched_size(), capacity.total(capacity.device()),
+                           inputs.recomputed)
+    if log.rank() == 0:
+        for line in said:
+            log.info(line)
+    return config, fit
+
+
+def planned(config: Config, inputs: Inputs, model: PreTrainedModel) -> dict[int, Config]:
+    """Return the options for each of --plan-gpus, with what fits its memory where that is open."""
+    asked = {}
+    for ranks in config.plan_gpus or ():
+        has = config.plan_gpu_memory * _GIB
+        fit = Fit(model, has, float("inf"), on_gpu=True, compiled=config.compile is not False)
+        asked[ranks], said = _chosen(config, fit, ranks, has, inputs.recomputed)
+        for line in said:
+            log.info(f"on {units.counted(ranks, 'GPU')}, {line}")
+    return asked
+
+
+def require(config: Config, inputs: Inputs, fit: Fit) -> None:
     """Raise UsageError, with the nearest setting that fits, when a run cannot fit on this rank.
 
-    Every rank finds out for itself, before there is a process group that could wait.
+    Every rank finds out for itself, before there is a process group that could wait. With
+    --plan-only-warn it is told and the run begins.
     """
-    if error := _refusal(config, inputs, model):
+    error = _refusal(config, inputs, fit)
+    if error and not config.plan_only_warn:
         raise error
+    if error and log.rank() == 0:
+        log.warn(error.render().removeprefix("error: "))
+    _tell_copies(config, fit)
 
 
-def warn(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
+def warn(config: Config, inputs: Inputs, fit: Fit) -> None:
     """Say in a dry run that the run itself would be refused on this machine."""
-    if not config.plan_gpus and (error := _refusal(config, inputs, model)):
+    if config.plan_gpus:
+        return
+    if error := _refusal(config, inputs, fit):
         log.warn("on this machine, " + error.render().removeprefix("error: "))
+    _tell_copies(config, fit)
 
 
 def case_here(config: Config, model: PreTrainedModel,
@@ -53,40 +91,42 @@ def case_here(config: Config, model: PreTrainedModel,
                             capacity.total(device), most_documents)
 
 
-def _refusal(config: Config, inputs: Inputs, model: PreTrainedModel) -> UsageError | None:
-    fit = Fit.here(model, case_here(config, model), config.compile)
-    if not (needed := fit.excess()):
+def _refusal(config: Config, inputs: Inputs, fit: Fit) -> UsageError | None:
+    case = case_here(config, fit.model)
+    if not (needed := fit.excess(case)):
         return None
     whole = plan.divide(config, 0, plan.launched_size()).global_batch
-    return fit.refusal(needed, whole, has_begun=bool(inputs.begun))
+    return fit.refusal(case, needed, whole, begun=bool(inputs.begun),
+                       auto="activation_checkpointing" in config.why)
 
 
-def settle(config: Config, model: PreTrainedModel) -> Config:
-    """Return the options with a number in the place of `auto`, for this rank's device.
-
-    Ranks may find different ones: `agree` takes the smallest. Raises UsageError where no batch fits
-    the other options; whether one fits in memory is asked later, as of any other.
-    """
-    if config.batch_size != AUTO or config.plan_gpus:
-        return config
-    device = capacity.device()
-    on_gpu = device.type == "cuda"
-    batch, why = memory.apart(_chosen, config, model, plan.launched_size(), on_gpu,
-                              capacity.total(device), capacity.room(device))
-    if log.rank() == 0:
-        log.info(why)
-    return config.settled("memory plan", batch_size=batch)
+def _tell_copies(config: Config, fit: Fit) -> None:
+    """Say ahead of the first save that host memory has no room for copies of what is saved."""
+    case = case_here(config, fit.model)
+    each = (_MASTER + OPTIMIZERS[config.optimizer].state_bytes) / case.shard_size
+    copies = each * fit.model.num_parameters()
+    taken = sum(fit.states(case).values()) * (case.offload or not fit.on_gpu)
+    if config.ckpt_async and log.rank() == 0 and copies > USABLE * (fit.host - taken) >= 0:
+        log.info(f"host memory: a copy of what a checkpoint holds takes {units.memory(copies)} per "
+                 f"rank, of {units.memory(fit.host - taken)} that are left: steps will wait while "
+                 "a checkpoint is written (--ckpt-async off does so from the beginning)")
 
 
 def agree(config: Config, samples: int | None, layout: ParallelLayout) -> Config:
-    """Return the options with the smallest batch that any rank has found for its device.
+    """Return the options with the smallest batch, and the most recomputation, that any rank found.
 
     All ranks must call this. samples: of an epoch, see `limit`.
     """
-    if not config.chose_batch:
+    if not (config.chose_batch or "activation_checkpointing" in config.why):
         return config
-    batch = min(gather(config.batch_size, layout.control))
-    return limit(config.settled("memory plan", batch_size=batch), samples, layout.ranks)
+    found = gather((config.batch_size, config.activation_checkpointing), layout.control)
+    batches, kinds = zip(*found, strict=True)
+    if config.chose_batch:
+        config = config.settled("memory plan", batch_size=min(batches))
+    most = max(kinds, key=recompute.KINDS.index)
+    if most != config.activation_checkpointing:
+        config = config.settled("memory plan of another rank", activation_checkpointing=most)
+    return limit(config, samples, layout.ranks)
 
 
 def limit(config: Config, samples: int | None, ranks: int) -> Config:
@@ -111,34 +151,19 @@ def limit(config: Config, samples: int | None, ranks: int) -> Config:
     return config.settled("samples of an epoch", batch_size=batch)
 
 
-def planned(config: Config, model: PreTrainedModel) -> dict[int, Config]:
-    """Return the options for each of --plan-gpus, with a batch for its memory where that is open.
-    """
-    asked = {}
-    for ranks in config.plan_gpus or ():
-        asked[ranks] = config
-        if config.batch_size == AUTO:
-            has = config.plan_gpu_memory * _GIB
-            batch, why = memory.apart(_chosen, config, model, ranks, True, has, has)
-            asked[ranks] = config.settled("memory plan", batch_size=batch)
-            log.info(f"on {units.counted(ranks, 'GPU')}, {why}")
-    return asked
-
-
-def advise(config: Config, model: PreTrainedModel, has_begun: bool) -> None:
+def advise(config: Config, fit: Fit, has_begun: bool) -> None:
     """Say once that a pass has too few tokens for a GPU, and which batch fits; on rank 0."""
-    device = capacity.device()
-    on_gpu = device.type == "cuda"
     tokens = config.batch_size * config.seq_length
-    if not on_gpu or config.chose_batch or tokens >= _FEW or log.rank() != 0:
+    if config.chose_batch or tokens >= choice.FEW[fit.on_gpu] or log.rank() != 0:
         return
     ranks, kept = plan.launched_size(), config
     division = plan.divide(config, 0, ranks)
     whole = division.global_batch
     if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
         kept = replace(config, global_batch_size=whole, grad_accum_steps=None)
-    batch, _ = memory.apart(_chosen, kept, model, ranks, on_gpu, capacity.total(device),
-                            capacity.room(device))
+    larger, _ = _chosen(replace(kept, batch_size=AUTO), fit, ranks,
+                        capacity.total(capacity.device()))
+    batch = larger.batch_size
     if batch > config.batch_size:
         step = f" with --global-batch-size {whole}" if kept.global_batch_size else \
             f", and makes a step of {batch * division.dp_size} samples instead of {whole}"
@@ -147,37 +172,49 @@ def advise(config: Config, model: PreTrainedModel, has_begun: bool) -> None:
                  "--batch-size auto takes what fits")
 
 
-def _chosen(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, has: float,
-            room: float) -> tuple[int, str]:
-    """Return the largest batch that fits a device and the other options, and why it is that.
+def _chosen(config: Config, fit: Fit, ranks: int, has: float, kept: str = "",
+            ) -> tuple[Config, list[str]]:
+    """Return the options with what fits in the place of `auto`, and why it is that.
 
-    has: bytes of the device. room: those that the run can have.
+    has: bytes of the device, of which the run can have `fit.room`. kept: how much is computed again
+    at least.
     """
-    candidates = _candidates(config, ranks, _ENOUGH[on_gpu])
-    estimates: list[Estimates] = []
+    kinds = (config.activation_checkpointing,)
+    if kinds == (AUTO,):
+        kinds = recompute.KINDS[recompute.KINDS.index(kept) if kept else 0:]
+    batches = _candidates(config, ranks, choice.ENOUGH[fit.on_gpu]) \
+        if config.batch_size == AUTO else [config.batch_size]
+    rows = [[plan.memory_case(replace(config, batch_size=batch, activation_checkpointing=kind),
+                              fit.model, ranks, fit.on_gpu, has) for batch in batches]
+            for kind in kinds]
+    most = rows[0][-1]
+    is_clear = len(kinds) == len(batches) == 1 or fit.is_easy(most)
+    case, said = most if is_clear else fit.apart(choice.choose, rows), []
+    if config.activation_checkpointing == AUTO:
+        config = config.settled("earlier launch" if case.recompute == kept else "memory plan",
+                                activation_checkpointing=case.recompute)
+        if case.recompute != kinds[0]:
+            said = [f"--activation-checkpointing auto: {case.recompute}, since less recomputation "
+                    f"does not fit well in {units.memory(fit.room)} by the memory plan"]
+    if config.batch_size == AUTO:
+        said.append(_why(config, fit, ranks, batches, case.batch))
+        config = config.settled("memory plan", batch_size=case.batch)
+    return config, said
 
-    def fits(batch: int) -> bool:
-        given = replace(config, batch_size=batch)
-        try:
-            estimates[:] = estimates or [Estimates(model)]
-            step = estimates[0].step(plan.memory_case(given, model, ranks, on_gpu, has))
-        except Exception as error:  # a family that cannot be traced trains all the same
-            log.info(f"memory could not be estimated: {type(error).__name__}")
-            return False
-        return step.total <= USABLE * room
 
-    batch = _largest(candidates, fits)
-    whole = config.global_batch_size
+def _why(config: Config, fit: Fit, ranks: int, batches: list[int], batch: int) -> str:
+    """Say why --batch-size auto is that batch."""
+    enough, whole = choice.ENOUGH[fit.on_gpu], config.global_batch_size
     of_step = f"divides the {units.counted(whole, 'sample')} of a step over " \
               f"{units.counted(ranks, 'rank')} and " if whole else ""
     per_pass = batch * plan.degrees(config).dp_size(ranks)
     limit = "all that a rank has of a step" if whole == per_pass else \
-        f"the largest that {of_step}fits in {units.memory(room)} by the memory plan" \
-        if batch < candidates[-1] else \
-        f"the largest that {of_step}has no more than {_ENOUGH[on_gpu]:,} tokens, from which on " \
-        "more are hardly faster"
+        f"the largest that {of_step}fits in {units.memory(fit.room)} by the memory plan" \
+        if batch < batches[-1] else \
+        f"the largest that {of_step}has no more than {enough:,} tokens, from which on more are " \
+        "hardly faster"
     tokens = f"{batch * config.seq_length:,} tokens in a pass"
-    return batch, f"--batch-size auto: {batch} per process, {tokens}, {limit}"
+    return f"--batch-size auto: {batch} per process, {tokens}, {limit}"
 
 
 def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
@@ -196,14 +233,3 @@ def _candidates(config: Config, ranks: int, enough: int) -> list[int]:
                          found=f"{config.seq_length:,} tokens per sample (--seq-length), "
                                f"{share} samples per process and step")
     return [b for b in found if b * config.seq_length <= enough] or found[:1]
-
-
-def _largest(candidates: list[int], fits: Callable[[int], bool]) -> int:
-    """Return the largest that fits, asking as seldom as can be; the smallest is not asked about."""
-    if len(candidates) == 1 or fits(candidates[-1]):
-        return candidates[-1]
-    low, high = 0, len(candidates) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(candidates[middle]) else (low, middle)
-    return candidates[low]

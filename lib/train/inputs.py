@@ -24,6 +24,7 @@ from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
 from lib.models import directory, tokenizer
 from lib.models.design import Design
+from lib.parallel import recompute
 from lib.tokens import build, encode, mixture, raw_shards
 from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
@@ -64,6 +65,13 @@ class Inputs:
     def begun_with(self, option: str) -> Any:
         """Return the value of an option that the run was begun with, or None."""
         return self.begun.get("identity", {}).get("options", {}).get(option)
+
+    @property
+    def recomputed(self) -> str:
+        """Return the --activation-checkpointing that the run was begun with, "" where unknown."""
+        found = [self.begun.get(part, {}).get("activation_checkpointing")
+                 for part in ("settled", "options")]
+        return next((kind for kind in found if kind in recompute.KINDS), "")
 
     def require_unchanged(self) -> None:
         """Raise UsageError when the model is not the one any more that the run was planned with."""

@@ -32,17 +32,18 @@ class Journal:
         self._event_may_fail = log.Tolerated(experiment.events.name)
         self._state_may_fail = log.Tolerated(experiment.state.name, OSError, StageError)
 
-    def config(self, resolved: dict[str, Any], identity: dict[str, Any], model_dir: Path,
-               launch: str, run: str, launched_by: list[str]) -> None:
+    def config(self, resolved: dict[str, Any], settled: dict[str, Any], identity: dict[str, Any],
+               model_dir: Path, launch: str, run: str, launched_by: list[str]) -> None:
         """Write config.yaml: resolved options, versions, argv and the commit of the code.
 
+        settled: what was chosen where the options leave it open.
         launch, run: marks of this start, and of the run that all its starts go on with.
         launched_by: those of what started it; see launches.py.
         """
         if not self._active:
             return
         content = {"launch": launch, "run": run, "launched_by": launched_by, "options": resolved,
-                   "model_dir": str(model_dir), "identity": identity,
+                   "settled": settled, "model_dir": str(model_dir), "identity": identity,
                    "versions": manifest.versions(), "argv": commands.redacted_argv(sys.argv),
                    "git_commit": git_commit()}
         manifest.write_text(self.experiment.config, yaml.safe_dump(content, sort_keys=False))
@@ -105,7 +106,7 @@ def read_config(experiment: Experiment) -> dict[str, Any]:
 def _is_sound(content: dict[str, Any]) -> bool:
     """Tell whether what a config.yaml holds has the form in which it is written."""
     identity = content.get("identity", {})
-    parts = [content.get("options", {}), identity]
+    parts = [content.get("options", {}), content.get("settled", {}), identity]
     if isinstance(identity, dict):
         parts += [identity.get("options", {}), identity.get("inputs", {})]
     marks = [content.get(key, "0") for key in ("run", "launch")]  # parts of names of directories

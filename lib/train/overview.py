@@ -65,7 +65,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
                "precision": f"float32 masters, {config.precision} compute", **_settled(config),
                **_ranks(config)})
     data, samples = _data(config, inputs)
-    asked = fitting.planned(config, model) or {plans.launched_size(): config}
+    asked = fitting.planned(config, inputs, model) or {plans.launched_size(): config}
     for ranks, given in asked.items():
         if config.plan_gpus:
             log.info(f"on {ranks:,} GPU{'s' * (ranks > 1)}:")

@@ -169,7 +169,8 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
     """Return what decides the memory of a run on `ranks` devices that have so many bytes each.
 
     most_documents: in a sample, where they are packed. Few packs hold more than the default, which
-    stands for their number until they are made.
+    stands for their number until they are made. What is still open counts as 1 sample, and as no
+    recomputation.
     """
     import torch
 
@@ -178,7 +179,10 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
 
     offload = config.cpu_offload and on_gpu
     shard_size = min(config.shard_size or ranks, ranks)
-    a_pass = config.batch_size * degrees(config).dp_size(ranks)
+    batch = 1 if config.batch_size == AUTO else config.batch_size
+    recompute = "none" if config.activation_checkpointing == AUTO \
+        else config.activation_checkpointing
+    a_pass = batch * degrees(config).dp_size(ranks)
     per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
     is_packed = config.packing == "documents"
     elsewhere = bool(config.plan_gpus) or not torch.cuda.is_available()
@@ -186,8 +190,8 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
         config.attention in ("auto", "varlen")
         and not attention.lacks_varlen(config.precision, model.config, elsewhere)))
     by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
-    return Case(ranks, shard_size, config.batch_size, config.seq_length, config.precision,
-                config.activation_checkpointing, per_step > a_pass, offload,
+    return Case(ranks, shard_size, batch, config.seq_length, config.precision, recompute,
+                per_step > a_pass, offload,
                 not offload and parallelize.may_stay_gathered(model, has),
                 by_mask, most_documents * by_kernel, optimizer=config.optimizer, on_gpu=on_gpu)
 

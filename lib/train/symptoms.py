@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lib.core import commands, launcher, log
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.parallel import meeting
+from lib.parallel import meeting, recompute
 from lib.train import earlier, journal, meters
 from lib.train.config import Config
 from lib.train.plan import launched_size
@@ -92,9 +92,10 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
             meters.snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     knobs = []
-    if config.activation_checkpointing != "full":
-        after = {"none": "selective", "selective": "full"}[config.activation_checkpointing]
-        knobs.append(f"--activation-checkpointing {after}")
+    kinds = recompute.KINDS
+    if config.activation_checkpointing != kinds[-1]:
+        more = kinds[kinds.index(config.activation_checkpointing) + 1]
+        knobs.append(f"--activation-checkpointing {more}")
     if config.batch_size > 1:
         knobs.append("a smaller --batch-size with --global-batch-size as it is")
     knobs += ["a smaller --seq-length", "more ranks to shard over"]

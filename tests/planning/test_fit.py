@@ -54,10 +54,12 @@ def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float 
     monkeypatch.setattr(capacity, "total", lambda device: rooms[device.type])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
-    given = replace(ASKED, seq_length=seq_length, **{"compile": False, **changes})
-    inputs = Namespace(begun={"identity": {}} if begun else {})
+    given = replace(ASKED, seq_length=seq_length, **{
+        "compile": False, "activation_checkpointing": "none", **changes})
+    inputs = Namespace(begun={"identity": {}} if begun else {}, recomputed="")
     try:
-        fitting.require(given, inputs, on_meta())
+        given, found = fitting.settle(given, inputs, on_meta())
+        fitting.require(given, inputs, found)
     except UsageError as error:
         return error
     return None
@@ -86,6 +88,25 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
     error = refused(monkeypatch, (states + 2.1) / 0.9, grad_accum_steps=4)
     assert error and error.run.endswith("--global-batch-size 8")
     assert not warned
+
+
+def test_it_is_only_told_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that steps wait for checkpoints, for which host memory has no second copy of the states.
+    """
+    told: list[str] = []
+    monkeypatch.setattr(fit.log, "warn", told.append)
+    monkeypatch.setattr(fit.log, "info", told.append)
+    states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
+    assert refused(monkeypatch, states + 2, plan_only_warn=True) is None
+    assert "this run does not fit: a rank needs" in told[0] and "--activation-" in told[0]
+    told.clear()
+    assert refused(monkeypatch, 1.5 * states, seq_length=64, batch_size=1) is None
+    [line] = told
+    assert "a copy of what a checkpoint holds takes" in line and "--ckpt-async off" in line
+    told.clear()
+    for fits in ({"ckpt_async": False}, {"optimizer": "adamw8bit"}):
+        assert refused(monkeypatch, 1.5 * states, seq_length=64, batch_size=1, **fits) is None
+    assert not told
 
 
 def test_a_run_that_goes_on_was_traced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +151,10 @@ def test_stage_03_says_the_same() -> None:
     advice = training_memory.estimate(model)
     assert 2 * 4 + OPTIMIZERS["adamw"].state_bytes == training_memory._STATE
     given = replace(ASKED, compile=False, batch_size=1, seq_length=advice.tokens, precision="bf16")
-    there = Fit.here(model, plan.memory_case(given, model, 1, False, 1 << 40), given.compile)
-    assert sum(there._states(there.case).values()) < advice.per_gpu[1]
-    assert there._traced(there.case).total == pytest.approx(advice.per_gpu[1], rel=0.4)
+    case = plan.memory_case(given, model, 1, False, 1 << 40)
+    there = Fit.here(model, given.compile)
+    assert sum(there.states(case).values()) < advice.per_gpu[1]
+    assert there.traced(case).total == pytest.approx(advice.per_gpu[1], rel=0.4)
 
 
 @pytest.mark.parametrize(("line", "files", "free"), [

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from lib.core import units
 from lib.core.errors import UsageError
-from lib.planning import capacity
+from lib.planning import capacity, fit
+from lib.planning.fit import Fit
 from lib.train import fitting
 from lib.train.inputs import Inputs, settle
 from tests.planning.test_fit import MIB, Known
@@ -27,7 +29,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(fitting.log, "info", lines.append)
     monkeypatch.setattr(fitting.log, "warn", lines.append)
-    monkeypatch.setattr(fitting, "Estimates", Known)
+    monkeypatch.setattr(fit, "Estimates", Known)
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
     return lines
 
@@ -44,9 +46,10 @@ def here(monkeypatch: pytest.MonkeyPatch, samples: float, *, gpu: bool = False, 
 
 
 def chosen(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> int:
-    given = replace(ASKED, **{"batch_size": "auto", "seq_length": seq_length,
-                              "precision": precision, **changes})
-    return fitting.settle(given, on_meta()).batch_size
+    given = replace(ASKED, **{"batch_size": "auto", "seq_length": seq_length, "compile": False,
+                              "activation_checkpointing": "none", "precision": precision,
+                              **changes})
+    return fitting.settle(given, Namespace(recomputed=""), on_meta())[0].batch_size
 
 
 def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
@@ -60,6 +63,35 @@ def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) ->
     assert "no more than 32,768 tokens, from which on more are hardly faster" in said[-1]
     here(monkeypatch, 1000)
     assert chosen() == 2 and chosen(seq_length=32) == 64
+
+
+def test_no_more_is_computed_again_than_needed(monkeypatch: pytest.MonkeyPatch, said: list[str],
+                                               ) -> None:
+    """Samples take 8, 6 or 2 MiB; a run that goes on computes no less again than before."""
+    def taken(samples: float, kept: str = "", **changes: Any) -> tuple[str, int]:
+        said.clear()
+        here(monkeypatch, samples, gpu=True)
+        given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
+        config, _ = fitting.settle(given, Namespace(recomputed=kept), on_meta())
+        assert config.why["activation_checkpointing"] == (
+            "earlier launch" if config.activation_checkpointing == kept else "memory plan")
+        assert config.recorded()["activation_checkpointing"] == "auto"
+        return config.activation_checkpointing, config.batch_size
+
+    assert taken(1000) == ("none", 4) and not said
+    assert taken(4) == ("none", 4) and taken(3.9) == ("selective", 4) and taken(2.9) == ("full", 4)
+    assert said == ["--activation-checkpointing auto: full, since less recomputation does not fit "
+                    f"well in {units.memory(capacity.room(None))} by the memory plan"]
+    assert taken(0.9) == ("full", 4)  # nothing fits, which the check of a run says
+    assert taken(1000, "full") == ("full", 4) and taken(1000, "none") == ("none", 4) and not said
+    assert taken(2.9, "none") == ("full", 4) and len(said) == 1
+    auto = {"batch_size": "auto"}  # the least with which a pass has 8,192 tokens, as a GPU wants
+    assert taken(8, **auto) == ("none", 8) and taken(7.9, **auto) == ("selective", 8)
+    assert taken(5.9, **auto) == ("full", 16) and taken(1, **auto) == ("full", 4)
+    assert taken(7.9, **auto, global_batch_size=4) == ("none", 4)
+    assert taken(1, **auto, seq_length=8192) == ("full", 1)
+    config = replace(ASKED, activation_checkpointing="full").settled("x", lr=1.0)
+    assert config.recorded()["activation_checkpointing"] == "full"
 
 
 def test_samples_of_a_step_are_divided_evenly(monkeypatch: pytest.MonkeyPatch, said: list[str],
@@ -78,14 +110,17 @@ def test_samples_of_a_step_are_divided_evenly(monkeypatch: pytest.MonkeyPatch, s
 
 def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """After the ranks have taken the smallest of theirs."""
-    monkeypatch.setattr(fitting, "gather", lambda mine, group: [mine, 16])
+    monkeypatch.setattr(fitting, "gather", lambda mine, group: [mine, (16, "full")])
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
         said.clear()
-        given = replace(ASKED, batch_size=32, seq_length=1000, precision="fp8", **changes)
+        given = replace(ASKED, batch_size=32, seq_length=1000, precision="fp8",
+                        activation_checkpointing="selective", **changes)
         given = given.settled("memory plan", batch_size=32) if auto else given
         layout = Namespace(ranks=ranks, control=None)
-        return fitting.agree(given, samples, layout).batch_size
+        agreed = fitting.agree(given, samples, layout)
+        assert agreed.activation_checkpointing == ("full" if auto else "selective")
+        return agreed.batch_size
 
     assert agreed(1000) == 16 and agreed(320) == 16 and not said
     assert agreed(319) == 8
@@ -101,7 +136,7 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
 
 def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, 12, gpu=True)
-    monkeypatch.setattr(fitting, "Estimates", lambda model: 1 / 0)
+    monkeypatch.setattr(fit, "Estimates", lambda model: 1 / 0)
     assert chosen() == 1
 
 
@@ -109,13 +144,16 @@ def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     here(monkeypatch, 0)
     gib = (STATES_MIB + 8 * 7.5) / 1024 / 0.9 + 1e-6
     given = replace(ASKED, batch_size="auto", seq_length=1024, plan_gpus=[1, 64],
-                    plan_gpu_memory=gib)
+                    plan_gpu_memory=gib, activation_checkpointing="none")
     model = on_meta()
     assert chosen(plan_gpus=[1, 64]) == "auto"
-    asked = fitting.planned(given, model)
+    asked = fitting.planned(given, Namespace(recomputed=""), model)
     assert asked[1].batch_size == 4 and asked[64].batch_size == 8
-    three = fitting.planned(replace(given, batch_size=3), model)
+    three = fitting.planned(replace(given, batch_size=3), Namespace(recomputed=""), model)
     assert [each.batch_size for each in three.values()] == [3, 3]
+    both = replace(given, batch_size=8, activation_checkpointing="auto")
+    kinds = fitting.planned(both, Namespace(recomputed=""), model).values()
+    assert [each.activation_checkpointing for each in kinds] == ["selective", "none"]
 
 
 def test_what_a_run_was_begun_with_is_kept() -> None:
@@ -134,9 +172,10 @@ def test_too_few_tokens_are_told_with_what_fits(monkeypatch: pytest.MonkeyPatch,
                                                 ) -> None:
     def advised(has_begun: bool = False, auto: bool = False, **changes: Any) -> str:
         said.clear()
-        given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, **changes})
+        given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024,
+                                  "activation_checkpointing": "none", **changes})
         given = given.settled("memory plan", batch_size=1) if auto else given
-        fitting.advise(given, on_meta(), has_begun)
+        fitting.advise(given, Fit.here(on_meta(), False), has_begun)
         return "".join(said)
 
     here(monkeypatch, 12, gpu=True)

@@ -14,7 +14,7 @@ from lib.core.paths import Experiment
 from lib.train import symptoms
 from lib.train.config import Config
 
-PLAIN = Config(batch_size=4, precision="bf16")
+PLAIN = Config(batch_size=4, precision="bf16", activation_checkpointing="none")
 
 
 def explained(error: BaseException, **options: object):
