@@ -39,6 +39,8 @@ KIND ?= pytorchjob
 # Every machine with Python has this text: the sources of its standard library.
 STDLIB = $$($(PY) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
 PIP_FROM := $(if $(wildcard wheelhouse),--no-index --find-links wheelhouse)
+# A bundle for an old driver has another build of torch, which its wheelhouse names.
+PINS := $(firstword $(wildcard wheelhouse/requirements.txt) requirements.txt)
 
 # Verbs that make no environment: on a cluster, and in an image, there mostly is one.
 ANY_PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
@@ -85,11 +87,11 @@ help:
 .PHONY: help demo test test-slow test-long test-faults lint bench gpu-kit test-gpu bench-gpu \
   validate-framework validate-setup test-quick run status logs-follow stop
 
-$(VENV)/installed: requirements.txt
+$(VENV)/installed: $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: Python 3.10 or newer is needed; make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FROM) -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FROM) -r $(PINS)
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt

@@ -19,8 +19,9 @@ sys.path.insert(0, str(ROOT))
 
 from lib.core import streams  # noqa: E402
 
-LISTS = "requirements.txt", "requirements-dev.txt"
-MARKS = "installed", "installed-dev"  # in .venv, as the Makefile names them
+# Each list of a wheelhouse, and the mark that it leaves in .venv, as the Makefile names it.
+LISTS = {"requirements.txt": "installed", "requirements-dev.txt": "installed-dev",
+         "requirements-optional.txt": "installed-optional"}
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
         print(f"error: {wheels} is not a wheelhouse\n  expected: one that `airgap.py pack` made",
               file=sys.stderr)
         return 2
-    if (venv / MARKS[0]).exists():
+    if (venv / LISTS["requirements.txt"]).exists():
         print(f"{venv} is installed already")
         return 0
     # Neither ensurepip (Debian leaves it out) nor pip's configuration of this machine takes part.
@@ -50,8 +51,8 @@ def main() -> int:
         print("$ " + " ".join(command), flush=True)
         if subprocess.run(command, env=environment, check=False).returncode:
             return 2
-    for mark in MARKS[:len(lists)]:
-        (venv / mark).touch()
+    for path in lists:
+        (venv / LISTS[path.name]).touch()
     return 0
 
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _OLDEST, _NEWEST = (3, 10), (3, 12)
 _TORCH = (2, 11), (2, 13)
 _OPTIONAL = {"orjson", "gigatoken", "xxhash", "tensorboard", "matplotlib"}
-_PIN = re.compile(r'([a-z0-9-]+)==([\w.]+)(?:; python_version (>=|<) "3\.(\d+)")?')
+_PIN = re.compile(r'([a-z0-9-]+)==([\w.+]+)(?:; python_version (>=|<) "3\.(\d+)")?')
 _TIMEOUT_S = 120
 
 _GUARD = """
@@ -107,9 +107,10 @@ def framework() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Compare what is installed with requirements.txt."""
-    same = 0
-    for name, wanted, sign, minor in _PIN.findall((ROOT / "requirements.txt").read_text()):
+    """Compare what is installed with requirements.txt, or with that of a bundle's wheelhouse."""
+    same, bundled = 0, ROOT / "wheelhouse" / "requirements.txt"
+    pins = bundled if bundled.exists() else ROOT / "requirements.txt"
+    for name, wanted, sign, minor in _PIN.findall(pins.read_text(encoding="utf-8")):
         if sign and (sys.version_info.minor >= int(minor)) != (sign == ">="):
             continue
         try:
@@ -118,7 +119,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding(WARNING if name in _OPTIONAL else ERROR, name,
                           f"not installed, {wanted} is wanted", "pip install -r requirements.txt")
             continue
-        if there.partition("+")[0] == wanted:
+        if wanted in (there, there.partition("+")[0]):
             same += 1
         elif name == "torch" and not \
                 _TORCH[0] <= tuple(map(int, there.split(".")[:2])) <= _TORCH[1]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.bundling import unpacking
+from launch.bundling import unpacking, wheelhouse
+from lib.core.errors import UsageError
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -338,6 +341,105 @@ def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index
     assert "no complete set of wheels" in said and "compiled" in said
     assert not list(tmp_path.glob("none*"))
     run(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
+
+
+BACKEND = """
+import zipfile
+
+def build_wheel(place, config_settings=None, metadata_directory=None):
+    name, info = "source_only-1.0-py3-none-any.whl", "source_only-1.0.dist-info"
+    with zipfile.ZipFile(f"{place}/{name}", "w") as wheel:
+        wheel.writestr("source_only.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: source-only\\n"
+                                           "Version: 1.0\\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\n"
+                                        "Tag: py3-none-any\\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return name
+"""
+
+
+def make_source(place: Path) -> None:
+    """Write a package that comes as source alone, and builds itself."""
+    with tarfile.open(place / "source_only-1.0.tar.gz", "w:gz") as archive:
+        for name, text in (("pyproject.toml", "[build-system]\nrequires = []\n"
+                            'build-backend = "backend"\nbackend-path = ["."]\n'),
+                           ("PKG-INFO", "Metadata-Version: 2.1\nName: source-only\n"
+                                        "Version: 1.0\n"), ("backend.py", BACKEND)):
+            member = tarfile.TarInfo(f"source_only-1.0/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+
+
+def test_torch_is_a_build_for_the_driver_of_the_far_side(
+        tmp_path: Path, index: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture):
+    """Else an older torch with such a build; the list in the wheelhouse names what was taken."""
+    for name, value in index.items():
+        monkeypatch.setenv(name, value)
+    wheels, wanted = tmp_path / "index", wheelhouse.target("3.11", "manylinux_2_28_x86_64")
+    make_wheel(wheels, "torch", "2.12.1+cu126")
+
+    def prepared(cuda: str, driver: str) -> tuple[str, str]:
+        lists = {"requirements.txt": b"# pins\ntorch==2.13.0\n"}
+        builds = wheelhouse.builds(lists, cuda, driver)
+        place = wheelhouse.prepare(tmp_path / "cache", lists, wanted, builds)
+        return str(wheelhouse.torch_in(place)), (place / "requirements.txt").read_text()
+
+    assert prepared("", "535") == ("2.12.1+cu126", "# pins\ntorch==2.12.1+cu126\n")
+    assert "pip finds no torch==2.13.0+cu126 for Python 3.11" in caplog.text
+    make_wheel(wheels, "torch", "2.13.0", 'cuda-toolkit[cublas]==13.0.3; os_name == "nt"')
+    assert prepared("", "580.65.06") == ("2.13.0+cu130", "# pins\ntorch==2.13.0\n")
+    with pytest.raises(UsageError, match=r"finds no torch==2\.11\.0\+cu128") as absent:
+        prepared("12.8", "")  # which no newer one is built for
+    assert "PIP_EXTRA_INDEX_URL" in absent.value.hint
+    with pytest.raises(UsageError, match=r"pip takes torch 2\.13\.0\+cu132 for torch==2\.13\.0"):
+        make_wheel(wheels, "torch", "2.13.0+cu132")
+        shutil.rmtree(tmp_path / "cache")
+        prepared("13.0", "")
+    for cuda, driver, why in (("", "470", "runs with driver 470"),
+                              ("13.0", "535", "built for CUDA 13.0 and runs with driver 535")):
+        with pytest.raises(UsageError, match=why):
+            prepared(cuda, driver)
+
+
+def with_driver(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nvidia-smi name a driver; an empty one is that of a machine without GPUs."""
+    folder.mkdir(exist_ok=True)
+    said = f"echo {version}" if version else "echo No devices were found; exit 6"
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{said}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(unpacking.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
+def test_a_bundle_says_which_driver_its_torch_needs_and_what_is_optional(
+        artifacts: Path, tmp_path: Path, index: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str]):
+    make_source(tmp_path / "index")
+    for name, needs in (("torch", ('cuda-toolkit==13.0.3; os_name == "nt"',)), ("extra", ())):
+        make_wheel(tmp_path / "index", name, "2.13.0", *needs)
+    small = check_out(tmp_path / "small", **{"requirements.txt": "torch==2.13.0\n",
+                                             "requirements-optional.txt": "extra==2.13.0\n"
+                                                                          "source-only==1.0\n"})
+    bundle = tmp_path / "bundle"
+    done = run(small / "launch" / "airgap.py", "pack", "--out", bundle, "--optional", "--cache-dir",
+               tmp_path / "cache", "--platform", f"manylinux_2_17_{unpacking.platform.machine()}",
+               cwd=artifacts, env=index)
+    assert "torch 2.13.0+cu130, for NVIDIA driver 580 or newer on the far side (--dr" in done.stdout
+    assert "source-only==1.0 comes as source alone: its wheel was built here" in done.stdout
+    for name in ("extra-*.whl", "source_only-1.0-py3-none-any.whl", "requirements-optional.txt"):
+        assert list((bundle / "volume_001" / "wheelhouse").glob(name)), name
+    assert json.loads((bundle / "manifest.json").read_text())["summary"]["torch"] == \
+        {"version": "2.13.0+cu130", "cuda": "13.0", "driver": "580"}
+    words = ["unpack", str(bundle), "--to", str(tmp_path / "p"), "--dry-run"]
+    for driver, how, code in (("535.104.05", ["--install"], 2), ("535.104.05", [], 0),
+                              ("580.65.06", ["--install"], 0), ("", ["--install"], 0)):
+        with_driver(tmp_path / "bin", driver, monkeypatch)
+        assert unpacking.main([*words, *how], "") == code, driver
+        out, err = capfd.readouterr()
+        assert "2.13.0+cu130" in out + err and "NVIDIA driver 580 or newer" in out + err
+        assert ("--driver-version 535.104.05" in err) == (code == 2)
 
 
 @pytest.mark.slow

@@ -258,6 +258,16 @@ def test_a_wheelhouse_must_be_for_the_python_of_the_image(machine: Machine, tmp_
     assert "2.13.0+cu126" in done.stderr
 
 
+def test_a_wheelhouse_for_an_old_driver_says_so_itself(machine: Machine, tmp_path: Path):
+    project = bundle(tmp_path, "torch-2.12.1+cu126-cp311-cp311-manylinux_2_28_x86_64.whl")
+    (project / "wheelhouse" / "requirements.txt").write_text("torch==2.12.1+cu126\n")
+    machine.holds("torch 2.12.1+cu126 CUDA 12.6")
+    machine.build("--context", project, "--driver-version", "535.104")
+    arguments = build_arguments(machine.calls("build")[0])
+    assert arguments["REQUIREMENTS"] == "wheelhouse/requirements.txt"
+    assert "TORCH_LOCAL" not in arguments and arguments["NVIDIA_REQUIRE_CUDA"] == "cuda>=12.0"
+
+
 def test_an_index_is_passed_as_a_secret(machine: Machine, tmp_path: Path):
     conf = tmp_path / "pip.conf"
     conf.write_text("[global]\n")

@@ -162,6 +162,9 @@ def test_a_wheelhouse_is_installed_from(place: Path):
     (place / "wheelhouse").mkdir()
     assert "--no-index --find-links wheelhouse -r requirements.txt" in make(place, "-n", "demo",
                                                                             "-B")
+    (place / "wheelhouse" / "requirements.txt").touch()  # which may name another build of torch
+    assert "--find-links wheelhouse -r wheelhouse/requirements.txt" in make(place, "-n", "demo",
+                                                                            "-B")
 
 
 def setup(place: Path, *options: str, expect: int) -> str:

@@ -42,7 +42,7 @@ from lib.models.design import Design
 from lib.models.directory import CODE_DIGESTS
 from lib.parallel import attention, compiling, layout
 from lib.tokens import build
-from lib.train import metrics, precision, symptoms
+from lib.train import checks, precision, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -389,7 +389,6 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: _raise(stage._known(ModuleNotFoundError("x", name="orjson")))
     yield lambda: _raise(architecture._code_failed(Path("m"), ModuleNotFoundError(
         "x", name="einops")))
-    yield metrics._wandb
     yield lambda: hyperpod._client("auto", "x", 0, 1)
     yield lambda: object.__new__(_class_with(hyperpod, "supersede")).supersede(1, "so")
     worker = object.__new__(core_workers.Worker)
@@ -462,6 +461,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: float8.Float8("tensorwise").convert(no_blocks, sharded.Placement())
     patch.setattr("importlib.metadata.version", _not_installed)
     yield float8.require_package
+    yield lambda: checks.require_sound(replace(opts, wandb=True), has_begun=False)
 
 
 class Fake:
@@ -510,7 +510,7 @@ def _vanished() -> None:
 def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) -> None:
     """Their commands are at least such as the scripts take, and programs that are there."""
     monkeypatch.delitem(hashing._ALGORITHMS, "xxh3")
-    absent = "wandb", "amzn_sagemaker_checkpointing"  # and what other tests have imported of them
+    absent = ("amzn_sagemaker_checkpointing",)  # and what other tests have imported of them
     for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
         monkeypatch.setitem(sys.modules, name, None)
     for situation in situations(monkeypatch):

@@ -20,9 +20,10 @@ from launch.bundling import contents as bundle_contents
 from launch.bundling import unpacking, wheelhouse
 from launch.bundling.contents import Payload
 from launch.bundling.writer import Writer
-from lib.core import hashing, log, options, publish, units
+from lib.core import hashing, log, options, publish, torch_builds, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
+from lib.core.torch_builds import Torch
 
 _MOST_VOLUMES = 999
 
@@ -44,8 +45,17 @@ def parse(argv: list[str]) -> Options:
                         metavar="X.Y", help="Python of the far side (default: this one)")
     parser.add_argument("--platform", default=f"manylinux_2_28_{platform.machine()}",
                         metavar="TAG", help="machine of the far side and the oldest glibc there")
+    parser.add_argument("--driver-version", type=torch_builds.read_driver, default="", metavar="V",
+                        help="NVIDIA driver of the far side, such as 535: the wheels of torch are "
+                             "a build that runs with it (default: that of requirements.txt)")
+    parser.add_argument("--cuda", type=torch_builds.read_cuda, default="", metavar="cuXYZ",
+                        help="build of torch to pack: cu126 or 12.6, or cpu (default: that of "
+                             "requirements.txt)")
     parser.add_argument("--dev", action="store_true",
                         help="also the wheels of requirements-dev.txt, for the tests")
+    parser.add_argument("--optional", action="store_true",
+                        help="also those of requirements-optional.txt, for --wandb and "
+                             "--ckpt-hyperpod")
     parser.add_argument("--no-wheels", action="store_true", help="leave the wheelhouse out")
     parser.add_argument("--volume-size", type=options.positive_size, metavar="SIZE",
                         help="most bytes in a volume, such as 20GB or 4GiB (default: one volume)")
@@ -64,13 +74,16 @@ def main(argv: list[str]) -> None:
     wanted = None if opts.no_wheels else wheelhouse.target(opts.python, opts.platform)
     code = bundle_contents.code(opts.allow_dirty)
     artifacts = bundle_contents.artifacts(opts)
-    lists = code.requirements(opts.dev)
+    lists = code.requirements(*(kind for kind in ("dev", "optional") if getattr(opts, kind)))
+    builds = wheelhouse.builds(lists, opts.cuda, opts.driver_version) if wanted else []
+    chosen = {name: value for name in ("cuda", "driver_version", "optional")
+              if (value := getattr(opts, name))}  # not in bundles of earlier versions
     identity = {"options": {"python": wanted and wanted.python, "dev": opts.dev,
                             "platform": wanted and wanted.platform,
-                            "volume_size": opts.volume_size},
+                            "volume_size": opts.volume_size, **chosen},
                 "inputs": {"commit": code.commit,
                            **{found.to: found.fingerprint for found in artifacts}}}
-    _print_plan(opts, code, artifacts, wanted, lists)
+    _print_plan(opts, code, artifacts, wanted, lists, builds)
     if publish.is_done(opts.out, unpacking.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.out}, "
                  f"SHA-256 of its manifest {unpacking.manifest_digest(opts.out)}")
@@ -79,14 +92,25 @@ def main(argv: list[str]) -> None:
         return
     payloads = list(code.payloads)
     if wanted:
-        place = wheelhouse.prepare(opts.cache_dir, lists, wanted)
+        place = wheelhouse.prepare(opts.cache_dir, lists, wanted, builds)
         payloads += bundle_contents.directory(place, "wheelhouse").payloads
     payloads += [payload for found in artifacts for payload in found.payloads]
     summary = {"commit": code.commit, "changed_files_left_behind": code.changed,
                "python": wanted and wanted.python, "platform": wanted and wanted.platform,
                "installed_bytes": wheelhouse.installed_bytes(place) if wanted else 0,
+               "torch": _torch_facts(wheelhouse.torch_in(place)) if wanted else None,
                "next": bundle_contents.next_commands(artifacts)}
     _build(opts, identity, payloads, code, summary)
+
+
+def _torch_facts(torch: Torch | None) -> dict[str, str] | None:
+    """Return what a manifest says of the wheel of torch, after telling it; None without one."""
+    if torch is None:
+        return None
+    driver = torch.oldest_driver
+    log.info(f"wheels of torch {torch}, " + (f"for NVIDIA driver {driver} or newer on the far side "
+             "(--driver-version packs those for an older one)" if driver else "for CPUs alone"))
+    return {"version": str(torch), "cuda": torch.cuda, "driver": driver}
 
 
 def _build(opts: Options, identity: dict[str, Any], payloads: list[Payload],
@@ -120,13 +144,16 @@ def _build(opts: Options, identity: dict[str, Any], payloads: list[Payload],
 
 
 def _print_plan(opts: Options, code: bundle_contents.Code, artifacts: list[Any],
-                wanted: wheelhouse.Target | None, lists: dict[str, bytes]) -> None:
+                wanted: wheelhouse.Target | None, lists: dict[str, bytes],
+                builds: list[Torch]) -> None:
     log.info(f"bundle {opts.out}")
     if code.changed:
         log.warn(f"not as in the commit, and left behind: {units.join_names(code.changed, 5)}")
     rows = {"code": f"commit {code.commit[:12]}, {len(code.payloads)} files"}
     if wanted:
-        rows["wheelhouse"] = f"Python {wanted.python}, {wanted.platform}, {', '.join(lists)}"
+        torch = f", torch {builds[0]}" if builds else ""
+        rows["wheelhouse"] = f"Python {wanted.python}, {wanted.platform}, " \
+                             f"{', '.join(lists)}{torch}"
     rows |= {found.to: f"{units.size(sum(p.bytes for p in found.payloads))} from {found.source}"
              for found in artifacts}
     log.table(rows)

@@ -20,7 +20,6 @@ from lib.tokens import packing, store
 from lib.tokens.dataset import find_dataset, open_dataset
 
 _ROOT = Path(__file__).resolve().parents[2]
-_REQUIREMENTS = "requirements.txt", "requirements-dev.txt"
 _CODE = ("lib", "launch", "tests", "benchmarks")
 _UNFINISHED = ".partial-"
 
@@ -60,8 +59,10 @@ class Code:
     payloads: list[Payload] = field(repr=False)
     changed: list[str]
 
-    def requirements(self, dev: bool) -> dict[str, bytes]:
-        return {name: self.content(name) for name in _REQUIREMENTS[:2 if dev else 1]}
+    def requirements(self, *more: str) -> dict[str, bytes]:
+        """Return requirements.txt and the files of more kinds, such as `dev`, by name."""
+        names = ("requirements.txt", *(f"requirements-{kind}.txt" for kind in more))
+        return {name: self.content(name) for name in names}
 
     def content(self, name: str) -> bytes:
         """Return what a file of the commit holds."""

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -211,12 +212,15 @@ def unpack(bundle: Path, target: Path, wanted: argparse.Namespace) -> None:
     if not is_there and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BundleError(_USAGE, f"{target} exists and was not unpacked from this bundle",
                           expected="a name that is free; artifacts can then be moved together")
+    torch = content["summary"].get("torch")  # not in bundles of earlier versions
     if wanted.install:
         _require_python(content)
+        _require_driver(torch)
     _require_space(bundle, content, target, wanted.install, is_there)
     say(f"{bundle}: code at {content['summary']['commit'][:12]}, "
         f"{len(by_file(content['files']))} files → {target}"
-        + (f", .venv of {sys.executable}" if wanted.install else ""))
+        + (f", .venv of {sys.executable}" if wanted.install else "")
+        + (f", torch {torch['version']} for {_drivers(torch)}" if torch else ""))
     if wanted.dry_run:
         return
     if is_there:
@@ -310,6 +314,31 @@ def _require_python(content: dict[str, Any]) -> None:
                           expected=f"Python {wanted}, {machine}, glibc 2.{glibc} or newer",
                           found=found,
                           hint=f"the same command with python{wanted}, or without --install")
+
+
+def _drivers(torch: dict[str, str]) -> str:
+    """Return in words which drivers a torch works with."""
+    return f"NVIDIA driver {torch['driver']} or newer" if torch["driver"] else "CPUs alone"
+
+
+def _require_driver(torch: dict[str, str] | None) -> None:
+    """Raise BundleError (2) where this machine has GPUs whose driver the torch does not work with.
+
+    torch: of the wheelhouse. A machine without GPUs may install for others that have some.
+    """
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                              capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    driver = done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
+    here, needed = ([int(part) for part in re.findall(r"\d+", text)]
+                    for text in (driver, (torch or {}).get("driver", "")))
+    if torch and here and here < needed:
+        raise BundleError(_USAGE, f"the NVIDIA driver here is too old for torch {torch['version']}",
+                          expected=_drivers(torch), found=f"driver {driver}",
+                          hint=f"update the driver, or pack again with --driver-version {driver}; "
+                               "without --install the files are unpacked all the same")
 
 
 def install(project: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,11 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, publish
+from lib.core import commands, hashing, log, manifest, publish, torch_builds
 from lib.core.errors import UsageError
+from lib.core.torch_builds import Torch
 
 KIND = "wheelhouse/1"
 _OLDEST_GLIBC = 5
+_PINS = "requirements.txt"
+_ABSENT = re.compile(r"No matching distribution found for ([\w.-]+)==([\w.+]+)")
+_NEEDS_CUDA = re.compile(r"^Requires-Dist: (?:cuda-toolkit|nvidia-cuda-runtime[\w-]*)\b"
+                         r"[^;\n]*==(\d+\.\d+)", re.MULTILINE)
 _LEGACY = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 # pip evaluates `; python_version < "3.11"` for the interpreter it runs on, whatever
@@ -28,6 +34,10 @@ markers.default_environment = lambda: dict(environment)
 sys.argv[0] = "pip"
 runpy.run_module("pip", run_name="__main__")
 """
+
+
+class NoSuchTorch(UsageError):
+    """Says that the index has no such build of torch."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +84,49 @@ def target(python: str, platform: str) -> Target:
     return Target(python, int(match[1]), match[2])
 
 
-def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target) -> Path:
+def builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch]:
+    """Return the builds of torch that do, the best first: that of requirements.txt where it does.
+
+    cuda: empty for any. driver: of the far side, empty when nothing is said of it; without either
+    none is returned, and pip takes what the lists pin. Raises UsageError where no build does.
+    """
+    if not cuda and not driver:
+        return []
+    pin = torch_builds.pinned(lists[_PINS].decode())
+    if cuda == torch_builds.NO_CUDA:
+        return [Torch(pin.version, "")]
+    if found := torch_builds.candidates(pin, driver, cuda):
+        return sorted(found, key=lambda build: build != pin)  # which every index has
+    wanted = " and ".join([f"is built for CUDA {cuda}"] * bool(cuda)
+                          + [f"runs with driver {driver}"] * bool(driver))
+    known = sorted({number for build in torch_builds.candidates(pin) for number in [build.cuda]},
+                   key=float)
+    raise UsageError(f"no torch that this code supports {wanted}",
+                     expected=f"CUDA {', '.join(known)}; a driver from "
+                              f"{min(torch_builds.OLDEST_DRIVERS.values())} on, for CUDA 13 from "
+                              f"{torch_builds.OLDEST_DRIVERS['13']} on")
+
+
+def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: list[Torch]) -> Path:
     """Return the finished wheelhouse, fetching what is not there; UsageError when pip cannot.
 
-    lists: requirement files by name.
+    lists: requirement files by name. asked: builds of torch, of which the first one that pip finds
+    takes the place of that in requirements.txt; none leaves it.
     """
+    for build in asked[:-1]:
+        try:
+            return _prepared(cache_dir, lists, wanted, build, asked)
+        except NoSuchTorch as error:
+            log.warn(f"{error.problem}; an older build is tried")
+    return _prepared(cache_dir, lists, wanted, asked[-1] if asked else None, asked)
+
+
+def _prepared(cache_dir: Path, lists: dict[str, bytes], wanted: Target, build: Torch | None,
+              others: list[Torch]) -> Path:
+    """Return a wheelhouse for this build. others: builds that do as well, if pip prefers one."""
+    if build:
+        pins = torch_builds.repinned(lists[_PINS].decode(), build)
+        lists = {**lists, _PINS: pins.encode()}
     made_of: dict[str, Any] = {
         "options": {"python": wanted.python, "platform": wanted.platform},
         "inputs": {name: hashing.bytes_digest(text, "sha256") for name, text in lists.items()}}
@@ -87,34 +135,82 @@ def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target) -> Path:
     if publish.is_done(place, KIND, made_of, overwrite=False):
         log.info(f"wheels: {place}, fetched before")
         return place
-    with publish.Build(place, KIND, made_of, overwrite=False, resumable=True) as build:
+    with publish.Build(place, KIND, made_of, overwrite=False, resumable=True) as building:
         for name, text in lists.items():
-            (build.dir / name).write_bytes(text)
-        _download(build.dir, list(lists), wanted)
-        files = [manifest.file_entry(build.dir, path, "sha256")
-                 for path in build.files()]
-        build.publish(stage="launch/airgap.py pack", options=made_of["options"], files=files,
-                      summary={"installed_bytes": installed_bytes(build.dir)})
+            (building.dir / name).write_bytes(text)
+        _download(building.dir, list(lists), wanted)
+        if build and (found := torch_in(building.dir)) and found not in others:
+            raise UsageError(f"pip takes torch {found} for {build.requirement}",
+                             expected=f"torch {build}", hint="its settings name other wheels first "
+                             "(pip config list): leave those out")
+        files = [manifest.file_entry(building.dir, path, "sha256")
+                 for path in building.files()]
+        building.publish(stage="launch/airgap.py pack", options=made_of["options"], files=files,
+                         summary={"installed_bytes": installed_bytes(building.dir)})
     return place
 
 
 def _download(place: Path, lists: list[str], wanted: Target) -> None:
+    """Fetch the wheels of lists into their directory, and build what has none but needs none."""
     words = [word for name in lists for word in ("-r", name)]
     words += [word for tag in wanted.tags for word in ("--platform", tag)]
     # With pip itself, the far side needs no ensurepip, which Debian's Python lacks.
     command = ["download", "--quiet", "--disable-pip-version-check", "--only-binary=:all:",
-               "--implementation", "cp", "--python-version", wanted.python, "--dest", ".", "pip"]
+               "--find-links", ".", "--implementation", "cp", "--python-version", wanted.python,
+               "--dest", ".", "pip", *words]
     log.info(f"fetching wheels for Python {wanted.python} on {wanted.platform} "
              "(pip download; its settings name the index)")
-    done = subprocess.run([sys.executable, "-c", _PIP, json.dumps(wanted.markers), *command,
-                           *words], cwd=place, stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
-        raise UsageError(f"pip found no complete set of wheels for Python {wanted.python} on "
-                         f"{wanted.platform}", found="\n".join(said[-8:]),
-                         hint="--no-wheels leaves them out; or when the index is in reach:",
-                         run=commands.as_typed())
+    built: set[str] = set()
+    while True:
+        done = subprocess.run([sys.executable, "-c", _PIP, json.dumps(wanted.markers), *command],
+                              cwd=place, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode == 0:
+            return
+        absent = _ABSENT.search(done.stderr)
+        pin = f"{absent[1]}=={absent[2]}" if absent else ""
+        if absent and absent[1] == "torch":
+            raise NoSuchTorch(f"pip finds no {pin} for Python {wanted.python} on {wanted.platform}",
+                              found=done.stderr.strip().splitlines()[-1],
+                              hint="the builds for each CUDA lie in indexes of their own, which "
+                                   "PyTorch's page on installing names: PIP_EXTRA_INDEX_URL adds "
+                                   "one, PIP_FIND_LINKS a directory of wheels")
+        if not absent or pin in built or not _build(place, absent[1], pin):
+            said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+            raise UsageError(f"pip found no complete set of wheels for Python {wanted.python} on "
+                             f"{wanted.platform}", found="\n".join(said[-8:]),
+                             hint="--no-wheels leaves them out; or when the index is in reach:",
+                             run=commands.as_typed())
+        built.add(pin)
+
+
+def _build(place: Path, name: str, pin: str) -> bool:
+    """Build the wheel of a package that comes as source alone; tell whether it runs anywhere."""
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps",
+                           "--disable-pip-version-check", "--no-binary", name, "--wheel-dir",
+                           "built", pin], cwd=place, stdin=subprocess.DEVNULL, capture_output=True)
+    made = [*(place / "built").glob("*-none-any.whl")] if done.returncode == 0 else []
+    for wheel in made:
+        log.info(f"{pin} comes as source alone: its wheel was built here")
+        wheel.replace(place / wheel.name)
+    shutil.rmtree(place / "built", ignore_errors=True)
+    return bool(made)
+
+
+def torch_in(place: Path) -> Torch | None:
+    """Return the build of torch whose wheel lies in a wheelhouse, None without one.
+
+    A wheel without a local version says by what it needs which CUDA it is for.
+    """
+    wheel = next(place.glob("torch-*.whl"), None)
+    if wheel is None:
+        return None
+    version = wheel.name.split("-")[1]
+    if "+" in version:
+        return Torch(version.partition("+")[0], torch_builds.cuda_of(version))
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        needs = _NEEDS_CUDA.search(archive.read(name).decode("utf-8", "replace"))
+    return Torch(version, needs[1] if needs else "")
 
 
 def installed_bytes(place: Path) -> int:

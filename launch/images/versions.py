@@ -20,6 +20,7 @@ NAME = "llm-training"
 # The image of each Python that the code supports.
 PYTHONS = {"3.10": "3.10.19", "3.11": "3.11.14", "3.12": "3.12.12"}
 _CODE = "/opt/pipeline"
+_LISTS = "wheelhouse/requirements.txt", "requirements.txt"  # a bundle may hold another torch
 
 
 def torch_pin(requirements: Path = ROOT / "requirements.txt", cuda: str = "") -> Torch:
@@ -62,8 +63,9 @@ class ImageOptions:
     context: Path = option(ROOT, parse=Path,
                            help="checkout or unpacked bundle to build from; its wheelhouse/ is "
                                 "used when there is one (default: this checkout)")
-    requirements: str = option("requirements.txt", metavar="FILE",
-                               help="requirements*.txt of the context to install")
+    requirements: str = option("", metavar="FILE",
+                               help="requirements*.txt of the context to install (default: that of "
+                                    "wheelhouse/, or else requirements.txt)")
     python: str = option("3.11", choices=tuple(PYTHONS), help="Python of the image")
     base_image: str = option("", parse=_IMAGE, metavar="IMAGE", help="image to start from "
                              "(default: the official one of that Python)")
@@ -122,10 +124,12 @@ class ImageBuild(ImageOptions):
 
 def planned(opts: ImageOptions) -> ImageBuild:
     """Return the build of the options, with what does not agree told, or mended by --auto-fix."""
-    requirements = opts.context / opts.requirements
+    name = opts.requirements or next(
+        (name for name in _LISTS if (opts.context / name).is_file()), _LISTS[-1])
+    requirements = opts.context / name
     if not requirements.is_file():
         raise UsageError(f"{opts.context} is not a checkout and no unpacked bundle",
-                         expected=f"{opts.requirements} in it")
+                         expected=f"{name} in it")
     if opts.pip_conf and not opts.pip_conf.is_file():
         raise UsageError(f"--pip-conf: no such file: {opts.pip_conf}")
     named, problems = torch_pin(requirements), Problems()
@@ -138,6 +142,7 @@ def planned(opts: ImageOptions) -> ImageBuild:
     tag = opts.tag or (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
                        f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else ""))
     settled = replace(opts, context=opts.context.resolve(), tag=tag, python=python,
+                      requirements=name,
                       base_image=opts.base_image or f"python:{PYTHONS[python]}-bookworm",
                       driver_version=driver, pip_conf=opts.pip_conf and opts.pip_conf.resolve())
     return ImageBuild(**vars(settled), torch=torch, named_torch=named)

@@ -265,8 +265,8 @@ def _client(address: str, namespace: str, rank: int, ranks: int) -> InMemoryChec
         )
     except ImportError as error:
         raise UsageError("--ckpt-hyperpod needs a package that cannot be imported",
-                         found=str(error), run=commands.pip_install(
-                             "amzn-sagemaker-checkpointing==1.1.3")) from error
+                         found=str(error), run=commands.pip_install_optional(
+                             "amzn-sagemaker-checkpointing")) from error
     config = InMemoryClientConfig(request_timeout=_ANSWER_S)
     if address != CLUSTER:
         config.base_url = address.rstrip("/")

@@ -85,8 +85,19 @@ def train(*words: object) -> str:
 
 
 def pip_install(*words: object) -> str:
-    """Return the command that installs packages where this interpreter finds them."""
-    return _joined([_python(), "-m", "pip", "install", *map(str, words)])
+    """Return the command that installs packages where this interpreter finds them.
+
+    Where a bundle was unpacked, they come from its wheelhouse.
+    """
+    local = ["--no-index", "--find-links", path_of("wheelhouse")] \
+        if (ROOT / "wheelhouse").is_dir() else []
+    return _joined([_python(), "-m", "pip", "install", *local, *map(str, words)])
+
+
+def pip_install_optional(name: str) -> str:
+    """Return the command that installs a package of requirements-optional.txt."""
+    pins = (ROOT / "requirements-optional.txt").read_text(encoding="utf-8").splitlines()
+    return pip_install(next(pin for pin in pins if pin.partition("==")[0] == name))
 
 
 def shell(*words: object) -> str:

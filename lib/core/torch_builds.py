@@ -138,13 +138,17 @@ def build_for(torch: Torch, driver: str) -> Torch | None:
                 None)
 
 
-def candidates(torch: Torch, driver: str) -> list[Torch]:
-    """Return the builds that a driver does for, of this torch and older ones, the newest first."""
+def candidates(torch: Torch, driver: str = "", cuda: str = "") -> list[Torch]:
+    """Return the builds of this torch and of older ones, the newest first.
+
+    driver: those that it does for. cuda: those for that version.
+    """
     older = [Torch(release.newest, "") for release in reversed(RELEASES.values())
-             if _parts(release.newest) < _parts(torch.version)
-             and release is not torch.release]
-    return [build for each in (torch, *older) for cuda in reversed(each.release.builds)
-            if not driver_problem(build := Torch(each.version, cuda), driver)]
+             if _parts(release.newest) < _parts(torch.version) and release is not torch.release]
+    builds = [Torch(each.version, number) for each in (torch, *older)
+              for number in reversed(each.release.builds)]
+    return [build for build in builds if cuda in ("", build.cuda)
+            and not (driver and driver_problem(build, driver))]
 
 
 def _parts(version: str) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
+from importlib import metadata
 
-from lib.core import commands, units
+from lib.core import commands, declared, units
 from lib.core.errors import Problems, UsageError
 from lib.models import scratch
 from lib.train import plan
@@ -21,6 +22,8 @@ _LARGEST_LR = 0.1
 # Parameters below which, and the largest learning rates that are published for such a model:
 # from scratch, and of one that has weights. docs/planning.md names the sources.
 _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
+# By field, the package of requirements-optional.txt that an option wants.
+_PACKAGES = {"wandb": "wandb", "ckpt_hyperpod": "amzn-sagemaker-checkpointing"}
 _LONG_WARMUP = 0.5  # of the steps
 DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model that has weights
 
@@ -31,7 +34,7 @@ def require_sound(config: Config, has_begun: bool) -> None:
     has_begun: an earlier launch of this run has left checkpoints.
     """
     problems = Problems()
-    for check in (_model, _streaming, _batch, _checkpoints):
+    for check in (_model, _streaming, _batch, _checkpoints, _packages):
         check(config, problems)
     if config.seq_length and config.seq_length < _SHORTEST:
         problems.add(f"--seq-length {config.seq_length} is too short to learn from: a token is "
@@ -118,6 +121,21 @@ def _checkpoints(config: Config, problems: Problems) -> None:
     if config.resume_with_changes and not config.step_limit:
         problems.add("--resume-with-changes needs --max-steps: epochs of changed data or batches "
                      "would count from the beginning of the run")
+
+
+def _packages(config: Config, problems: Problems) -> None:
+    """Note the packages that options want and this machine lacks, unless it will not train."""
+    if config.prepare_only or config.plan_gpus:
+        return
+    for name, package in _PACKAGES.items():
+        try:
+            if getattr(config, name):
+                metadata.version(package)
+        except metadata.PackageNotFoundError:
+            problems.add(f"{declared.flag(name)} needs the package {package}, which is not "
+                         "installed", hint="a bundle that `airgap.py pack --optional` made has its "
+                                           "wheels; or with an index in reach:",
+                         run=commands.pip_install_optional(package))
 
 
 def require_room(config: Config, steps: int, has_begun: bool) -> None:

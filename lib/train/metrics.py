@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, log, manifest, records
+from lib.core import log, manifest, records
 from lib.core.appended import AppendedFile
-from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import journal
 from lib.train.console import mean_loss
@@ -37,9 +36,8 @@ class Metrics:
             self._wandb_may_fail = log.Tolerated("wandb", Exception, done="used")
             self._run: Any = None
             if wandb:
-                package = _wandb()
                 with self._wandb_may_fail:
-                    self._run = _run_of_wandb(package, experiment)
+                    self._run = _run_of_wandb(experiment)
             self._board = _board(experiment.tensorboard)
             self._begin(step)
 
@@ -193,16 +191,9 @@ def _board(directory: Path) -> Board | None:
     return None
 
 
-def _wandb() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UsageError("--wandb needs the package wandb",
-                         run=commands.pip_install("wandb")) from None
-    return wandb
+def _run_of_wandb(experiment: Experiment) -> Any:
+    import wandb
 
-
-def _run_of_wandb(wandb: Any, experiment: Experiment) -> Any:
     name = experiment.root.name
     return wandb.init(mode="offline", dir=str(experiment.root), project="pretraining", name=name,
                       id=name, resume="allow")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lib.core import options
+from lib.core import commands, options
 from lib.core.errors import UsageError
 from lib.train import checks
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
+from tests.conftest import ROOT
 
 
 def given(*argv: Any) -> Config:
@@ -55,6 +59,33 @@ def test_all_of_it_is_told_at_once() -> None:
     ("--warmup-steps", 500), ("--beta1", 0), ("--lr", 0),
 ])
 def test_what_is_possible_is_not(argv: tuple) -> None:
+    checks.require_sound(given(*argv), has_begun=False)
+
+
+@pytest.mark.parametrize(("argv", "package"), [
+    (("--wandb", "on"), "wandb"), (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing")])
+def test_a_package_that_an_option_wants_is_missed_before_anything_else(
+        argv: tuple, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def find(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+    monkeypatch.setattr(metadata, "version", find)
+    installed: set[str] = set()
+    with pytest.raises(UsageError, match=f"needs the package {package}, which is not") as caught:
+        checks.require_sound(given(*argv), has_begun=False)
+    pin = caught.value.run.split()[-1]
+    assert pin in (ROOT / "requirements-optional.txt").read_text().splitlines()
+    assert pin.startswith(f"{package}==") and "--optional" in caught.value.hint
+    (tmp_path / "wheelhouse").mkdir()  # of a bundle
+    shutil.copy(ROOT / "requirements-optional.txt", tmp_path)
+    monkeypatch.setattr(commands, "ROOT", tmp_path)
+    assert f"--no-index --find-links {tmp_path}/wheelhouse {pin}" in \
+        commands.pip_install_optional(package)
+    # Elsewhere than where it trains, it need not be there.
+    for more in (("--prepare-only",), ("--dry-run", "--plan-gpus", 8)):
+        checks.require_sound(given(*argv, *more), has_begun=False)
+    installed.add(package)
     checks.require_sound(given(*argv), has_begun=False)
 
 

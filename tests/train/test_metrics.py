@@ -9,6 +9,7 @@ import math
 import re
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.core import manifest, records
+from lib.core import manifest, offline, records
 from lib.core.paths import Experiment
 from lib.train.journal import Journal, read_state
 from lib.train.metrics import Metrics
@@ -157,6 +158,24 @@ def test_other_sinks_may_fail_in_any_way(experiment: Experiment,
     assert steps_of(experiment) == [1, 2, 3] and calls == [1]
     assert sorted(text.split(" cannot")[0] for text in caplog.messages) \
         == ["TensorBoard's file", "wandb"]
+
+
+def test_wandb_stays_offline_and_may_be_broken(experiment: Experiment,
+                                               monkeypatch: pytest.MonkeyPatch,
+                                               caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[dict] = []
+    rows: list[dict] = []
+    run = SimpleNamespace(log=lambda figures, step: rows.append(figures), finish=lambda: None)
+    package = SimpleNamespace(init=lambda **how: asked.append(how) or run)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for _ in range(2):
+        sink = Metrics(experiment, 0, 0, wandb=True)
+        sink.write({"step": 1, "train/loss": 1.0})
+        sink.close()
+        monkeypatch.setitem(sys.modules, "wandb", None)  # the second time it cannot be imported
+    assert [how["mode"] for how in asked] == ["offline"] and len(rows) == 1
+    assert offline.OFFLINE_ENVIRONMENT["WANDB_MODE"] == "offline"
+    assert [text for text in caplog.messages if text.startswith("wandb cannot be used")]
 
 
 def test_the_plot_has_few_points_and_the_same_course(tmp_path: Path) -> None:
