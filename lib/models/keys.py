@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from lib.models.recipes import Converted, Recipe, Renamed, stack_experts
-from lib.models.sharded import own_classes
+from lib.models.sharded import own_classes, without_padding
 from lib.models.tensors import FLOATING, Shape
 
 
@@ -129,7 +129,8 @@ def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
 def _list_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves, under all of their names."""
     ignored = set(model._keys_to_ignore_on_save or ())
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()
+    return {name: without_padding(tensor, tensor)
+            for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor) and name not in ignored}
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Private, but the only place that knows every placement (uneven, strided, several mesh dimensions);
 # torch's own checkpoint code calls it. The same signature in torch 2.11 to 2.13.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
+
+ROWS = 1  # the dimension of [experts, rows, columns] that padding makes longer
+_REAL_ROWS = "real_rows"  # attribute of a padded parameter
 
 
 class Placement(NamedTuple):
@@ -27,12 +33,35 @@ class Placement(NamedTuple):
     device: str = "cpu"
 
 
+class Padded:
+    """Marks modules of which parameters have more rows than are used, see lib/parallel/evenly.py.
+
+    rows: those of each padded parameter without padding.
+    """
+
+    rows: Mapping[str, int]
+
+
+def mark_padded(model: nn.Module) -> None:
+    """Tell padded parameters, which have just been given memory, how many of their rows are real.
+
+    The padding is zero, and stays so: it has no gradient.
+    """
+    for module in model.modules():
+        for name, rows in module.rows.items() if isinstance(module, Padded) else ():
+            parameter = module._parameters[name]
+            setattr(parameter, _REAL_ROWS, rows)
+            whole, real = local_tensor(parameter, padded=True), local_tensor(parameter)
+            whole.narrow(ROWS, real.shape[ROWS], whole.shape[ROWS] - real.shape[ROWS]).zero_()
+
+
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
     """Return the part of the full tensor that this rank holds, one slice per dimension.
 
     tensor: a DTensor on a mesh of any number of dimensions, or a plain tensor (all of it). A rank
-    that holds nothing gets an empty slice.
+    that holds nothing gets an empty slice; padding is no part of it.
     """
+    tensor = plain(tensor)
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -41,9 +70,10 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
                  for offset, size in zip(offsets, sizes, strict=True))
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part as a plain tensor that shares its memory."""
-    tensor = plain(tensor)
+def local_tensor(tensor: Tensor, padded: bool = False) -> Tensor:
+    """Return this rank's part as a plain tensor that shares its memory. padded: with its padding.
+    """
+    tensor = _masters(tensor) if padded else plain(tensor)
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -53,13 +83,32 @@ def is_gathered_in_8_bits(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the masters of what FSDP gathers in 8 bits, sharing its memory; all else as it is.
+    """Return what a checkpoint has of a parameter, sharing its memory; all else as it is.
 
-    torchao gives such a shard a class of its own, which no file should hold.
+    That is the masters of what FSDP gathers in 8 bits, and a padded parameter without padding.
     """
+    return without_padding(_masters(tensor), tensor)
+
+
+def _masters(tensor: Tensor) -> Tensor:
+    """Return a parameter without the class that torchao gives it, which no file should hold."""
     if is_gathered_in_8_bits(tensor):
         return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
     return tensor
+
+
+def without_padding(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a parameter, or a state of its shape, without its padding, sharing its memory."""
+    if not hasattr(parameter, _REAL_ROWS) or tensor.shape != parameter.shape:
+        return tensor
+    shape = list(tensor.shape)
+    shape[ROWS] = getattr(parameter, _REAL_ROWS)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sizes, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), strides, tensor.dtype)
+    return DTensor(tensor._local_tensor.narrow(ROWS, 0, sizes[ROWS]),
+                   DTensorSpec(mesh, placements, meta), requires_grad=False)
 
 
 def tie_again(model: PreTrainedModel) -> None:
@@ -75,9 +124,10 @@ def tie_again(model: PreTrainedModel) -> None:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's own class, which `fully_shard` puts behind one of its making."""
+    """Return a module's own class, which sharding puts behind one of its making."""
     line = type(module).__mro__
-    return line[line.index(FSDPModule) + 1] if FSDPModule in line else line[0]
+    ours = [line.index(kind) for kind in (FSDPModule, Padded) if kind in line]
+    return line[max(ours) + 1] if ours else line[0]
 
 
 @contextlib.contextmanager

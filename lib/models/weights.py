@@ -20,7 +20,14 @@ from lib.core.errors import ArtifactError
 from lib.models import directory, keys
 from lib.models.architecture import decoder_layers
 from lib.models.recipes import Recipe
-from lib.models.sharded import local_slice, local_tensor, own_class, own_classes, tie_again
+from lib.models.sharded import (
+    local_slice,
+    local_tensor,
+    own_class,
+    own_classes,
+    plain,
+    tie_again,
+)
 from lib.models.tensors import HubTensors
 
 Drawn = dict[str, tuple[nn.Parameter, nn.Parameter]]  # name → parameter (a shard), full size
@@ -173,8 +180,8 @@ def _full_size(block: nn.Module, name: str, whole: bool, tied: dict[str, str]) -
                 continue
             full_name = ".".join(filter(None, (name, path, leaf)))
             device = "meta" if full_name in tied else parameter.device
-            full = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=parameter.dtype,
-                                           device=device), requires_grad=False)
+            full = nn.Parameter(torch.full(plain(parameter).shape, torch.nan, device=device,
+                                           dtype=parameter.dtype), requires_grad=False)
             places.append((module, leaf, parameter))
             module._parameters[leaf] = full
             if full_name not in tied:

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lib.core import log
-from lib.models.sharded import local_tensor
+from lib.core.errors import UsageError
+from lib.models.sharded import local_tensor, plain
 
 BLOCK = 256  # numbers
 _FLOAT8 = torch.float8_e4m3fn
@@ -62,9 +63,8 @@ class AdamW8bit(torch.optim.Optimizer):
             if parameter.ndim < 2:
                 state[moment] = torch.zeros_like(parameter, requires_grad=False)
                 continue
-            blocks = -(-parameter.shape[1:].numel() // BLOCK)
-            state[moment] = _zeros(parameter, parameter.shape, torch.uint8)
-            state[f"{moment}_scale"] = _zeros(parameter, (len(parameter), blocks), torch.float32)
+            state[moment] = _zeros(parameter, torch.uint8)
+            state[f"{moment}_scale"] = _zeros(parameter, torch.float32, per_block=True)
         return state
 
     @torch.no_grad()
@@ -83,7 +83,8 @@ class AdamW8bit(torch.optim.Optimizer):
             rule, skips = _Rule.from_group(group, counts[0].device), skip > 0
             for parameter, count in zip(parameters, counts, strict=True):
                 moments = list(self.state[parameter].values())[1:]
-                tensors = [local_tensor(t) for t in (parameter, parameter.grad, *moments)]
+                tensors = [local_tensor(t, padded=True)
+                           for t in (parameter, parameter.grad, *moments)]
                 if tensors[0].numel():
                     self._update(rule, count, skips, *tensors)
 
@@ -224,15 +225,29 @@ def _joined(blocks: Tensor, like: Tensor) -> Tensor:
     return blocks.flatten(1)[:, :like.flatten(1).shape[1]].reshape(like.shape)
 
 
-def _zeros(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros of a shape with the parameter's rows, sharded like it, on the same device."""
-    local = local_tensor(parameter)
-    zeros = torch.zeros((len(local), *shape[1:]), dtype=dtype, device=local.device)
+def _zeros(parameter: Tensor, dtype: torch.dtype, per_block: bool = False) -> Tensor:
+    """Return zeros of a parameter's shape, or [R, blocks], sharded like it, on the same device."""
+    def shape(of: Tensor) -> torch.Size:
+        """Return the shape for a whole parameter or a shard of it."""
+        return torch.Size((len(of), -(-of.shape[1:].numel() // BLOCK))) if per_block else of.shape
+    local = local_tensor(parameter, padded=True)
+    zeros = torch.zeros(shape(local), dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
-    assert all(p.dim == 0 for p in parameter.placements if isinstance(p, Shard)), "rows are split"
-    strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
-    meta = TensorMeta(torch.Size(shape), strides, dtype)
+    _require_whole_blocks(parameter, local)
+    whole = shape(parameter)
+    strides = tuple(math.prod(whole[i + 1:]) for i in range(len(whole)))
     # Not `from_local`, which would move what is offloaded back to the mesh's device.
-    return DTensor(zeros, DTensorSpec(parameter.device_mesh, parameter.placements, meta),
-                   requires_grad=False)
+    return DTensor(zeros, DTensorSpec(parameter.device_mesh, parameter.placements,
+                                      TensorMeta(whole, strides, dtype)), requires_grad=False)
+
+
+def _require_whole_blocks(parameter: DTensor, local: Tensor) -> None:
+    """Raise UsageError where ranks share rows such that a block would lie on two of them."""
+    dims = {p.dim for p in parameter.placements if isinstance(p, Shard)} - {0}
+    if dims and (plain(parameter).shape != parameter.shape or local.shape[1:].numel() % BLOCK):
+        raise UsageError(
+            f"--optimizer adamw8bit cannot be shared by {parameter.device_mesh.size(-1)} ranks",
+            found=f"parameters of {' × '.join(map(str, plain(parameter).shape))}, of which ranks "
+                  f"share the rows of each expert: blocks of {BLOCK} numbers would be cut",
+            hint="--shard-size N with no more ranks than experts, or --optimizer adamw")

@@ -70,12 +70,14 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
     They are made (zeros) where no step was taken yet.
     """
+    from lib.models.sharded import without_padding
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         states = optimizer.state[parameter]
         if not states:
             states.update(optimizer.new_state(parameter))
-        tensors |= {f"{kind}.{name}": value for kind, value in states.items() if kind != "step"}
+        tensors |= {f"{kind}.{name}": without_padding(value, parameter)
+                    for kind, value in states.items() if kind != "step"}
     return tensors
 
 

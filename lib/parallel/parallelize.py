@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -31,7 +32,8 @@ from transformers import PreTrainedModel
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
-from lib.models.sharded import own_class
+from lib.models.sharded import mark_padded, own_class
+from lib.parallel import evenly
 from lib.parallel.compiling import Compiler
 
 _SMALL_SHARE = 0.05
@@ -116,14 +118,17 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     sharding. Raises UsageError for a model without blocks: sharding just the root would gather the
     whole model at once.
     """
-    compute = COMPUTE_DTYPES[precision]
+    compute, ranks = COMPUTE_DTYPES[precision], mesh.size(-1)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    options: dict[str, Any] = {
+        "mesh": mesh, "mp_policy": policy,
+        "shard_placement_fn": lambda p: Shard(evenly.sharded_dim(p.shape, ranks))}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy()
     blocks = list(decoder_layers(model).values())
     if not blocks:
         raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
+    evenly.pad(model, ranks)
     for block in blocks:
         fully_shard(block, reshard_after_forward=not keep_gathered, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -143,7 +148,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
         _sum_gradients(model)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
-           f"{units.counted(mesh.size(-1), 'rank')}{replicas}; float32 masters and reductions" \
+           f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions" \
            f"{' in host memory' if offload else ''}, {precision} compute" \
            f"{'; small enough to stay gathered until backward' if keep_gathered else ''}"
 
@@ -177,6 +182,7 @@ def may_stay_gathered(model: PreTrainedModel, device_bytes: float) -> bool:
 def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:
     """Give parameters and buffers memory; what is in it comes later."""
     model.to_empty(device="cpu" if offload else device)
+    mark_padded(model)
     for module in model.modules() if offload else ():
         for name, buffer in module._buffers.items():
             if buffer is not None:  # the offload policy moves parameters alone

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
-from lib.parallel import recompute
+from lib.parallel import evenly, recompute
 from lib.planning import trace
 from lib.planning.trace import Case, StepMemory
 
@@ -82,7 +82,7 @@ class Estimates:
         replicated = case.ranks > case.shard_size
         for known, step in self._traced.items():
             if (known.ranks > known.shard_size) == replicated and known.shard_size > 1 \
-                    and case.shard_size > 1 and \
+                    and case.shard_size > 1 and self._dims(known) == self._dims(case) and \
                     replace(known, ranks=case.ranks, shard_size=case.shard_size) == case:
                 return step.resharded(self._shard(case) / self._shard(known))
         self._traced[case] = self._trace(case)
@@ -98,9 +98,15 @@ class Estimates:
             self._progress.advance()
         return first.extended(longer[0], self._layers - _SHORT) if longer else first
 
-    def _shard(self, case: Case) -> int:
-        """Return how many numbers the first rank holds: rows are dealt out whole."""
-        return sum(-(-shape[0] // case.shard_size) * math.prod(shape[1:]) for shape in self._sizes)
+    def _dims(self, case: Case) -> list[int]:
+        """Return by parameter along which dimension ranks share it."""
+        return [evenly.sharded_dim(shape, case.shard_size) for shape in self._sizes]
+
+    def _shard(self, case: Case) -> float:
+        """Return how many numbers the first rank holds, which has the largest shards."""
+        return sum(math.prod(shape) / case.shard_size *
+                   evenly.unevenness(shape, case.shard_size, dim)
+                   for shape, dim in zip(self._sizes, self._dims(case), strict=True))
 
 
 def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, compiled: bool,

@@ -1,0 +1,100 @@
+"""Ranks share the experts of a model evenly, however many there are, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig
+
+from lib.core.errors import UsageError
+from lib.models.sharded import local_tensor, plain
+from lib.optim import registry
+from lib.parallel import evenly, parallelize
+from lib.planning import trace
+from tests.conftest import run_stage
+from tests.test_stage_04_reference import MIXTRAL
+from tests.training import SEQ_LENGTH, metrics, save_model, steps_saved
+
+FAMILIES = {
+    "Mixtral 8x7B": MixtralConfig(num_hidden_layers=1),
+    "Qwen 1.5 MoE": AutoConfig.for_model("qwen2_moe", num_hidden_layers=1),
+    "gpt-oss 20B": GptOssConfig(num_hidden_layers=1, num_local_experts=32)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
+    whole, shapes = model.num_parameters(), [p.shape for p in model.parameters()]
+    for ranks in range(1, 129):
+        most = sum(shape.numel() / ranks *
+                   evenly.unevenness(shape, ranks, evenly.sharded_dim(shape, ranks))
+                   for shape in shapes)
+        assert most <= 1.15 * whole / ranks, ranks
+    for ranks in (3, 16, 24, 100):  # as FSDP2 has it
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
+        with trace.fake_mesh(ranks, ranks) as mesh:
+            parallelize.parallelize(model, mesh, "bf16")
+            held = sum(local_tensor(p, padded=True).numel() for p in model.parameters())
+            assert held <= 1.15 * whole / ranks, ranks
+
+
+def test_neither_weights_nor_states_have_padding() -> None:
+    """All ranks together hold what one holds; what is padding is zero and in no checkpoint."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MIXTRAL, dtype=torch.float32)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    with trace.fake_mesh(3, 3) as mesh:
+        parallelize.parallelize(model, mesh, "fp32")
+        parallelize.materialise(model, torch.device("cpu"), offload=False)
+        adamw = registry.build("adamw", model, 1e-3, (0.9, 0.95), 0.1)
+        states = registry.named_states(model, adamw)
+        assert {name: plain(p).shape for name, p in model.named_parameters()} == shapes
+        assert {name: states[f"exp_avg.{name}"].shape for name in shapes} == shapes
+        experts = model.model.layers[0].mlp.experts
+        assert experts.down_proj.shape == (4, 33, 48) and experts.rows == {"down_proj": 32}
+        assert type(experts).__name__ == "MixtralExperts"
+        with pytest.raises(UsageError, match="adamw8bit cannot be shared by 3 ranks") as error:
+            registry.named_states(model, registry.build("adamw8bit", model, 1e-3, (0.9, 0.95), 0.1))
+        assert "parameters of 4 × 32 × 48" in error.value.render()
+
+
+@pytest.mark.slow
+def test_as_on_one_rank(project: Path) -> None:
+    """Losses and exports, and a run that goes on where ranks share the experts otherwise."""
+    for file in (project / "model").glob("*.safetensors"):
+        file.unlink()
+    save_model(project / "model", MIXTRAL)
+    common = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--max-steps", 6, "--ckpt-freq", 3,
+              "--lr", "1e-2", "--precision", "fp32", "--log-freq", 1)
+    run_stage("04_train_fsdp.py", "-e", "one", "-b", 2, "--grad-accum-steps", 3, *common,
+              cwd=project)
+    expected = [(row["train/loss"], row["train/grad_norm"]) for row in metrics(project, "one")]
+    run_stage("04_train_fsdp.py", "-e", "three", "-b", 2, "--compile", "on",
+              "--activation-checkpointing", "selective", *common, cwd=project, ranks=3)
+    shutil.copytree(project / "outputs" / "three", project / "outputs" / "two")
+    shutil.rmtree(project / "outputs" / "two" / "checkpoints" / "step_00000006")
+    state = project / "outputs" / "two" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"status": "running"}))
+    result = run_stage("04_train_fsdp.py", "-e", "two", "-b", 3, "--ckpt-async", "off", *common,
+                       cwd=project, ranks=2)
+    assert "resumed from" in result.stdout + result.stderr
+    for name in ("three", "two"):
+        assert steps_saved(project, name)[-1] == 6
+        rows = [(row["train/loss"], row["train/grad_norm"]) for row in metrics(project, name)]
+        for row, other in zip(rows[-6:], expected, strict=True):
+            assert row == pytest.approx(other, rel=1e-5)
+    exported = []
+    for name in ("one", "three", "two"):
+        run_stage("05_export_checkpoint.py", "-e", name, "--dtype", "float32", cwd=project)
+        exported.append(AutoModelForCausalLM.from_pretrained(
+            project / "outputs" / name / "export" / "step_00000006"))
+    for other in exported[1:]:
+        for (key, mine), theirs in zip(exported[0].named_parameters(), other.parameters(),
+                                       strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4, msg=key)
