@@ -223,8 +223,8 @@ def make_from_scratch(opts: options.Options) -> None:
     offline.enable()
     # Check the inputs.
     began = time.monotonic()
-    design = Design(opts.model_size, opts.config_json, opts.vocab_size, opts.train_tokenizer,
-                    opts.tokenizer)
+    design = Design(opts.model_size, opts.config_json, opts.vocab_size,
+                    (opts.train_tokenizer,) if opts.train_tokenizer else (), opts.tokenizer)
     name = opts.model_name or design.choose_name()
     target = paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
     identity = design.identity(name)
@@ -235,9 +235,7 @@ def make_from_scratch(opts: options.Options) -> None:
     # Plan.
     print_plan(opts, {
         "model": name, **design.describe(vocabulary),
-        "tokenizer": f"trained on {opts.train_tokenizer}" if opts.train_tokenizer
-                     else f"copied from {opts.tokenizer}",
-        "into": target})
+        "tokenizer": design.describe_tokenizer(), "into": target})
     if opts.dry_run:
         return
 
@@ -245,11 +243,7 @@ def make_from_scratch(opts: options.Options) -> None:
 
     with publish.Build(target, KIND, identity, opts.overwrite) as build:
         # Work.
-        if opts.train_tokenizer:
-            tokenizer.train(opts.train_tokenizer, vocabulary, design.context(), build.dir,
-                            workers=opts.num_workers, show_progress=not opts.no_progress)
-        else:
-            tokenizer.copy(opts.tokenizer, design.context(), build.dir)
+        design.make_tokenizer(build.dir, opts.num_workers, not opts.no_progress)
         design.write_beside_tokenizer(build.dir, vocabulary)
 
         # Verify and publish.

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
         config = launches.act_once(config)
     begun = {} if config.overwrite else earlier.read(experiment)
     checks.require_sound(config, has_begun=bool(begun))
-    with model_from_scratch(config) as made:  # --model-size; None without it
+    with model_from_scratch(config, experiment, bool(begun)) as made:  # None without --model-size
         inputs = find_inputs(config, experiment, made, begun)
         config = settle(config, inputs)
         if not is_complete(config, experiment, inputs):

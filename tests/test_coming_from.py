@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lib.core import elsewhere, options
+from lib.core import elsewhere, log, options
 from lib.core.errors import UsageError
+from lib.core.paths import Experiment
 from lib.train import plan
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
+from lib.train.inputs import model_from_scratch
+from tests.conftest import run_stage
 from tests.test_commands import COMMANDS, parser_of
 from tests.test_repository import STAGES, name_of
 
@@ -73,6 +78,42 @@ def test_the_page_holds_the_table() -> None:
 FROM_SCRATCH = ["-e", "exp", "-d", "corpus", "--mixed-precision", "--use-flash-attn",
                 "--checkpoint-dir", "ckpt", "--checkpoint-interval", 50, "--log-interval", 5,
                 "--max-lr", 1e-3, "--steps-per-epoch", 100, "--batch-size", 4]
+
+
+def test_a_trainer_from_scratch_runs_and_goes_on_as_it_is_typed(project: Path) -> None:
+    def train(epochs: int, ranks: int) -> str:
+        words = [*FROM_SCRATCH, "--num-epochs", epochs, "--from-scratch", "--model-size", "1M",
+                 "--vocab-size", 500]
+        words[words.index(100)], words[words.index("--batch-size") + 1] = 2, 1
+        return run_stage("04_train_fsdp.py", *words, "-s", 32, cwd=project, ranks=ranks).stdout
+
+    first = train(1, ranks=2)
+    for told in ("tokenizer: 500 tokens from all", "1M from scratch with a tokenizer trained on",
+                 "flash_attention_2", "attention: sdpa", "step 2/2", "experiment ckpt/exp"):
+        assert told in first, first
+    shutil.rmtree(project / ".cache")  # what is derived of the data is in the run
+    again = train(2, ranks=1)
+    assert "the 2 samples of a step that the run was begun with are kept" in again
+    assert "step 2 of 4" in again and "step 4/4" in again
+    assert (project / "ckpt/exp/checkpoints/step_00000004/COMMIT.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_7b_from_scratch_is_planned_as_it_is_typed(project: Path) -> None:
+    plan = run_stage("04_train_fsdp.py", "-e", "big", "-d", "corpus", "--from-scratch",
+                     "--model-size", "7B", "--vocab-size", 32000, "--dry-run", cwd=project).stdout
+    assert "7B from scratch with a tokenizer trained on the dataset (llama, 6.74B" in plan
+    assert "the shapes of Llama 2 7B" in plan and not (project / ".cache").exists()
+
+
+def test_without_a_dataset_each_byte_is_a_token(project: Path, capsys: pytest.CaptureFixture,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    log.setup()
+    monkeypatch.chdir(project)
+    config = asked("-e", "x", "-d", "raw", "--streaming", "--from-scratch", "--model-size", "1M")
+    with model_from_scratch(config, Experiment(Path("outputs"), "x"), has_begun=False) as made:
+        assert json.loads((made / "config.json").read_text())["vocab_size"] == 320
+    assert "a token for each byte" in capsys.readouterr().out
 
 
 def test_the_words_of_a_trainer_from_scratch() -> None:

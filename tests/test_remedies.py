@@ -406,7 +406,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: stamps.require_same({Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read")
     Path("words").mkdir()
     Path("words/tokenizer.json").touch()
-    yield lambda: Design("1M", None, None, None, Path("words")).require_same({}, "other")
+    yield lambda: Design("1M", None, None, (), Path("words")).require_same({}, "other")
     yield lambda: build.require_same(Path("words"), "of another one")
     sink = object.__new__(build._Sink)
     sink.path, sink.bytes, sink._hasher = Path("words/sink"), 1, hashing.new("sha256")

@@ -57,7 +57,7 @@ def test_it_trains_without_stage_03(project: Path) -> None:
 
 @pytest.mark.parametrize(("given", "says"), [
     (("-m", "model", "--model-size", "tiny", "--vocab-size", 9),
-     ("3 problems", "--from-scratch", "not both", "--model-size needs --tokenizer DIR")),
+     ("3 problems", "--from-scratch", "not both", "--vocab-size 9 is too small for a tokenizer")),
     (("--from-scratch", "-m", "model", "--vocab-size", 9, "--tokenizer", "model"),
      ("2 problems", "--vocab-size belongs to --model-size", "--tokenizer belongs to")),
     ((*TINY, "--vocab-size", 100), ("smaller than the tokenizer",)),

@@ -25,16 +25,16 @@ _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "n
 
 @dataclass(frozen=True)
 class Design:
-    """Says what to make, and of which tokenizer: a corpus to train one on, or a directory to copy.
+    """Says what to make, and of which tokenizer: datasets to train one on, or a directory to copy.
 
-    size: a name of `scratch.SIZES`, or None where config_json stands. vocab_size: tokens to make
-    room for, None for the default.
+    With neither the tokenizer has a token for each byte. size: a name of `scratch.SIZES`, or None
+    where config_json stands. vocab_size: tokens to make room for, None for the default.
     """
 
     size: str | None
     config_json: Path | None
     vocab_size: int | None
-    train_on: Path | None
+    train_on: tuple[Path, ...]
     copy_from: Path | None
 
     def choose_name(self) -> str:
@@ -47,24 +47,29 @@ class Design:
         if self.config_json:
             inputs["config.json content"] = hashing.fingerprint(self._content)
         if self.train_on:
-            inputs["dataset content"] = tokenizer.fingerprint_corpus(self.train_on)
+            inputs["dataset content"] = tokenizer.fingerprint_corpora(self.train_on)
         if self.copy_from:
             inputs["tokenizer files"] = tokenizer.fingerprint(self.copy_from)
         wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
-        return {"options": {"from_scratch": True, "model_name": name, "model_size": self.size,
-                            "vocab_size": wanted}, "inputs": inputs}
+        asked = {"from_scratch": True, "model_name": name, "model_size": self.size,
+                 "vocab_size": wanted}
+        if self.size and (like := scratch.SIZES[self.size].like):
+            asked["shapes"] = like  # a name of a size has stood for others
+        return {"options": asked, "inputs": inputs}
 
     def require_same(self, before: dict[str, Any], name: str) -> None:
         """Raise UsageError when corpus or tokenizer are not those any more that were identified."""
         if changed := differences(before, self.identity(name)):
-            raise UsageError(f"{self.train_on or self.copy_from} was replaced or changed while "
-                             "it was read; nothing was made of it", found=in_lines(changed),
+            read = ", ".join(map(str, self.train_on)) or self.copy_from
+            raise UsageError(f"{read} was replaced or changed while it was read; nothing was made "
+                             "of it", found=in_lines(changed),
                              hint="once nothing writes to it:", run=commands.as_typed())
 
     def vocabulary(self) -> int:
         """Return the tokens to make room for; UsageError when they do not hold the tokenizer."""
         if not self.copy_from:
-            return self.vocab_size or self._default_vocabulary()
+            return self.vocab_size or (self._default_vocabulary() if self.train_on
+                                       else tokenizer.SMALLEST_VOCABULARY)
         tokens = len(tokenizer.load(self.copy_from))
         if self.vocab_size and tokens > self.vocab_size:
             raise UsageError(f"--vocab-size {self.vocab_size} is smaller than the tokenizer",
@@ -95,6 +100,22 @@ class Design:
                 "vocabulary": scratch.describe_rows(rows, vocabulary) + instead,
                 "context": units.counted(context, "token") if context else
                 "not limited by the config"}
+
+    def make_tokenizer(self, directory: Path, workers: int, show_progress: bool,
+                       limit: int = tokenizer.SAMPLE_BYTES) -> None:
+        """Write the tokenizer's files. limit: bytes of text to train on at most."""
+        if self.copy_from:
+            tokenizer.copy(self.copy_from, self.context(), directory)
+        else:
+            tokenizer.train(self.train_on, self.vocabulary(), self.context(), directory,
+                            workers=workers, show_progress=show_progress, limit=limit)
+
+    def describe_tokenizer(self) -> str:
+        """Return in words where the tokenizer is from."""
+        if self.copy_from:
+            return f"copied from {self.copy_from}"
+        return f"trained on {', '.join(map(str, self.train_on))}" if self.train_on \
+            else "a token for each byte"
 
     def write_beside_tokenizer(self, directory: Path, vocabulary: int) -> None:
         """Write the configs into a directory that holds the tokenizer.

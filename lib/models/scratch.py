@@ -19,7 +19,7 @@ class Size:
     """Describes a decoder of the Llama family: grouped-query attention, RoPE, SwiGLU, RMSNorm.
 
     hidden, intermediate: features. heads, kv_heads: per layer, each of hidden / heads features.
-    context: tokens. vocabulary: the default of --vocab-size.
+    context: tokens. vocabulary: the default of --vocab-size. like: whose shapes these are.
     """
 
     layers: int
@@ -31,6 +31,7 @@ class Size:
     rope_theta: float
     tied: bool = False
     vocabulary: int = 32_000
+    like: str = ""
 
     def parameters(self, vocabulary: int) -> int:
         """Return the number of parameters with a (padded) vocabulary, from the shapes alone."""
@@ -49,8 +50,8 @@ SIZES = {
     "350M": Size(24, 1024, 2816, 16, 8, 2048, 10_000.0),
     "1B": Size(16, 2048, 8192, 32, 8, 4096, 10_000.0),
     "3B": Size(28, 3072, 8192, 24, 8, 4096, 10_000.0),
-    "7B": Size(32, 4096, 14336, 32, 8, 8192, 500_000.0),
-    "13B": Size(40, 5120, 16384, 40, 8, 8192, 500_000.0),
+    "7B": Size(32, 4096, 11008, 32, 32, 4096, 10_000.0, like="Llama 2 7B"),
+    "13B": Size(40, 5120, 13824, 40, 40, 4096, 10_000.0, like="Llama 2 13B"),
     "30B": Size(64, 6144, 20480, 48, 8, 8192, 500_000.0),
     "70B": Size(80, 8192, 28672, 64, 8, 8192, 500_000.0),
 }
@@ -71,9 +72,11 @@ def describe(size: str, vocabulary: int) -> dict[str, str]:
     """Return what a size is made of, in words, for the plan of a stage."""
     shape, rows = SIZES[size], pad_vocabulary(vocabulary)
     return {
-        "size": f"{size}, {units.count(shape.parameters(rows))} parameters",
-        "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads sharing "
-                  f"{shape.kv_heads} key-value heads, inner width {shape.intermediate}",
+        "size": f"{size}, {units.count(shape.parameters(rows))} parameters"
+                + (f", the shapes of {shape.like}" if shape.like else ""),
+        "layers": f"{shape.layers} of width {shape.hidden}, {shape.heads} heads"
+                  + (f" sharing {shape.kv_heads} key-value heads" if shape.kv_heads < shape.heads
+                     else "") + f", inner width {shape.intermediate}",
         "vocabulary": describe_rows(rows, vocabulary),
         "context": f"{shape.context:,} tokens",
     }

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,28 +68,33 @@ class Sample:
                f"{units.size(self.bytes_there)} of text)"
 
 
-def train(corpus: Path, vocabulary: int, context: int | None, destination: Path, *, workers: int,
-          show_progress: bool, limit: int = SAMPLE_BYTES) -> tuple[int, Sample]:
-    """Train byte-level BPE on the train split of a dataset and save it.
+def train(corpora: Sequence[Path], vocabulary: int, context: int | None, destination: Path, *,
+          workers: int, show_progress: bool, limit: int = SAMPLE_BYTES) -> tuple[int, Sample]:
+    """Train byte-level BPE on the train splits of some datasets and save it.
 
-    vocabulary: tokens, special ones included; what a small corpus cannot give is made up of names
-    that no text is turned into. context: tokens, becomes `model_max_length`; None for no limit.
-    limit: bytes of text to use at most. Returns the number of tokens that text can give, and what
-    they were made from, after saying both in the log. The same text gives the same bytes.
+    Of no dataset it has a token for each byte, and no others. vocabulary: tokens, special ones
+    included; what a small corpus cannot give is made up of names that no text is turned into.
+    context: tokens, becomes `model_max_length`; None for no limit. limit: bytes of text to use at
+    most. Returns the number of tokens that text can give, and what they were made from, after
+    saying both in the log. The same text gives the same bytes.
     """
     os.environ["RAYON_NUM_THREADS"] = str(workers)  # read once, when tokenizers is first used
     import pyarrow.compute
     from tokenizers.trainers import BpeTrainer
 
-    dataset = _open_text(corpus)
     tokenizer, alphabet = _make_untrained()
     trainer = BpeTrainer(vocab_size=vocabulary, special_tokens=[BOS, EOS], show_progress=False,
                          initial_alphabet=sorted(alphabet))
-    there = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
-    there = there.as_py() or 0
-    sample = Sample(0, len(dataset), 0, there)
-    with Progress("text for the tokenizer", min(limit, there), "B", show_progress) as progress:
-        tokenizer.train_from_iterator(_draw_batches(dataset, sample, limit, progress), trainer)
+    sample = Sample(0, 0, 0, 0)
+    if corpora:
+        dataset = _open_text(corpora)
+        there = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
+        sample = Sample(0, len(dataset), 0, there.as_py() or 0)
+        with Progress("text for the tokenizer", min(limit, sample.bytes_there), "B",
+                      show_progress) as progress:
+            tokenizer.train_from_iterator(_draw_batches(dataset, sample, limit, progress), trainer)
+    else:
+        tokenizer.train_from_iterator([], trainer)
     made = tokenizer.get_vocab_size()
     _add_bos(tokenizer)
     _save_filled(tokenizer, vocabulary, destination / "tokenizer.json")
@@ -97,10 +102,11 @@ def train(corpus: Path, vocabulary: int, context: int | None, destination: Path,
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
         **_make_limit(context), "clean_up_tokenization_spaces": False,
         "split_special_tokens": True})
-    log.info(f"tokenizer: {vocabulary:,} tokens from {sample}")
-    if made < vocabulary:
-        log.warn(f"{corpus} holds too little text for {vocabulary:,} tokens: text gives {made:,} "
-                 "of them, the others stay unused")
+    log.info(f"tokenizer: {vocabulary:,} tokens from {sample}" if corpora else
+             "tokenizer: a token for each byte, since there is no dataset to train one on")
+    if made < vocabulary and corpora:
+        log.warn(f"{', '.join(map(str, corpora))} hold{'s' * (len(corpora) == 1)} too little text "
+                 f"for {vocabulary:,} tokens: text gives {made:,} of them, the others stay unused")
     return made, sample
 
 
@@ -173,6 +179,12 @@ def fingerprint(source: Path) -> str:
                                 for path in _find_files(source)})
 
 
+def fingerprint_corpora(corpora: Sequence[Path]) -> str:
+    """Return a fingerprint of some datasets' content, of one its own; raises as for one."""
+    each = [fingerprint_corpus(corpus) for corpus in corpora]
+    return each[0] if len(each) == 1 else hashing.fingerprint(each)
+
+
 def fingerprint_corpus(corpus: Path) -> str:
     """Return a fingerprint of a dataset's content without opening it.
 
@@ -220,8 +232,14 @@ def _find_train_split(corpus: Path) -> Path:
                      found=", ".join(sorted(p.name for p in corpus.iterdir())[:10]) or "nothing")
 
 
-def _open_text(corpus: Path) -> Dataset:
-    """Return the text column of the train split; UsageError or ArtifactError when it has none."""
+def _open_text(corpora: Sequence[Path]) -> Dataset:
+    """Return the texts of the train splits; UsageError or ArtifactError when there are none."""
+    from datasets import concatenate_datasets
+
+    return concatenate_datasets([_open_split(corpus) for corpus in corpora])
+
+
+def _open_split(corpus: Path) -> Dataset:
     from datasets import load_from_disk
 
     try:

@@ -12,7 +12,7 @@ from importlib import metadata
 
 from lib.core import commands, declared, units
 from lib.core.errors import Problems, UsageError
-from lib.models import scratch
+from lib.models import scratch, tokenizer
 from lib.train import plan
 from lib.train.config import DEFAULTS, Config
 
@@ -66,9 +66,10 @@ def _model(config: Config, problems: Problems) -> None:
                      run=commands.as_typed("--from-scratch"))
     if config.model_size and config.model_name:
         problems.add(f"give -m {config.model_name} or --model-size {config.model_size}, not both")
-    if config.model_size and not config.tokenizer:
-        problems.add("--model-size needs --tokenizer DIR", expected="a directory with a tokenizer, "
-                     "such as that of a model of stage 03 (which can also train one)")
+    if config.model_size and not config.tokenizer and \
+            (config.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
+        problems.add(f"--vocab-size {config.vocab_size} is too small for a tokenizer: the bytes "
+                     f"and special tokens alone take {tokenizer.SMALLEST_VOCABULARY}")
     for name in ("vocab_size", "tokenizer"):
         if getattr(config, name) and not config.model_size:
             problems.add(f"--{name.replace('_', '-')} belongs to --model-size",

@@ -34,6 +34,7 @@ from lib.train.config import AUTO, Config
 from lib.train.plan import Plan
 
 KIND = "scratch/1"
+_PREVIEW_BYTES = 2_000_000  # of text that a tokenizer is trained on for a plan, in a second or two
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -258,22 +259,28 @@ def _model_content(model_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def model_from_scratch(config: Config) -> Iterator[Path | None]:
+def model_from_scratch(config: Config, experiment: Experiment, has_begun: bool,
+                       ) -> Iterator[Path | None]:
     """Make the directory of the model for the while; None without --model-size.
 
-    It stays in the cache, but for a dry run. Raises UsageError when the tokenizer does not load or
-    fit.
+    It stays in the cache, but for a dry run. Where no tokenizer is given, one is trained on the
+    datasets, and a run that has begun keeps the one that it has. Raises UsageError when a tokenizer
+    does not load or fit, and as `mixture.open_corpora` for datasets.
     """
     if not config.model_size:
         yield None
         return
-    design = Design(config.model_size, None, config.vocab_size, None, config.tokenizer)
+    has_own = has_begun and (experiment.model / directory.CONFIG).is_file()
+    copy_from = config.tokenizer or (experiment.model if has_own else None)
+    train_on = () if copy_from or config.streaming else tuple(
+        corpus.dataset.path for corpus in mixture.open_corpora(config.dataset_name))
+    design = Design(config.model_size, None, config.vocab_size, train_on, copy_from)
     content = design.identity(design.choose_name())
     target = paths.scratch_root(config.cache_dir) / \
         f"{config.model_size}-{hashing.fingerprint(content)[:12]}"
     if config.dry_run and not target.exists():
         with tempfile.TemporaryDirectory() as folder:
-            _make(design, Path(folder) / target.name, content, config)
+            _make(design, Path(folder) / target.name, content, config, _PREVIEW_BYTES)
             yield Path(folder) / target.name
         return
     build.once(target, KIND, content, lambda: _make(design, target, content, config),
@@ -282,13 +289,14 @@ def model_from_scratch(config: Config) -> Iterator[Path | None]:
     yield target
 
 
-def _make(design: Design, target: Path, content: dict[str, Any], config: Config) -> None:
+def _make(design: Design, target: Path, content: dict[str, Any], config: Config,
+          limit: int = tokenizer.SAMPLE_BYTES) -> None:
+    """Make the directory. limit: bytes of text to train a tokenizer on at most."""
     from lib.models import check
 
     vocabulary = design.vocabulary()
     with publish.Build(target, KIND, content, overwrite=False) as building:
-        assert config.tokenizer is not None  # checks.py asks for it
-        tokenizer.copy(config.tokenizer, design.context(), building.dir)
+        design.make_tokenizer(building.dir, config.num_workers, not config.no_progress, limit)
         design.write_beside_tokenizer(building.dir, vocabulary)
         check.examine_build(building, weights=False, name=f"--model-size {config.model_size}")
         design.require_same(content, design.choose_name())
@@ -297,4 +305,4 @@ def _make(design: Design, target: Path, content: dict[str, Any], config: Config)
         building.publish(stage="04_train_fsdp.py", options=config.recorded(), files=files,
                          summary={"source": "scratch"})
     rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
-    log.info(f"made from scratch: {rows}; tokenizer of {config.tokenizer}")
+    log.info(f"made from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")

@@ -32,11 +32,11 @@ def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data, wo
     """Print what the run is, at its start."""
     config = plan.config
     log.info(f"experiment {config.save_dir / config.experiment_name}")
-    held_out = " + ".join(f"{len(part.samples):,}" for part in data.held_out)
+    held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
     no_split = "none with --streaming" if data.samples is None else \
         "none that fills a sample (stage 02 makes a split with --validation-percent)"
     log.table({"model": _model_of(config, inputs), "dataset": inputs.datasets,
-               "validation": f"{held_out} samples" if held_out else no_split,
+               "validation": held_out or no_split,
                **_settled(config), **data.describe(plan), **outlook.rows(plan, work, hardware)})
     _tell_doubts(plan, work, hardware, bool(data.held_out))
     if config.deterministic:
@@ -187,5 +187,8 @@ def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
 
 def _model_of(config: Config, inputs: Inputs) -> str:
     """Return the name of the model of a run."""
-    return f"{config.model_size} from scratch with the tokenizer of {config.tokenizer}" \
-        if config.model_size else str(inputs.model_dir)
+    if not config.model_size:
+        return str(inputs.model_dir)
+    tokenizer = f"the tokenizer of {config.tokenizer}" if config.tokenizer else \
+        "a token for each byte" if config.streaming else "a tokenizer trained on the dataset"
+    return f"{config.model_size} from scratch with {tokenizer}"

@@ -52,11 +52,12 @@ class RunOptions:
     vocab_size: int | None = option(
         None, role=RESULT, quiet=True, parse=positive_int,
         help="with --model-size: tokens of its vocabulary, padded to a multiple of "
-             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has)")
+             f"{scratch.VOCABULARY_MULTIPLE} (default: what --tokenizer has, else 1,024 for 1M, "
+             "4,096 for tiny, 32,000 for the others)")
     tokenizer: Path | None = option(
         None, role=LOCAL, parse=Path,
-        help="with --model-size: directory with the tokenizer to use (default: none, it is needed "
-             "then)")
+        help="with --model-size: directory with the tokenizer to use (default: one is trained on "
+             "-d; with --streaming, one with a token for each byte)")
     trust_remote_code: bool = option(
         False, role=LOCAL,
         help="run the code that stage 03 fetched with a model of a type that transformers does not"

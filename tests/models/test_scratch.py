@@ -19,7 +19,19 @@ def test_parameters_are_near_the_name_and_as_the_formula_says(size, tmp_path):
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == scratch.SIZES[size].parameters(vocabulary)
     assert count == pytest.approx(NAMED[size], rel=0.11)
-    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    assert (model.config.num_key_value_heads < model.config.num_attention_heads) != \
+        bool(scratch.SIZES[size].like)
+
+
+def test_some_sizes_are_those_of_llama_2() -> None:
+    """As counted in its safetensors on the Hub."""
+    assert scratch.SIZES["7B"].parameters(32_000) == 6_738_415_616
+    assert scratch.SIZES["13B"].parameters(32_000) == 13_015_864_320
+    assert "the shapes of Llama 2 7B" in scratch.describe("7B", 32_000)["size"]
+    assert "32 heads, inner width 11008" in scratch.describe("7B", 32_000)["layers"]
+    identities = [Design(size, None, 300, (), None).identity("x") for size in ("7B", "tiny")]
+    assert identities[0]["options"]["shapes"] == "Llama 2 7B"  # no model of other shapes is taken
+    assert "shapes" not in identities[1]["options"]
 
 
 def test_the_vocabulary_is_padded(tmp_path):
@@ -30,6 +42,6 @@ def test_the_vocabulary_is_padded(tmp_path):
 def test_same_size_same_bytes(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        Design("tiny", None, None, None, None).write(tmp_path / name, 4096, None)
+        Design("tiny", None, None, (), None).write(tmp_path / name, 4096, None)
     for file in ("config.json", "generation_config.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()

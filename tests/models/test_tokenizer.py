@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(corpus: Path, into: Path, vocabulary: int = 600, **more) -> tuple[int, tokenizer.Sample]:
     into.mkdir()
-    return tokenizer.train(corpus, vocabulary, 128, into, workers=1, show_progress=False, **more)
+    return tokenizer.train([corpus], vocabulary, 128, into, workers=1, show_progress=False, **more)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,20 @@ def test_a_dataset_is_known_by_its_content(corpus, tmp_path):
     assert "far.partial-1" in caught.value.found
     with pytest.raises(ArtifactError, match="not finished"):
         tokenizer.fingerprint_corpus(tmp_path / "far.partial-1")
+
+
+def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "both").mkdir()
+    datasets.Dataset.from_dict({"text": ["zyzzyva " * 500]}).save_to_disk(tmp_path / "other")
+    how = {"workers": 1, "show_progress": False}
+    tokenizer.train([corpus, tmp_path / "other"], 600, None, tmp_path / "both", **how)
+    assert len(tokenizer.load(tmp_path / "both").tokenize(" zyzzyva")) <= 2
+    (tmp_path / "bytes").mkdir()
+    made, _ = tokenizer.train([], 300, None, tmp_path / "bytes", **how)
+    loaded = tokenizer.load(tmp_path / "bytes")
+    assert (made, len(loaded)) == (tokenizer.SMALLEST_VOCABULARY, 300)
+    assert len(loaded("naïve", add_special_tokens=False)["input_ids"]) == 6
+    assert not tokenizer.find_losses(loaded, tmp_path / "bytes")
 
 
 def test_copy_takes_tokenizer_files_only_and_sets_the_context(trained, tmp_path):
