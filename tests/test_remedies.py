@@ -204,7 +204,7 @@ def test_parts_of_a_dataset(there: Terminal) -> None:
     there.cured(*learn, "hf_datasets/new", "--overwrite")
 
 
-def test_what_stands_for_a_dataset(there: Terminal) -> None:
+def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-d")
     assert "hf_datasets/raw_text" in there.fails(*prepare, "raw_text").run
     there.follow(there.fails(*prepare, "raw_text"))
@@ -227,6 +227,23 @@ def test_what_stands_for_a_dataset(there: Terminal) -> None:
     assert not there.fails(*prepare, "model").run             # a model is not text
     there.follow(there.fails("04_train_fsdp.py", "-e", "x", "-m", "model", "-d", "corpus",
                              "--streaming", "--max-steps", 2, "--dry-run"))
+    of_the_hub = (*prepare, "org/text")                       # fetched; and in another cache
+    shutil.copytree("raw_text", "raw_text/org--text")
+    Path("raw_text/org--text/.hub").mkdir()
+    Path("raw_text/org--text/.hub/manifest.json").write_text("{}")
+    there.cured(*of_the_hub)
+    shutil.copytree("hf_datasets/org--text", "cached/org___text")
+    Path("cached/org___text/manifest.json").unlink()
+    Path("cached/org___text/errors.jsonl").unlink()
+    shard = next(Path("cached/org___text").glob("*.arrow"))
+    shard.rename(shard.with_name("text-train.arrow"))
+    (shard.parent / "state.json").unlink()
+    shutil.rmtree("hf_datasets/org--text")
+    monkeypatch.setenv("HF_DATASETS_CACHE", "cached")
+    error = there.fails(*of_the_hub)
+    assert error.run.endswith("-d cached/org___text")
+    there.follow(error)
+    shutil.rmtree("raw_text/org--text")
     shutil.rmtree("hf_datasets")
     there.cured(*prepare, "hf_datasets/corpus")
     shutil.rmtree("hf_datasets")
@@ -306,7 +323,8 @@ def test_options_of_a_run(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> N
     there.follow(there.fails(*TRAIN[:5], "--dry-run", "--model-size", "tiny",
                              "--tokenizer", "model"))         # without --from-scratch
     there.follow(there.fails(*TRAIN, "--plan-gpus", 8))
-    there.follow(there.fails(*dry, "--attention", "flex"))
+    for attention_ in ("flex", "flash_attention_2"):
+        there.follow(there.fails(*dry, "--attention", attention_))
     for bad in ((*dry, "--banana"), ("04_train_fsdp.py",), ("03_download_model.py",)):
         assert there.fails(*bad).run.endswith(("--help", "--help-all"))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import UsageError
 from lib.core.identity import differences, in_lines
-from lib.models import scratch, tokenizer
+from lib.models import scratch, tokenizer, training_text
 from lib.models.directory import CONFIG, rename_in_errors
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Design:
         if self.config_json:
             inputs["config.json content"] = hashing.fingerprint(self._content)
         if self.train_on:
-            inputs["dataset content"] = tokenizer.fingerprint_corpora(self.train_on)
+            inputs["dataset content"] = training_text.fingerprint(self.train_on)
         if self.copy_from:
             inputs["tokenizer files"] = tokenizer.fingerprint(self.copy_from)
         wanted = self.vocab_size or (self._default_vocabulary() if self.train_on else None)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import commands, hashing, log, manifest, records, units
-from lib.core.errors import ArtifactError, UsageError
-from lib.core.paths import PARTIAL
+from lib.core import hashing, log, manifest, records, units
+from lib.core.errors import UsageError
 from lib.core.progress import Progress
+from lib.models import training_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -87,7 +87,7 @@ def train(corpora: Sequence[Path], vocabulary: int, context: int | None, destina
                          initial_alphabet=sorted(alphabet))
     sample = Sample(0, 0, 0, 0)
     if corpora:
-        dataset = _open_text(corpora)
+        dataset = training_text.read(corpora)
         there = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
         sample = Sample(0, len(dataset), 0, there.as_py() or 0)
         with Progress("text for the tokenizer", min(limit, sample.bytes_there), "B",
@@ -179,38 +179,6 @@ def fingerprint(source: Path) -> str:
                                 for path in _find_files(source)})
 
 
-def fingerprint_corpora(corpora: Sequence[Path]) -> str:
-    """Return a fingerprint of some datasets' content, of one its own; raises as for one."""
-    each = [fingerprint_corpus(corpus) for corpus in corpora]
-    return each[0] if len(each) == 1 else hashing.fingerprint(each)
-
-
-def fingerprint_corpus(corpus: Path) -> str:
-    """Return a fingerprint of a dataset's content without opening it.
-
-    Raises ArtifactError when it is missing, unfinished or damaged, UsageError when it is no
-    dataset or has no train split.
-    """
-    final, partial, _ = str(corpus).partition(PARTIAL)
-    if partial or not corpus.is_dir():
-        raise ArtifactError(f"the dataset {corpus} " + ("is not finished" if partial else
-                                                        "does not exist"),
-                            found=manifest.unfinished(corpus),
-                            **({"run": commands.script("02_build_hf_dataset.py", "--save-dir",
-                                                       final)} if Path("splits").is_dir() else
-                               {"hint": "stages 01 and 02 make a dataset of raw text"}))
-    if made := manifest.read_if_any(corpus):
-        manifest.check(corpus, made, "the dataset",
-                       **manifest.remedy(made, "--overwrite", save_dir=corpus))
-    train_split = _find_train_split(corpus)
-    digests = {entry["path"]: entry["digest"] for entry in made["files"]} if made else {}
-    state = "" if made else (train_split / "state.json").read_text(encoding="utf-8")
-    shards = {path.relative_to(corpus).as_posix(): path.stat().st_size
-              for path in sorted(train_split.glob("*.arrow"))}
-    return hashing.fingerprint([[name, size, digests.get(name, "")]
-                                for name, size in shards.items()] + [state])
-
-
 def _find_files(source: Path) -> list[Path]:
     found = [source / name for name in FILES if (source / name).is_file()]
     if not ONE_OF & {path.name for path in found}:
@@ -219,40 +187,6 @@ def _find_files(source: Path) -> list[Path]:
                          found=(", ".join(there) or "an empty directory") if source.is_dir()
                          else "no such directory")
     return found
-
-
-def _find_train_split(corpus: Path) -> Path:
-    if (corpus / "state.json").is_file():
-        return corpus
-    if (corpus / "train" / "state.json").is_file():
-        return corpus / "train"
-    raise UsageError(f"{corpus} is not a dataset to train a tokenizer on",
-                     expected="a directory written by save_to_disk: a Dataset, or a DatasetDict "
-                              "with a train split",
-                     found=", ".join(sorted(p.name for p in corpus.iterdir())[:10]) or "nothing")
-
-
-def _open_text(corpora: Sequence[Path]) -> Dataset:
-    """Return the texts of the train splits; UsageError or ArtifactError when there are none."""
-    from datasets import concatenate_datasets
-
-    return concatenate_datasets([_open_split(corpus) for corpus in corpora])
-
-
-def _open_split(corpus: Path) -> Dataset:
-    from datasets import load_from_disk
-
-    try:
-        dataset = load_from_disk(str(_find_train_split(corpus)))
-    except (OSError, ValueError, KeyError) as error:
-        raise ArtifactError(f"the dataset {corpus} does not open", found=str(error)) from None
-    kind = getattr(dataset.features.get("text"), "dtype", None)
-    if kind not in ("string", "large_string"):
-        raise UsageError(f"{corpus} has no column of strings called `text`",
-                         found=f"columns {', '.join(dataset.column_names) or '(none)'}")
-    if len(dataset) == 0:
-        raise UsageError(f"{corpus} has no documents to train a tokenizer on")
-    return dataset.select_columns("text").with_format(None)
 
 
 def _draw_batches(dataset: Dataset, sample: Sample, limit: int, progress: Progress,

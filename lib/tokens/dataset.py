@@ -1,24 +1,32 @@
-"""The text that is tokenised: an Arrow dataset of stage 02, or any `save_to_disk` directory.
+"""The text that is tokenised: an Arrow dataset of stage 02, or one made elsewhere.
 
-It has a column `text`, and a split `train` and perhaps `validation`.
+Elsewhere `save_to_disk` wrote a directory, or the cache of `datasets` holds Arrow files. It has a
+column `text`, and a split `train` and perhaps `validation`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, reading, records, stamps
-from lib.core.errors import ArtifactError, UsageError, is_of_disk
+from lib.core import (
+    arrow_files,
+    commands,
+    hashing,
+    log,
+    manifest,
+    paths,
+    reading,
+    records,
+    stamps,
+)
+from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
-from lib.tokens import raw_shards
+from lib.tokens import columns, lacking
 
 SPLITS = ("train", "validation")
-_DATASETS_ROOT = Path("hf_datasets")
-_OPTION = ("-d", "--dataset-name")
 _MARK_OF_OURS = "errors.jsonl"  # stage 02 writes it beside the shards
 _DESCRIBED = ("dataset_dict.json", "dataset_info.json", "state.json")
 _ENDS_BYTES = 1 << 20
@@ -29,14 +37,14 @@ _BATCH_BYTES, _BATCH_ROWS = 16 << 20, 100_000
 class Dataset:
     """Reads a dataset on disk that has a `text` column.
 
-    fingerprint: identifies the content wherever the directory lies. splits: split name → the
-    directory of its Arrow shards; `train` is always there. ours: written by stage 02. stamps: of
-    the files that the fingerprint is of.
+    fingerprint: identifies the content wherever the directory lies. splits: split name → its Arrow
+    shards; `train` is always there. ours: written by stage 02. stamps: of the files that the
+    fingerprint is of.
     """
 
     path: Path
     fingerprint: str
-    splits: dict[str, Path]
+    splits: dict[str, list[Path]]
     ours: bool
     stamps: stamps.Stamps = field(default_factory=dict, compare=False)
 
@@ -54,13 +62,12 @@ class Dataset:
 
     def total_bytes(self) -> int:
         """Return how many bytes the shards of all splits have."""
-        return sum(path.stat().st_size for directory in self.splits.values()
-                   for path in directory.glob("*.arrow"))
+        return sum(shard.stat().st_size for shards in self.splits.values() for shard in shards)
 
     def extent(self) -> tuple[int, int]:
         """Return how many texts the training split has, and how many bytes of UTF-8 in all."""
         count, size = 0, 0
-        for column in _columns(self.splits["train"], mapped=True):
+        for column in columns.read(self.splits["train"], mapped=True):
             offset_bytes = 8 if "large" in str(column.type) else 4
             count, size = count + len(column), size + column.nbytes - offset_bytes * len(column)
         return count, max(0, size)
@@ -72,7 +79,7 @@ class Dataset:
         """
         texts: list[bytes] = []
         size = 0
-        for column in _columns(self.splits[split], mapped=False):
+        for column in columns.read(self.splits[split], mapped=False):
             rest = column.slice(min(first, len(column)))
             first -= len(column) - len(rest)
             step = max(1, min(_BATCH_ROWS, len(rest) * _BATCH_BYTES // max(1, rest.nbytes)))
@@ -82,7 +89,7 @@ class Dataset:
                               or len(texts) + len(part) > _BATCH_ROWS):
                     yield texts
                     texts, size = [], 0
-                texts += _texts(part)
+                texts += columns.texts(part)
                 size += part.nbytes
         if texts:
             yield texts
@@ -90,11 +97,11 @@ class Dataset:
     def sample(self, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
         """Return the middles of texts that lie evenly over the training split."""
         train = self.splits["train"]
-        step = max(1, sum(map(len, _columns(train, mapped=True))) // texts)
+        step = max(1, sum(map(len, columns.read(train, mapped=True))) // texts)
         chosen, first = [], 0  # first: of the next text, in its batch
-        for column in _columns(train, mapped=True):
+        for column in columns.read(train, mapped=True):
             rows = range(first, len(column), step)
-            chosen += [text for row in rows for text in _texts(column.slice(row, 1))]
+            chosen += [text for row in rows for text in columns.texts(column.slice(row, 1))]
             first += len(rows) * step - len(column)
         cut = [text[max(0, len(text) - most_bytes) // 2:][:most_bytes] for text in chosen]
         # A cut may fall inside a character: what is left of it is dropped.
@@ -102,9 +109,13 @@ class Dataset:
 
 
 def find_dataset(name: str) -> Path:
-    """Return the directory that `-d` names: a path, or a dataset under hf_datasets/."""
-    direct, prepared = Path(name), _DATASETS_ROOT / name
-    return prepared if not direct.exists() and prepared.exists() else direct
+    """Return the path that `-d` names: itself, or of a dataset under hf_datasets/.
+
+    `org/name` also stands for hf_datasets/org--name.
+    """
+    root = lacking.DATASETS_ROOT
+    places = (Path(name), root / name, root / paths.model_dir_name(name))
+    return next((place for place in places if place.exists()), places[0])
 
 
 def open_dataset(path: Path) -> Dataset:
@@ -114,15 +125,12 @@ def open_dataset(path: Path) -> Dataset:
     dataset of text.
     """
     if not path.is_file() and not (path.is_dir() and any(path.iterdir())):
-        raise _missing(path)
+        raise lacking.missing(path)
     seen = stamps.take(_files(path))  # before anything is read that it is identified by
     content = _require_dataset(path)
-    splits = _splits(path)
-    for directory in splits.values():
-        _require_text(directory)
-        _require_shards(directory)
-    fingerprint = _fingerprint_ours(content) if content \
-        else _fingerprint_foreign(splits)
+    homes = _homes(path)
+    splits = {name: _shards(home) for name, home in homes.items()} or _plain_splits(path)
+    fingerprint = _fingerprint_ours(content) if content else _fingerprint_foreign(homes, splits)
     found = Dataset(path, fingerprint, splits, content is not None, seen)
     found.require_same()
     return found
@@ -131,7 +139,7 @@ def open_dataset(path: Path) -> Dataset:
 def _files(path: Path) -> list[Path]:
     """Return the files that make up a dataset: manifest, shards and what describes them."""
     if path.is_file():
-        return []
+        return [path]
     homes = [path, *(path / name for name in SPLITS)]
     return [home / name for home in homes for name in (*_DESCRIBED, MANIFEST)] \
         + sorted(shard for home in homes for shard in home.glob("*.arrow"))
@@ -140,10 +148,12 @@ def _files(path: Path) -> list[Path]:
 def _require_dataset(path: Path) -> dict[str, Any] | None:
     """Return the manifest of a dataset, None of one made elsewhere; raises for anything else."""
     if path.is_file():
-        raise _raw(path, f"{path} is a file, and not a dataset")
+        if path.suffix == arrow_files.SUFFIX:
+            return None
+        raise lacking.raw(path, f"{path} is a file, and not a dataset")
     content, kind = manifest.read_if_any(path), manifest.kind_of(path)
     if kind.startswith("splits/"):
-        raise _raw(path, f"{path} holds splits of stage 01, and is not a dataset yet")
+        raise lacking.raw(path, f"{path} holds splits of stage 01, and is not a dataset yet")
     if kind and not kind.startswith("dataset/"):
         raise UsageError(f"{path} is not a dataset", expected="one that stage 02 has made",
                          found=f"kind {kind}")
@@ -161,70 +171,11 @@ def _require_dataset(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _missing(path: Path) -> ArtifactError:
-    """Return the error for a dataset that is not there, with what makes it of what is there."""
-    there = sorted(p.name for p in _DATASETS_ROOT.glob("*") if (p / MANIFEST).exists())
-    left = manifest.unfinished(path)
-    remedy: manifest.Remedy = {"hint": "-d takes one of these"} if there and not left else \
-        {"hint": "stages 01 and 02 make a dataset of raw text"}
-    if (left or not there) and (Path("splits").is_dir() or Path("raw_text").is_dir()):
-        organise = [] if Path("splits").is_dir() else [commands.script("01_organize_data.py")]
-        remedy = {"run": "\n".join([*organise, commands.script(
-            "02_build_hf_dataset.py", "--data-folder", "splits", "--save-dir", path)])}
-    return ArtifactError(f"dataset {path} does not exist",
-                         found=left or f"finished under {_DATASETS_ROOT}/: "
-                         f"{', '.join(there) or 'none'}", **remedy)
+def _homes(path: Path) -> dict[str, Path]:
+    """Return the split directories of a DatasetDict, or the directory itself as `train`.
 
-
-def _raw(path: Path, problem: str, found: str = "") -> UsageError:
-    """Return the error for raw text where a dataset is needed, with the commands that make one."""
-    folder = path.parent if path.is_file() else path
-    target = _DATASETS_ROOT / ("corpus" if (folder / MANIFEST).exists() else folder.resolve().name)
-    with_target = commands.replaced(_OPTION, path, target)
-    streamed = commands.as_typed("--streaming", "--max-steps", 100)
-    if (target / MANIFEST).exists():
-        hint, run = f"{target} may be what is meant:", with_target
-    elif not _DATASETS_ROOT.resolve().is_relative_to(folder.resolve()):
-        hint, run = "make one:", "\n".join((commands.script(
-            "02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target), with_target))
-    elif path.is_file() and raw_shards.is_shard(path.name):
-        hint, run = "stage 02 reads directories; to try the file as it is:", streamed
-    else:
-        hint, run = "stage 02 makes one of a directory of raw text", ""
-    return UsageError(problem, found=found, expected="a dataset that stage 02 has made, or with "
-                      "--streaming JSON Lines or Parquet", hint=hint, run=run)
-
-
-def _columns(directory: Path, mapped: bool) -> Iterator[Any]:
-    """Yield the text of a split, an Arrow array per batch of rows; ArtifactError when damaged.
-
-    mapped: only what is looked at is read, for a look at a small part.
+    Empty where only Arrow files are there, and nothing that says what they are.
     """
-    import pyarrow
-
-    state = _read_json(directory / "state.json")
-    try:
-        for entry in state["_data_files"]:
-            path = str(directory / entry["filename"])
-            with pyarrow.memory_map(path) if mapped else pyarrow.OSFile(path) as file, \
-                    pyarrow.ipc.open_stream(file) as stream:
-                for batch in stream:
-                    yield batch.column("text")
-    except (OSError, ValueError, KeyError, TypeError) as error:  # a shard that is cut or mangled
-        if is_of_disk(error):
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(directory)) from error
-        raise ArtifactError(f"dataset {directory} cannot be read", found=str(error)) from error
-
-
-def _texts(column: Any) -> list[bytes]:
-    import pyarrow
-
-    binary = column.cast(pyarrow.large_string()).cast(pyarrow.large_binary())
-    return [text or b"" for text in binary.to_pylist()]
-
-
-def _splits(path: Path) -> dict[str, Path]:
-    """Return the split directories of a DatasetDict, or the directory itself as `train`."""
     if (path / "dataset_dict.json").exists():
         named = _read_json(path / "dataset_dict.json").get("splits", [])
         if "train" not in named:
@@ -233,6 +184,8 @@ def _splits(path: Path) -> dict[str, Path]:
         return {name: path / name for name in SPLITS if name in named}
     if (path / "state.json").exists() and (path / "dataset_info.json").exists():
         return {"train": path}
+    if not (path / "state.json").exists() and arrow_files.splits(path):
+        return {}
     there = sorted(p.name for p in path.iterdir())
     found = ", ".join(there[:4]) + ", …" * bool(there[4:])
     if "config.json" in there:
@@ -244,23 +197,39 @@ def _splits(path: Path) -> dict[str, Path]:
                          found=", ".join(p.name for p in inside),
                          hint="-d takes one of them, as the first:" if inside[1:] else
                          "-d takes it:",
-                         run=commands.replaced(_OPTION, path, inside[0]))
-    raise _raw(path, f"{path} is not a dataset directory", found)
+                         run=commands.replaced(lacking.OPTION, path, inside[0]))
+    raise lacking.raw(path, f"{path} is not a dataset directory", found)
+
+
+def _plain_splits(path: Path) -> dict[str, list[Path]]:
+    """Return the Arrow files of each split, read only as far as to know that they hold text."""
+    found = arrow_files.splits(path)
+    if "train" not in found:
+        raise UsageError(f"{path} has no file of a split `train`",
+                         found=", ".join(file.name for files in found.values() for file in files))
+    splits = {name: found[name] for name in SPLITS if name in found}
+    for shard in (shard for shards in splits.values() for shard in shards):
+        if lacks := columns.lack(shard):
+            raise UsageError(f"{shard} has no column `text` of strings", found=lacks,
+                             hint="stage 02 makes a dataset of it with --fields NAME")
+    return splits
 
 
 def _require_text(directory: Path) -> None:
-    columns = _read_json(directory / "dataset_info.json").get("features") or {}
-    text = columns.get("text") or {}
+    features = _read_json(directory / "dataset_info.json").get("features") or {}
+    text = features.get("text") or {}
     kind = text.get("dtype") if isinstance(text, dict) else "a list"
     if kind not in ("string", "large_string"):
         raise UsageError(f"dataset {directory} has no column `text` of strings",
-                         found=f"`text` of {kind}" if "text" in columns
-                         else f"columns {', '.join(columns) or 'none'}",
+                         found=f"`text` of {kind}" if "text" in features
+                         else f"columns {', '.join(features) or 'none'}",
                          hint="rename one with `dataset.rename_column`, or make it by stage 02 "
                               "with --fields")
 
 
-def _require_shards(directory: Path) -> None:
+def _shards(directory: Path) -> list[Path]:
+    """Return the shards of a split in order; raises for one without text or with shards missing."""
+    _require_text(directory)
     try:
         named = [entry["filename"] for entry in _read_json(directory / "state.json")["_data_files"]]
     except (KeyError, TypeError):
@@ -271,6 +240,7 @@ def _require_shards(directory: Path) -> None:
         raise ArtifactError(f"dataset {directory} is damaged",
                             found=f"{len(missing)} of {len(named)} shards are missing, "
                                   f"{missing[0]} the first")
+    return [directory / name for name in named]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -286,11 +256,12 @@ def _fingerprint_ours(content: dict[str, Any]) -> str:
     return hashing.fingerprint([[e["path"], e["digest"]] for e in arrow])
 
 
-def _fingerprint_foreign(splits: dict[str, Path]) -> str:
+def _fingerprint_foreign(homes: dict[str, Path], splits: dict[str, list[Path]]) -> str:
     """Identify shards that have no digests by names, sizes, both ends and datasets' own mark."""
     seen: list[Any] = []
-    for name, directory in splits.items():
-        seen.append([name, (directory / "state.json").read_text(encoding="utf-8")])
+    for name, shards in splits.items():
+        home = homes.get(name)
+        seen.append([name, (home / "state.json").read_text(encoding="utf-8") if home else ""])
         seen += ([shard.name, shard.stat().st_size, hashing.ends_digest(shard, _ENDS_BYTES)]
-                 for shard in sorted(directory.glob("*.arrow")))
+                 for shard in (sorted(home.glob("*.arrow")) if home else shards))
     return hashing.fingerprint(seen)

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import scratch, tokenizer
+from lib.models import scratch, tokenizer, training_text
 
 HARD = ["", " ", "  a  ", "\n\n\r\n\t ", "\x00\x01\x7f\x1b[0m", "don't 'S 12345",
         "naïve Ж 漢字 👩🏽‍🚀",
@@ -100,15 +100,15 @@ def test_one_long_document_is_cut(tmp_path):
 def test_a_dataset_is_known_by_its_content(corpus, tmp_path):
     moved = tmp_path / "moved"
     datasets.load_from_disk(str(corpus)).save_to_disk(moved)
-    assert tokenizer.fingerprint_corpus(corpus) == tokenizer.fingerprint_corpus(corpus)
+    assert training_text.fingerprint([corpus]) == training_text.fingerprint([corpus])
     datasets.Dataset.from_dict({"text": ["b"]}).save_to_disk(tmp_path / "other")
-    assert tokenizer.fingerprint_corpus(corpus) != tokenizer.fingerprint_corpus(tmp_path / "other")
+    assert training_text.fingerprint([corpus]) != training_text.fingerprint([tmp_path / "other"])
     (tmp_path / "far.partial-1").mkdir()
     with pytest.raises(ArtifactError, match="not exist") as caught:
-        tokenizer.fingerprint_corpus(tmp_path / "far")
+        training_text.fingerprint([tmp_path / "far"])
     assert "far.partial-1" in caught.value.found
     with pytest.raises(ArtifactError, match="not finished"):
-        tokenizer.fingerprint_corpus(tmp_path / "far.partial-1")
+        training_text.fingerprint([tmp_path / "far.partial-1"])
 
 
 def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
@@ -117,6 +117,14 @@ def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
     how = {"workers": 1, "show_progress": False}
     tokenizer.train([corpus, tmp_path / "other"], 600, None, tmp_path / "both", **how)
     assert len(tokenizer.load(tmp_path / "both").tokenize(" zyzzyva")) <= 2
+    shard = next(corpus.rglob("*.arrow"))
+    (tmp_path / "plain").mkdir()
+    tokenizer.train([shard], 600, None, tmp_path / "plain", **how)  # as it lies in a cache
+    alone = tmp_path / "alone"
+    train(corpus, alone)
+    assert json.loads((tmp_path / "plain/tokenizer.json").read_text())["model"] == \
+        json.loads((alone / "tokenizer.json").read_text())["model"]
+    assert training_text.fingerprint([shard]) == training_text.fingerprint([shard])
     (tmp_path / "bytes").mkdir()
     made, _ = tokenizer.train([], 300, None, tmp_path / "bytes", **how)
     loaded = tokenizer.load(tmp_path / "bytes")

@@ -40,7 +40,7 @@ def test_a_dataset_of_stage_02(of_stage_02: Path) -> None:
 
 def test_a_foreign_dataset_is_one_split(foreign: Path) -> None:
     found = open_dataset(foreign)
-    assert found.splits == {"train": foreign} and not found.ours
+    assert found.splits == {"train": [first_shard(foreign)]} and not found.ours
     assert texts(found) == TEXTS
     found.check_content()
 
@@ -50,6 +50,91 @@ def test_a_foreign_dataset_dict_gives_train_and_validation(tmp_path: Path) -> No
     found = open_dataset(path)
     assert list(found.splits) == ["train", "validation"]
     assert [texts(found, split) for split in found.splits] == [["a", "b"], ["c"]]
+
+
+def plain(folder: Path, **files: list[str]) -> Path:
+    """Write Arrow streams as `datasets` caches them, with nothing beside them."""
+    folder.mkdir()
+    for name, rows in files.items():
+        table = pyarrow.table({"text": rows, "id": range(len(rows))})
+        with pyarrow.ipc.new_stream(str(folder / f"{name}.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return folder
+
+
+def test_arrow_files_without_a_description(tmp_path: Path) -> None:
+    cached = plain(tmp_path / "cached", **{
+        "corpus-train-00000-of-00002": ["a", "b", "c"], "corpus-train-00001-of-00002": ["d"],
+        "corpus-validation": ["e"], "corpus-test": ["f"], "cache-1f2e": ["g"]})
+    found = open_dataset(cached)
+    assert {name: texts(found, name) for name in found.splits} == \
+        {"train": ["a", "b", "c", "d"], "validation": ["e"]}
+    assert found.extent() == (4, 4) and found.total_bytes() and found.sample(texts=2)
+    assert [text for batch in found.documents("train", first=2) for text in batch] == [b"c", b"d"]
+    one = open_dataset(cached / "corpus-validation.arrow")
+    assert texts(one) == ["e"] and one.fingerprint != found.fingerprint
+    assert texts(open_dataset(plain(tmp_path / "one", whatever=["h"]))) == ["h"]
+    moved = cached.rename(tmp_path / "moved")
+    assert open_dataset(moved).fingerprint == found.fingerprint
+    with pytest.raises(UsageError, match="was replaced or changed"):
+        plain(cached, **{"corpus-train": ["x"]})
+        found.require_same()
+
+
+def test_arrow_files_of_the_other_format_and_damaged_ones(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": pyarrow.array(["a", None], pyarrow.large_string())})
+    with pyarrow.ipc.new_file(str(tmp_path / "random.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert texts(open_dataset(tmp_path / "random.arrow")) == ["a", ""]
+    folder = plain(tmp_path / "d", a=["text"] * 500)
+    shard = folder / "a.arrow"
+    shard.write_bytes(shard.read_bytes()[:-3000])
+    with pytest.raises(ArtifactError, match=r"a\.arrow cannot be read"):
+        texts(open_dataset(folder))
+    shard.write_bytes(b"nothing of the kind")
+    with pytest.raises(ArtifactError, match=r"a\.arrow cannot be read"):
+        open_dataset(shard)
+    with pytest.raises(UsageError, match="no column `text` of strings") as caught:
+        open_dataset(write_ids(tmp_path / "ids.arrow"))
+    assert caught.value.found == "columns input_ids" and "--fields" in caught.value.hint
+    with pytest.raises(UsageError, match="no file of a split `train`"):
+        open_dataset(plain(tmp_path / "tests", **{"corpus-test": ["a"]}))
+
+
+def write_ids(path: Path) -> Path:
+    table = pyarrow.table({"input_ids": [1, 2]})
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def test_a_name_of_the_hub_is_told_with_the_commands_that_prepare_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", "org/some-text"])
+
+    def told(name: str = "org/some-text") -> StageError:
+        with pytest.raises(ArtifactError) as caught:
+            open_dataset(find_dataset(name))
+        return caught.value
+    fetch, build, train = told().run.splitlines()
+    assert fetch.endswith("03_download_model.py --dataset-name org/some-text --include '*.parquet' "
+                          "--include '*.jsonl*' --include '*.json.gz'")
+    assert build.endswith("02_build_hf_dataset.py --data-folder raw_text/org--some-text --save-dir "
+                          "hf_datasets/org--some-text")
+    assert train.endswith("04_train_fsdp.py -e x -d org/some-text")
+    (tmp_path / "raw_text/org--some-text/.hub").mkdir(parents=True)
+    (tmp_path / "raw_text/org--some-text/.hub/manifest.json").write_text("{}")
+    assert told().run.splitlines() == [build, train]
+    plain_dir = tmp_path / "home/datasets/org___some-text/default/0.0.0"
+    plain_dir.mkdir(parents=True)
+    plain(plain_dir / "1f", **{"some-text-train": ["a"]})
+    assert told().run.endswith(f"-d {plain_dir}/1f")
+    save_dict(Path("hf_datasets/org--some-text"), train=["a"])
+    assert texts(open_dataset(find_dataset("org/some-text"))) == ["a"]
+    for name in ("hf_datasets/other", "raw_text/other", "other", "other/a.arrow", "a/b/c"):
+        assert "does not exist" in told(name).problem
 
 
 def test_no_train_split(tmp_path: Path) -> None:
