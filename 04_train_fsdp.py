@@ -77,6 +77,7 @@ def main(argv: list[str]) -> None:
 
 def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) -> None:
     """Do what the options say: a plan, the tokens, or all of a run."""
+    from lib.parallel import gpus
     from lib.parallel.layout import meet, settle_allocator
     from lib.train import fitting, overview, resume
     from lib.train.data import prepare_data
@@ -86,6 +87,9 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     from lib.train.symptoms import explained
 
     settle_allocator()
+    gpus.settle(config.device)
+    if not (config.prepare_only or config.plan_gpus):
+        gpus.require(config.dry_run)
     config, model = build_model(config, experiment, inputs)
     config, fit = fitting.settle(config, inputs, model)
     if config.dry_run:

@@ -62,7 +62,7 @@ def main() -> None:
             filter(None, (str(Path(work) / "early"), os.environ.get("PYTHONPATH"))))
         rehearsed = args.rehearse or not facts["gpus"]
         if rehearsed:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
             # On a machine that others use too, threads mostly wait for each other.
             os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
             if not args.rehearse:
@@ -119,7 +119,7 @@ def _ready(rehearse: bool) -> tuple[str, dict[str, Any]]:
     offline.enable()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking must not touch the GPU
     if rehearse:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     for name in ("transformers.models.llama.modeling_llama", "torch.distributed.checkpoint",
                  "lib.train.resume", "tests.gpu.items"):
         importlib.import_module(name)

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where to put the files (default: a temporary "
                                                   "directory)")
     arguments = parser.parse_args()
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", CUDA_VISIBLE_DEVICES="",
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", CUDA_VISIBLE_DEVICES="-1",
                       OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
         work = Path(folder)

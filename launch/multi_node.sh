@@ -52,7 +52,8 @@ save_seconds=${SAVE_SECONDS:-120}             # EDIT: how long the last save may
 backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: before the first restart, then doubled
 wait_seconds=${WAIT_SECONDS:-900}             # EDIT: how long to wait for a machine to come (back)
 if [[ -z $nproc ]]; then  # as many as there are GPUs that this process may use
-  if [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}
+  if [[ " $* " =~ " --device"(" "|=)"cpu " ]]; then gpus=
+  elif [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}
   else gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep '^GPU' || true); fi
   nproc=$(grep -c . <<<"${gpus:-the CPU}")
 fi

@@ -37,7 +37,8 @@ fi
 save_seconds=${SAVE_SECONDS:-120}             # EDIT: how long the last save may take
 backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: before the first restart, then doubled
 if [[ -z $nproc ]]; then  # as many as there are GPUs that this process may use
-  if [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}
+  if [[ " $* " =~ " --device"(" "|=)"cpu " ]]; then gpus=
+  elif [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}
   else gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep '^GPU' || true); fi
   nproc=$(grep -c . <<<"${gpus:-the CPU}")
 fi

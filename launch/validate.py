@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.bundling import unpacking
 from launch.common import findings
 from launch.common.findings import ERROR, INFO, WARNING, Finding
-from lib.core import hashing, log, manifest, options, stage
+from lib.core import hashing, log, manifest, nvidia, options, stage
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
+from lib.core.torch_builds import Torch, driver_problem
 from lib.models import verify
 from lib.tokens.dataset import open_dataset
 
@@ -169,7 +170,8 @@ def _python(check: str, *arguments: str) -> Finding:
 
 
 def setup(opts: options.Options) -> Iterator[Finding]:
-    """Yield what is to be said of everything that is prepared under this directory."""
+    """Yield what is to be said of the GPUs here, and of all that is prepared in this directory."""
+    yield from _gpus()
     for path in sorted(Path("hf_datasets").glob("*")):
         if path.is_dir() and not path.name.endswith(".parts") and ".partial-" not in path.name:
             yield _dataset(path, opts.deep)
@@ -193,6 +195,25 @@ def setup(opts: options.Options) -> Iterator[Finding]:
             Finding(INFO, str(artifact.place), "every byte as written" if opts.deep else "whole")
     for path in verify.find_unfinished(opts.cache_dir):
         yield Finding(WARNING, str(path), "not finished", "run its stage again")
+
+
+def _gpus() -> Iterator[Finding]:
+    """Tell whether torch can use the GPUs of this machine: a bundle's, and the one that runs."""
+    stamp, driver = ROOT / unpacking.UNPACKED, nvidia.driver()
+    summary = json.loads(stamp.read_text(encoding="utf-8"))["summary"] if stamp.exists() else {}
+    if driver and (bundled := summary.get("torch")):
+        torch = Torch(bundled["version"].partition("+")[0], bundled["cuda"])
+        if problem := driver_problem(torch, driver):
+            yield Finding(ERROR, "driver", f"{problem} (the torch of this bundle)", "update the "
+                          f"driver, or pack again with --driver-version {driver}")
+            return
+        yield Finding(INFO, "driver", f"{driver} does for torch {torch} of this bundle")
+    if not (nvidia.names() or nvidia.device_files() or nvidia.known_to_kernel()):
+        return  # torch takes two seconds to import
+    from lib.parallel import gpus
+    found = gpus.unusable()
+    yield Finding(ERROR, "torch", f"{found.problem} ({found.found})", found.hint) if found else \
+        Finding(INFO, "torch", "uses the GPUs of this machine")
 
 
 def _dataset(path: Path, deep: bool) -> Finding:

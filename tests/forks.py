@@ -20,7 +20,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parent.parent
 _GUARD = str(ROOT / "tests" / "network_guard")
 # The tests mean the CPU also on a machine with GPUs, which may have fewer than ranks.
-CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+CPU = {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
 _AT_FIRST = {**os.environ, **CPU}
 
 # Variables that no package reads while it is imported. Where another one differs from what the

@@ -90,7 +90,7 @@ class SlurmCluster:
         self.environment = {
             **os.environ, "SLURM_CONF": str(root / "slurm.conf"), "PYTHON": sys.executable,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            "CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._stack = ExitStack()
         self._nodes: dict[str, subprocess.Popen] = {}
         self._pending: dict[tuple[str, str], float] = {}

@@ -509,7 +509,7 @@ def test_a_bundle_installs_and_trains_without_a_network(checkout: Path, artifact
         ended = subprocess.run([*alone, *map(str, command)], capture_output=True, text=True,
                                timeout=900, cwd=project if project.exists() else tmp_path,
                                env={"PATH": os.environ["PATH"], "HOME": str(tmp_path),
-                                    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+                                    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"})
         assert ended.returncode == 0, f"{command}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
         return ended.stdout
 

@@ -49,7 +49,7 @@ def test_kills_of_the_command_itself(server: Server, undisturbed: Callable[..., 
         process = subprocess.Popen(
             stage_command("04_train_fsdp.py", *life.options), cwd=server.root, preexec_fn=pinned(),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"})
         life.until_begun(before, lambda: process.poll() is not None)  # noqa: B023
         time.sleep(rng.uniform(0, 0.2))
         process.kill()

@@ -138,7 +138,7 @@ def test_torchrun_starts_killed_ranks_again(server: Server, tmp_path: Path,
     command.insert(command.index(str(ROOT / "04_train_fsdp.py")), "--max-restarts=2")
     process = subprocess.Popen(command, cwd=server.root, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL, preexec_fn=pinned(),
-                               env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+                               env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"})
     deadline = time.monotonic() + 240
     try:
         for number in range(2):

@@ -83,7 +83,7 @@ def torchrun(server: Server, outputs: Path, *options: object, fault: Fault | Non
     script = command.index(str(ROOT / "04_train_fsdp.py"))
     command[script:script] = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1",
                               "--shutdown-timeout", "120"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "",
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1",
                    "PYTHONPATH": str(ROOT / "tests" / "fault_site")}
     if fault is not None:
         environment["FAULT"] = json.dumps(asdict(fault))

@@ -53,7 +53,7 @@ class Cluster:
         """Start the launcher of a node."""
         rank = self.nodes.index(node)
         environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-                       "CUDA_VISIBLE_DEVICES": "", "BACKOFF_SECONDS": "1", "SAVE_SECONDS": "30"}
+                       "CUDA_VISIBLE_DEVICES": "-1", "BACKOFF_SECONDS": "1", "SAVE_SECONDS": "30"}
         return node.start(
             ROOT / "launch" / "multi_node.sh", "--nnodes", len(self.nodes), "--node-rank", rank,
             "--head", self.nodes[0].address, "--", *TRAIN, *self._options,
@@ -177,7 +177,7 @@ def single_node(project: Path, *options: object) -> subprocess.Popen:
     return subprocess.Popen(
         [*map(str, command)], cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-                        "CUDA_VISIBLE_DEVICES": ""})
+                        "CUDA_VISIBLE_DEVICES": "-1"})
 
 
 @pytest.mark.slow

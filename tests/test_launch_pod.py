@@ -21,7 +21,7 @@ from tests.node_namespaces import machines
 from tests.training import SEQ_LENGTH, losses
 
 POD = ROOT / "launch" / "pod.py"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "BACKOFF_SECONDS": "1",
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1", "BACKOFF_SECONDS": "1",
                "SAVE_SECONDS": "60", "WAIT_SECONDS": "120", "PYTHON": sys.executable}
 TRAIN = ("--", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
          "-b", 2, "--global-batch-size", 4, "--log-freq", 1, "--ckpt-freq", 5, "--eval-freq", 0)

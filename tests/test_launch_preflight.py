@@ -79,7 +79,7 @@ def agents(nodes: list[dict[str, Any]], tmp_path: Path, *arguments: str, address
         with (tmp_path / f"out-{rank}").open("w") as out:
             started.append(subprocess.Popen(
                 command, cwd=node["cwd"], stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1",
                      **node.get("env", {})}))
     return started
 

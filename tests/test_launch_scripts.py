@@ -92,12 +92,17 @@ def test_what_is_not_given_comes_from_the_environment(tmp_path: Path) -> None:
     assert "--nproc-per-node 5" in text
 
 
-@pytest.mark.parametrize(("devices", "count"), [("", 1), ("3", 1), ("0,2,5", 3)])
+@pytest.mark.parametrize(("devices", "count"), [("", 1), ("3", 1), ("0,2,5", 3), ("-1", 1)])
 def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -> None:
     text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", "-d", "y",
                cwd=tmp_path,
                CUDA_VISIBLE_DEVICES=devices)
     assert f"--nproc-per-node {count} " in text
+    if count > 1:  # and one where the CPU is meant
+        for cpu in (("--device", "cpu"), ("--device=cpu",)):
+            text = run("bash", LAUNCH / "single_node.sh", "--dry-run", "--", "-e", "x", *cpu, "-d",
+                       "y", cwd=tmp_path, CUDA_VISIBLE_DEVICES=devices)
+            assert "--nproc-per-node 1 " in text
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

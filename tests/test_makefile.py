@@ -52,7 +52,7 @@ def as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(place: Path, *arguments: str, expect: int = 0) -> str:
     """Type `make …`, assert its exit code and return what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(["make", *arguments], cwd=place, capture_output=True, text=True,
                           timeout=580, env=environment)
     assert done.returncode == expect, f"{arguments}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

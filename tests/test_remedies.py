@@ -40,7 +40,7 @@ from lib.hub import client, repository, transfer
 from lib.models import architecture, directory, float8, remote_code, sharded, tensors, weights
 from lib.models.design import Design
 from lib.models.directory import CODE_DIGESTS
-from lib.parallel import attention, compiling, layout
+from lib.parallel import attention, compiling, gpus, layout
 from lib.tokens import build
 from lib.train import checks, precision, symptoms
 from tests.conftest import ROOT, run_stage
@@ -77,7 +77,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, notes: Path, request: pytest.FixtureR
             frame = frame.f_back
     monkeypatch.setattr(StageError, "__init__", note)
     monkeypatch.setattr(offline, "enable", lambda: None)  # transformers is imported long ago
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     yield
     part = notes / f"{request.node.name}.part"
     part.write_text(json.dumps(sorted(RENDERED)))
@@ -466,6 +466,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     strict = RuntimeError("x does not have a deterministic implementation")
     yield lambda: _raise(symptoms.explanation(strict, opts, run))
     yield lambda: compiling.Compiler(True)._give_up(TorchDynamoException("x"))
+    patch.setattr(gpus, "unusable", lambda: gpus.Unusable("a GPU", [gpus.Reason("so", "do")]))
+    yield lambda: gpus.require(is_plan=False)
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
     yield lambda: layout._device(3)

@@ -242,7 +242,8 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
     known = {string for stage in STAGES for action in parser_of(stage)._actions
              for string in action.option_strings}
     known |= {"--nproc-per-node", "--nnodes", "--standalone", "--no-index", "--find-links",
-              "--signals-to-handle", "--shutdown-timeout"}
+              "--signals-to-handle", "--shutdown-timeout",  # torchrun, pip; docker, Slurm, nsys:
+              "--gpus", "--gres", "--trace", "--output", "--delay", "--duration"}
     launchers = [path for path in (ROOT / "launch").rglob("*") if path.suffix in SCRIPTS]
     for text in (path.read_text(encoding="utf-8") for path in launchers):
         known |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}

@@ -102,6 +102,8 @@ def _train_options(asked: JobOptions, given: Sequence[str]) -> list[str]:
     words = stage_04.expanded(given)
     if asked.slow_below:
         words.insert(0, "--log-style=dict")
+    if asked.gpus_per_node == 0:  # the node may have some, and the pod gets none
+        words.insert(0, "--device=cpu")
     parsed = stage_04.parse(words)
     if asked.slow_below and parsed.log_style != "dict":
         raise UsageError("--slow-below reads the speed from --log-style dict",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lib.core.errors import UsageError
+from lib.parallel import gpus
 
 _PINGS = 5
 _GLOO_TRIES = 5  # gloo waits for a connection that many times its timeout (torch 2.13)
@@ -35,7 +36,7 @@ class AllRanks:
         self.node = int(os.environ.get("GROUP_RANK", "0"))
         self.timeout_s = timeout_s
         self.store = self._connect()
-        self.on_gpu = torch.cuda.is_available()
+        self.on_gpu = torch.cuda.is_available() and gpus.unusable() is None
         if self.on_gpu:
             if self.local_rank >= torch.cuda.device_count():
                 raise UsageError("more ranks than GPUs on a node",

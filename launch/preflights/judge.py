@@ -50,6 +50,9 @@ def _nodes(facts: Facts, name: Name) -> Iterable[Finding]:
 
 
 def _node(own: dict[str, Any], where: str, is_same_disk: bool) -> Iterable[Finding]:
+    if unusable := own["gpu"].get("unusable"):
+        problem, found, hint = unusable
+        yield Finding(ERROR, "torch", f"{where}: {problem} ({found})", hint)
     for gpu in own["gpu"]["gpus"]:
         yield from _gpu(gpu, f"{where}, GPU {gpu['index']}")
     yield from _efa(own["efa"], own["locked_memory"], where)

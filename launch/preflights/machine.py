@@ -16,6 +16,7 @@ import torch
 from lib.core import hashing, manifest
 from lib.core.nvidia import Missing, answer, number, query
 from lib.core.paths import MANIFEST, models_root, tokens_root
+from lib.parallel.gpus import unusable
 
 _BLOCK = 8 << 20
 _DISK_BYTES, _DISK_SECONDS = 512 << 20, 2.0
@@ -32,7 +33,9 @@ _THROTTLES = {0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat (ha
 
 def describe(save_dir: Path, cache_dir: Path, named: list[Path], root: Path) -> dict[str, Any]:
     """Return what this node says of itself. named: artifacts to look at; root: of the code."""
-    return {"gpu": gpus(), "efa": efa(), "shm": shm(), "disk": disk(save_dir),
+    found = unusable()
+    why = {"unusable": [found.problem, found.found, found.hint]} if found else {}
+    return {"gpu": gpus() | why, "efa": efa(), "shm": shm(), "disk": disk(save_dir),
             "versions": versions(root), "settings": settings(), "locked_memory": locked_memory(),
             "artifacts": artifacts(named, cache_dir)}
 

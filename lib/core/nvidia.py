@@ -61,6 +61,19 @@ def driver() -> str:
     return found[0] if found else ""
 
 
+def names() -> list[str]:
+    """Return the names of the GPUs that nvidia-smi lists, none where it is absent or fails."""
+    try:
+        return [name for name, in query("name")]
+    except Missing:
+        return []
+
+
 def device_files() -> list[Path]:
     """Return the device files of the GPUs that this container, or job, was given."""
     return sorted(DEV.glob("nvidia[0-9]*"))
+
+
+def known_to_kernel() -> list[Path]:
+    """Return an entry for each GPU of the machine, whoever may use it."""
+    return sorted((PROC / "gpus").glob("*"))

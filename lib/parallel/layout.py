@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lib.core import commands, log, units
 from lib.core.errors import Preempted, StageError, UsageError, from_os_error
-from lib.parallel import flight_recorder
+from lib.parallel import flight_recorder, gpus
 from lib.parallel.degrees import Degrees
 from lib.parallel.meeting import START_TIMEOUT, Meeting
 
@@ -152,14 +152,14 @@ def _device(local_rank: int) -> torch.device:
                              expected=f"at most --nproc-per-node {torch.cuda.device_count()}, the "
                                       "number of GPUs",
                              hint="on the CPU instead:",
-                             run=f"CUDA_VISIBLE_DEVICES= {commands.as_typed()}")
+                             run=commands.as_typed("--device", "cpu"))
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         _stay_near(device)
         torch.set_num_threads(threads)
         return device
     torch.set_num_threads(threads)
-    log.info(f"no GPU: training on the CPU, "
+    log.info(("" if gpus.is_cpu_meant() else "no GPU: ") + "training on the CPU, "
              f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})")
     return torch.device("cpu")
 

@@ -108,8 +108,13 @@ class Config(RunOptions):
         help="with --precision fp8: a scale for each tensor, which is fastest, or for each of its "
              "rows, which rounds less")
 
+    device: str = option(
+        "auto", group="speed and memory (none of it changes what is learned)", role=ALIKE,
+        choices=("auto", "cpu"),
+        help="auto: the GPUs of this machine, which are an error where torch cannot use them, or "
+             "the CPU of one that has none; cpu: also where there are GPUs")
     activation_checkpointing: str = option(
-        AUTO, group="speed and memory (none of it changes what is learned)", role=ALIKE,
+        AUTO, role=ALIKE,
         choices=(AUTO, *recompute.KINDS),
         help="activations to compute again in the backward pass instead of keeping them: none, "
              "selective (the cheap ones) or full (all of a block); auto: none where that fits by "

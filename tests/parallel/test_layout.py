@@ -22,6 +22,7 @@ from lib.parallel import loss, parallelize
 from lib.parallel.layout import Degrees, ParallelLayout, _stay_near
 from lib.tokens.batches import MicroBatch
 from lib.train import model, watchdog
+from lib.train.config import Config
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_the_allocator_is_settled_before_anything_asks_about_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", ask)
     monkeypatch.setattr(model, "build_model", lambda *_: torch.cuda.is_available())
     with pytest.raises(LookupError):
-        stage_04.prepare_and_train(None, Experiment(tmp_path, "exp"), None)
+        stage_04.prepare_and_train(Config(), Experiment(tmp_path, "exp"), None)
     assert "expandable_segments:True" in seen[0]
 
 

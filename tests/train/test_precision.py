@@ -18,7 +18,7 @@ from lib.train.config import Config
 from tests.conftest import ROOT
 
 # What the environment lets torch and oneDNN use of a newer processor: the one of most laptops.
-AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIBLE_DEVICES": ""}
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIBLE_DEVICES": "-1"}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the environment is of x86 processors")

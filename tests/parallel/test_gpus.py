@@ -1,0 +1,187 @@
+"""GPUs that are there and that torch cannot use, told by their cause: stand-ins of all tools."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import validate
+from launch.preflights import judge, machine
+from lib.core import nvidia
+from lib.core.errors import UsageError
+from lib.parallel import gpus
+from tests.conftest import run_stage
+from tests.training import SEQ_LENGTH
+
+SMI = """#!/bin/sh
+case "$*" in
+*query-gpu=name*) printf 'NVIDIA A100\\nNVIDIA A100\\n';;
+*query-gpu=driver_version*) printf '535.104.05\\n535.104.05\\n';;
+*) exit 1;;
+esac
+"""
+Node = Callable[..., None]
+
+
+def put_smi(folder: Path) -> None:
+    """Put a nvidia-smi that lists two GPUs on the PATH of this process."""
+    folder.mkdir(exist_ok=True)
+    (folder / "nvidia-smi").write_text(SMI)
+    (folder / "nvidia-smi").chmod(0o755)
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Return what makes a machine of files, and torch one that finds no GPU there."""
+    def make(smi: bool = True, files: int = 2, driver: str = "", version: str = "2.13.0+cu126",
+             cuda: str | None = "12.6", visible: str | None = None, says: str = "") -> None:
+        for name in ("dev", "proc"):
+            (tmp_path / name).mkdir()
+        for number in range(files):
+            (tmp_path / "dev" / f"nvidia{number}").touch()
+        if driver:
+            (tmp_path / "proc" / "gpus" / "0000:53:00.0").mkdir(parents=True)
+            (tmp_path / "proc" / "version").write_text(
+                "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  "
+                f"{driver}  Release Build\nGCC version: gcc version 12.3.0\n")
+        if smi:
+            put_smi(tmp_path / "bin")
+        monkeypatch.setattr(nvidia, "DEV", tmp_path / "dev")
+        monkeypatch.setattr(nvidia, "PROC", tmp_path / "proc")
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
+        def init() -> None:
+            if says:
+                raise RuntimeError(says)
+        monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return make
+
+
+@pytest.mark.parametrize(("how", "problem", "hint"), [
+    ({"version": "2.13.0+cu130", "cuda": "13.0"},
+     "driver 535.104.05 is too old for torch 2.13.0, whose CUDA 13.0 wants 580 or newer",
+     "update the driver or install torch 2.13.0+cu126, which runs with it"),
+    ({"version": "2.13.0+cpu", "cuda": None}, "torch 2.13.0+cpu is built without CUDA",
+     "install torch 2.13.0+cu126, which runs with it"),
+    ({"smi": False, "driver": "580.65.06", "version": "2.13.0+cpu", "cuda": None},
+     "is built without CUDA", "install torch 2.13.0+cu130, which runs with it"),
+    ({"visible": ""}, "CUDA_VISIBLE_DEVICES is empty, which hides them", "unset CUDA_VIS"),
+    ({"visible": "NoDevFiles"}, "is 'NoDevFiles', which hides them", "--gres=gpu:8"),
+    ({"visible": "7", "says": "No CUDA GPUs are available"},
+     "No CUDA GPUs are available, with CUDA_VISIBLE_DEVICES=7", "name GPUs that are here"),
+    ({"smi": False, "files": 0, "driver": "580.65.06"}, "was given none of them", "--gpus all"),
+    ({"smi": False, "driver": "470.57"}, "driver 470.57 is too old", "update the driver"),
+    ({"says": "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"},
+     "Error 802", "nvidia-fabricmanager"),
+    ({"says": "CUDA unknown error\nmore"}, "CUDA unknown error", "dmesg"),
+])
+def test_the_cause_is_named(node: Node, how: dict, problem: str, hint: str) -> None:
+    node(**how)
+    found = gpus.unusable()
+    assert len(found.reasons) == 1 and problem in found.problem and hint in found.hint
+    assert re.match(r"[12] GPUs? \((NVIDIA A100|/.*)\), driver \d+", found.found)
+    with pytest.raises(UsageError) as refused:
+        gpus.require(is_plan=False)
+    assert refused.value.hint.endswith("on the CPU instead:")
+    assert shlex.split(refused.value.run)[-2:] == ["--device", "cpu"]
+
+
+def test_all_causes_are_told_at_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node(version="2.12.1+cu132", cuda="13.2", visible="")
+    assert [reason.problem.split()[0] for reason in gpus.unusable().reasons] == \
+        ["driver", "CUDA_VISIBLE_DEVICES"]
+    gpus.require(is_plan=True)
+    assert "training would end here: torch cannot use the GPUs" in caplog.text
+
+
+def test_a_device_that_may_not_be_opened(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> int:
+        raise PermissionError
+    node(smi=False, driver="580.65.06")
+    monkeypatch.setattr(gpus.os, "open", refuse)
+    assert "may not open" in gpus.unusable().problem
+
+
+def test_without_gpus_or_where_the_cpu_is_meant_nothing_is_said(
+        node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node(version="2.13.0+cpu", cuda=None)
+    assert gpus.unusable()
+    gpus.settle("auto")
+    assert gpus.unusable()
+    gpus.settle("cpu")
+    assert gpus.unusable() is None and os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(nvidia, "DEV", Path("/nowhere"))
+    monkeypatch.setattr(nvidia, "PROC", Path("/nowhere"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert gpus.unusable() is None
+
+
+@pytest.mark.parametrize(("capability", "known", "runs"), [
+    ((9, 0), ["sm_75", "sm_80", "sm_90"], True), ((8, 9), ["sm_80", "sm_86"], True),
+    ((7, 0), ["sm_75", "sm_80", "sm_90"], False), ((12, 0), ["sm_80", "sm_90"], False),
+    ((12, 0), ["sm_90", "compute_90"], True), ((9, 0), ["sm_90a"], True),
+    ((10, 3), ["sm_100a"], False), ((10, 3), ["sm_100f"], True), ((8, 0), ["sm_86"], False)])
+def test_a_build_of_torch_without_code_for_the_gpu(
+        monkeypatch: pytest.MonkeyPatch, capability: tuple, known: list, runs: bool) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in (("is_available", True), ("device_count", 2), ("get_arch_list", known),
+                        ("get_device_capability", capability), ("get_device_name", "a GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    found = gpus.unusable()
+    assert (found is None) == runs
+    assert runs or f"{capability[0]}.{capability[1]}, only for {known[0]}" in found.problem
+
+
+def test_preflight_and_validate_tell_it_too(node: Node, monkeypatch: pytest.MonkeyPatch,
+                                            tmp_path: Path) -> None:
+    node(version="2.13.0+cu130", cuda="13.0")
+    monkeypatch.setattr(machine, "disk", lambda directory: {"directory": "/", "free": 10 ** 12})
+    facts = machine.describe(tmp_path, tmp_path, [], tmp_path)
+    told = [found for found in judge._node({**facts, "clock": {"offset_s": 0, "uncertainty_s": 0}},
+                                           "node 0", False) if found.check == "torch"]
+    assert [found.severity for found in told] == ["error"] and "too old" in told[0].text
+    assert "+cu126" in told[0].remedy
+    [alone] = validate._gpus()
+    assert (alone.severity, alone.check) == ("error", "torch") and "too old" in alone.text
+    stamp = tmp_path / ".bundle.json"
+    stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu130", "cuda": "13.0"}}}')
+    monkeypatch.setattr(validate, "ROOT", tmp_path)
+    [bundled] = validate._gpus()
+    assert bundled.severity == "error" and "--driver-version 535.104.05" in bundled.remedy
+    stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu126", "cuda": "12.6"}}}')
+    fits, installed = validate._gpus()
+    assert "535.104.05 does for torch 2.13.0+cu126" in fits.text and installed.severity == "error"
+
+
+def with_gpus(rank: int) -> None:
+    """Let a process that was just forked find two GPUs, where nobody said that none is meant."""
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    put_smi(Path("bin"))
+
+
+def test_stage_04_does_not_train_on_the_cpu_by_mistake(project: Path) -> None:
+    """All ranks say the same before anything is read of the model; --device cpu says it is meant.
+    """
+    train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH,
+             "--max-steps", 1)
+    fake = {"cwd": project, "before": "tests.parallel.test_gpus:with_gpus"}
+    refused = run_stage(*train, ranks=2, expect=1, **fake)
+    assert refused.stderr.count("error: torch cannot use the GPUs of this machine: torch") >= 1
+    assert "2 GPUs (NVIDIA A100), driver 535.104.05" in refused.stderr
+    assert "--device cpu" in refused.stderr and not (project / "outputs").exists()
+    planned = run_stage(*train, "--dry-run", **fake)
+    assert "training would end here: torch cannot use" in planned.stdout + planned.stderr
+    done = run_stage(*train, "--device", "cpu", **fake)
+    assert "training on the CPU" in done.stdout and "no GPU" not in done.stdout
