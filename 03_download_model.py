@@ -164,14 +164,17 @@ def fetch_model(opts: options.Options) -> None:
 
             # Verify and publish.
             from lib.models import check  # not before the Hub has set up the library for itself
+            from lib.planning.advice import Advice
             facts = check.examine_build(build, weights=True, name=name,
                                         trust_code=bool(model.code))
+            training = Advice.of(build.dir, bool(model.code))
             build.publish(stage=STAGE, options=options.resolved(opts), files=entries,
-                          summary={**facts.summary(), **model.summary()})
+                          summary={**facts.summary(), "memory": training.summary(),
+                                   **model.summary()})
 
     log.info(f"done in {units.duration(time.monotonic() - began)}: {model.describe_source()}; "
              f"{model.describe_checks()}")
-    facts.print(target)
+    facts.print(target, training.rows())
     log.info(f"next: {next_command(opts, name)}")
 
 
@@ -240,6 +243,7 @@ def make_from_scratch(opts: options.Options) -> None:
         return
 
     from lib.models import check
+    from lib.planning.advice import Advice
 
     with publish.Build(target, KIND, identity, opts.overwrite) as build:
         # Work.
@@ -249,13 +253,15 @@ def make_from_scratch(opts: options.Options) -> None:
         # Verify and publish.
         facts = check.examine_build(build, weights=False, name=name)
         design.require_same(identity, name)
+        training = Advice.of(build.dir)
         files = [manifest.file_entry(build.dir, path, "sha256")
                  for path in build.files()]
         build.publish(stage=STAGE, options=options.resolved(opts), files=files,
-                      summary={**facts.summary(), "source": "scratch", "commit": None})
+                      summary={**facts.summary(), "memory": training.summary(),
+                               "source": "scratch", "commit": None})
 
     log.info(f"done in {units.duration(time.monotonic() - began)}")
-    facts.print(target)
+    facts.print(target, training.rows())
     log.info(f"next: {next_command(opts, name)}")
 
 

@@ -34,8 +34,7 @@ def test_download_is_whole_plain_and_loads_offline(hub, stage: StageRunner, tmp_
     assert made["kind"] == "model/1" and made["summary"]["source"] == "hub"
     assert made["summary"]["commit"] == repo.commit
     assert made["summary"]["dtype"] == "bfloat16" and made["summary"]["context"] == 128
-    assert 16 * made["summary"]["parameters"] < made["summary"]["memory"]["1"] < 10**8
-    assert "on 1, " in done.stdout and "on 64 GPUs, each with 1 × 128 tokens" in done.stdout
+    assert made["summary"]["memory"] == {} and "to train" not in done.stdout  # it is so small
     assert made["files"] == [{"path": name, "bytes": len(content), "digest": "sha256:" +
                               hashlib.sha256(content).hexdigest()}
                              for name, content in sorted(there.items())]
@@ -315,7 +314,10 @@ def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path
     made = json.loads((tmp_path / ".cache/models/small/manifest.json").read_text())["summary"]
     assert made["vocabulary"] == made["tokens"] == 4096
     given = ("--tokenizer", ".cache/models/small", "--model-name", "big")
-    stage(SCRIPT, "--from-scratch", "--model-size", "1B", *given)
+    told = stage(SCRIPT, "--from-scratch", "--model-size", "1B", *given).stdout
+    summary = json.loads((tmp_path / ".cache/models/big/manifest.json").read_text())["summary"]
+    assert 16 * summary["parameters"] < summary["memory"]["1"] < 20 * summary["parameters"]
+    assert "on 1, " in told and "on 64 GPUs, each with 1 × 1,024 tokens" in told
     config = json.loads((tmp_path / ".cache/models/big/config.json").read_text())
     limits = json.loads((tmp_path / ".cache/models/big/tokenizer_config.json").read_text())
     assert config["vocab_size"] == 4096 and config["eos_token_id"] == 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from lib.core import log, publish, units
 from lib.core.errors import ArtifactError, StageError
-from lib.models import architecture, keys, tokenizer, training_memory
+from lib.models import architecture, keys, tokenizer
 from lib.models.directory import rename_in_errors
 from lib.models.tensors import FLOATING, Headers, read_index
 
@@ -26,7 +26,7 @@ class ModelFacts:
     """Says what a model is: vocabulary, tokens and context are numbers of tokens.
 
     dtype: of the weights, or of the config where there are none. vocabulary: rows of the
-    embedding. tokens: of the tokenizer. memory: of a GPU, for training.
+    embedding. tokens: of the tokenizer.
     """
 
     parameters: int
@@ -34,14 +34,13 @@ class ModelFacts:
     vocabulary: int
     tokens: int
     context: int | None
-    memory: training_memory.Estimate
 
     def summary(self) -> dict[str, Any]:
         """Return them as a manifest holds them."""
-        return {**asdict(self), "memory": {str(n): b for n, b in self.memory.per_gpu.items()}}
+        return asdict(self)
 
-    def print(self, target: Path) -> None:
-        """Print what the model in a directory is, and what training it takes."""
+    def print(self, target: Path, more: Mapping[str, str]) -> None:
+        """Print what the model in a directory is. more: further rows."""
         unused = self.vocabulary - self.tokens
         log.table({
             "model": target,
@@ -49,10 +48,7 @@ class ModelFacts:
             "vocabulary": f"{self.vocabulary:,} rows, {self.tokens:,} tokens in the tokenizer"
                           + (f" ({units.counted(unused, 'row')} to spare)" if unused else ""),
             "context": f"{self.context:,} tokens" if self.context else "not limited by the config",
-            "to train": self.memory.text(),
-        })
-        for line in self.memory.notes():
-            log.info(f"    {line}")
+            **more})
 
 
 def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None = None,
@@ -92,8 +88,7 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
         log.warn("the tokenizer does not give back every text as it was: "
                  + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return ModelFacts(model.num_parameters(), dtype, rows, tokens, context,
-                      training_memory.estimate(model))
+    return ModelFacts(model.num_parameters(), dtype, rows, tokens, context)
 
 
 def examine_build(build: publish.Build, *, weights: bool, name: str, trust_code: bool = False,

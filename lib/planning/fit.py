@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
-from lib.models import training_memory
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import compiling
-from lib.planning import capacity, memory
+from lib.planning import bound, capacity, memory
 from lib.planning.memory import RECOMPUTE_OPTION, USABLE, Estimates, Result, Turn
 from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import Bytes
@@ -61,7 +60,7 @@ class Fit:
     def is_easy(self, case: Case) -> bool:
         """Tell whether a case fits beyond doubt, by the shapes of the model alone."""
         states = sum(self.states(case).values())
-        kept, gathered = training_memory.beside_states(
+        kept, gathered = bound.beside_states(
             self.model, case.batch * case.seq_length, case.precision)
         masks = _PER_MASKED * case.batch * case.seq_length**2 * case.masked
         on_device = states * (not case.offload)

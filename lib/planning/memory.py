@@ -34,7 +34,7 @@ _BATCHES = (1, 2, 4)  # times --batch-size
 USABLE = 0.9  # the rest: CUDA context, NCCL buffers, fragments
 _SHORT = 4  # blocks that stand for any number of them
 _NAMED = 0.005  # the share of the whole from which on a kind of memory is named
-_ESTIMATED_FROM = 20e6  # parameters
+ESTIMATED_FROM = 20e6  # parameters
 _PATIENCE_S = 30  # of processor time; a trace takes a few seconds of it
 _GIB = 1 << 30
 
@@ -236,7 +236,7 @@ class MemoryEstimate:
             if torch.cuda.is_initialized() else multiprocessing.get_context("fork")
         self._answer, question = context.Pipe()
         self._is_wanted = log.rank() == 0 and \
-            model.num_parameters() >= _ESTIMATED_FROM
+            model.num_parameters() >= ESTIMATED_FROM
         if not self._is_wanted:
             self._answer.close()
             question.close()

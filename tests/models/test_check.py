@@ -54,8 +54,7 @@ def problems(model_dir: Path, weights: bool = True) -> str:
 def test_a_whole_model(model_dir):
     facts = check.examine(model_dir, weights=True)
     assert facts == check.ModelFacts(scratch.SIZES["tiny"].parameters(320), "bfloat16", 320, 256,
-                                     2048, facts.memory)
-    assert facts.memory.per_gpu[1] > 16 * facts.parameters > facts.memory.per_gpu[64] / 8
+                                     2048)
 
 
 def test_a_model_from_scratch_has_no_weights(model_dir):

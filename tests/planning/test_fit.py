@@ -14,13 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.core.errors import UsageError
-from lib.models import training_memory
-from lib.optim.registry import OPTIMIZERS
 from lib.planning import capacity, fit
-from lib.planning.fit import Fit
 from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import KINDS
-from lib.train import fitting, plan
+from lib.train import fitting
 from tests.conftest import run_stage
 from tests.planning.test_memory import ASKED, on_meta
 
@@ -144,17 +141,6 @@ def test_the_host_holds_what_the_gpu_does_not(monkeypatch: pytest.MonkeyPatch) -
     assert refused(monkeypatch, 2 * states, **tight, **full) is None
     error = refused(monkeypatch, states / 2, **tight, **full)  # nor does the host
     assert error and "of host memory" in error.problem and not error.run
-
-
-def test_stage_03_says_the_same() -> None:
-    model = on_meta()
-    advice = training_memory.estimate(model)
-    assert 2 * 4 + OPTIMIZERS["adamw"].state_bytes == training_memory._STATE
-    given = replace(ASKED, compile=False, batch_size=1, seq_length=advice.tokens, precision="bf16")
-    case = plan.memory_case(given, model, 1, False, 1 << 40)
-    there = Fit.here(model, given.compile)
-    assert sum(there.states(case).values()) < advice.per_gpu[1]
-    assert there.traced(case).total == pytest.approx(advice.per_gpu[1], rel=0.4)
 
 
 @pytest.mark.parametrize(("line", "files", "free"), [
