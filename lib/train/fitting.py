@@ -6,6 +6,7 @@ of it, and the rest: what the data has, and a batch that leaves a GPU waiting fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -161,7 +162,7 @@ def advise(config: Config, fit: Fit, has_begun: bool) -> None:
     whole = division.global_batch
     if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
         kept = replace(config, global_batch_size=whole, grad_accum_steps=None)
-    larger, _ = _chosen(replace(kept, batch_size=AUTO), fit, ranks,
+    larger, _ = _chosen(kept.settled("", batch_size=AUTO), fit, ranks,
                         capacity.total(capacity.device()))
     batch = larger.batch_size
     if batch > config.batch_size:
@@ -179,8 +180,8 @@ def _chosen(config: Config, fit: Fit, ranks: int, has: float, kept: str = "",
     has: bytes of the device, of which the run can have `fit.room`. kept: how much is computed again
     at least.
     """
-    kinds = (config.activation_checkpointing,)
-    if kinds == (AUTO,):
+    kinds: Sequence[str] = [config.activation_checkpointing]
+    if kinds == [AUTO]:
         kinds = recompute.KINDS[recompute.KINDS.index(kept) if kept else 0:]
     batches = _candidates(config, ranks, choice.ENOUGH[fit.on_gpu]) \
         if config.batch_size == AUTO else [config.batch_size]

@@ -75,6 +75,11 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
     assert refused(monkeypatch, need - 1, compile=True) is None  # of which no trace tells
     assert "memory will be short" in warned.pop()
 
+    assert refused(monkeypatch, states + 3, compile=True, activation_checkpointing="full")
+    on_gpu = {"gpu_mib": need / 1.05, "ckpt_async": False}
+    assert refused(monkeypatch, need, **on_gpu) is None and warned.pop()  # within the error
+    assert refused(monkeypatch, need, **on_gpu | {"gpu_mib": need / 1.15})
+
     error = refused(monkeypatch, need - 1)
     assert error and "16.0 MiB activations" in error.found and "without" not in error.found
     assert error.run.endswith("04_train_fsdp.py -e x --activation-checkpointing selective")
