@@ -28,7 +28,7 @@ from pathlib import Path
 from lib.core import commands, log, manifest, offline, options, paths, publish, stage, units
 from lib.core.errors import Problems
 from lib.hub import raw_text, repository
-from lib.models import directory, scratch, tokenizer, verify
+from lib.models import directory, prepared, scratch, tokenizer, verify
 from lib.models.design import Design
 
 STAGE, KIND = "03_download_model.py", directory.KIND
@@ -302,7 +302,7 @@ def print_plan(opts: options.Options, rows: dict[str, object]) -> None:
 def next_command(opts: options.Options, name: str) -> str:
     """Return the command of stage 04 that trains this model."""
     there = [path.parent for path in Path("hf_datasets").glob("*/manifest.json")
-             if path.parent.name not in directory.TRIAL_NAMES]
+             if path.parent.name not in prepared.TRIAL_NAMES]
     dataset = opts.train_tokenizer or (there[0] if len(there) == 1 else Path("hf_datasets/corpus"))
     elsewhere = ["--cache-dir", str(opts.cache_dir)] if opts.cache_dir != Path(".cache") else []
     trust = ["--trust-remote-code"] if opts.trust_remote_code else []  # it was typed here, too

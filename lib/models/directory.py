@@ -13,65 +13,54 @@ Layout: https://huggingface.co/docs/hub/local-cache.
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, records
+from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
+from lib.models import prepared
+from lib.models.prepared import HOW, KIND
 
-KIND = "model/1"
 CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
-TRIAL_NAMES = ("demo", "test-quick")  # models that the Makefile makes, and no run is meant to take
 _TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 _READ = (".safetensors", INDEX, ".py", CODE_DIGESTS)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _STAGE = "03_download_model.py"
-_HOW = "stage 03 fetches a model from the Hub (--model-name), or makes one (--from-scratch)"
 
 
-def find(name: str | None, cache_dir: Path) -> Path:
-    """Return the directory of a model, and log which one it is.
+def find(name: str | None, cache_dir: Path, why: str = "") -> Path:
+    """Return the directory of a model, and log which one it is, with its parameters.
 
     name: a directory with a config.json, ours or one that `save_pretrained` wrote; a name that
     stage 03 prepared (`org/name`, `org--name`, `scratch-tiny`); the name of a model whose snapshot
     the Hugging Face cache of this machine holds; None for the only one that stage 03 prepared,
-    apart from those of `make demo` and `make test-quick`.
+    apart from those of `make demo` and `make test-quick`. why: it is this one, for the log.
     Raises ArtifactError, saying what there is and what to run, when it is missing, unfinished or
     has lost files; UsageError when its weights are pickles, or when None stands for several.
     """
     if name is None:
-        return _find_only(cache_dir)
+        return _check_prepared(prepared.find_only(cache_dir), ", the only one prepared")
     path = Path(name).expanduser()
     if (path / CONFIG).is_file():
-        return _check_directory(path)
+        return _check_directory(path, why)
     target = models_root(cache_dir) / model_dir_name(name)
     if (target / MANIFEST).is_file():
         return _check_prepared(target)
     snapshot = None if target.is_dir() else _find_whole_snapshot(name)
     if snapshot is None:
         raise _nothing(name, path, target, cache_dir)
-    log.info(f"model: {snapshot}, a snapshot in the Hugging Face cache, taken as it is")
+    tell(snapshot, ", a snapshot in the Hugging Face cache, taken as it is")
     return snapshot
-
-
-def _list_prepared(cache_dir: Path) -> list[Path]:
-    """Return the finished models under a cache directory, the newest first."""
-    found = []
-    for path in models_root(cache_dir).glob(f"*/{MANIFEST}"):
-        content = manifest.read_if_any(path.parent)
-        if content and content["kind"] == KIND and PARTIAL not in path.parent.name:
-            found.append((content.get("created", ""), path.stat().st_mtime_ns, path.parent))
-    return [directory for *_, directory in sorted(found, reverse=True)]
 
 
 def remedy(directory: Path, *more: object) -> Remedy:
@@ -88,37 +77,22 @@ def _prepared_by(name: str, path: Path, *more: object) -> Remedy:
     is_ours = path.parent.name == "models"
     if re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) and (is_ours or not path.exists()):
         return {"run": commands.script(_STAGE, "--model-name", name, *more)}
-    return {"hint": _HOW}
+    return {"hint": HOW}
 
 
-def _find_only(cache_dir: Path) -> Path:
-    """Return the one model that is prepared; which of several is meant is never guessed."""
-    found = [path for path in _list_prepared(cache_dir) if path.name not in TRIAL_NAMES]
-    if not found:
-        trial = ", ".join(path.name for path in _list_prepared(cache_dir))
-        raise ArtifactError(f"no model is prepared under {models_root(cache_dir)}",
-                            found=f"{trial}, which only -m takes" if trial else "",
-                            hint=_HOW)
-    if found[1:]:
-        raise UsageError(f"{len(found)} models are prepared under {models_root(cache_dir)}, and "
-                         "none was named", expected="one of these words in the command",
-                         found="\n".join(f"-m {shlex.quote(path.name)}" for path in found))
-    return _check_prepared(found[0], ", the only one prepared")
-
-
-def _check_directory(path: Path) -> Path:
+def _check_directory(path: Path, why: str = "") -> Path:
     """Return a directory given by its path: ours, an export, or one made elsewhere."""
     if any(PARTIAL in part for part in path.resolve().parts[-2:]):
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
         _require_no_pickles(path)
-        log.info(f"model: {path}, made elsewhere (no {MANIFEST}), taken as it is")
+        tell(path, f"{why}, made elsewhere (no {MANIFEST}), taken as it is")
         return path
     other = manifest.read_if_any(path)
     if other and other["kind"] != KIND:
-        log.info(f"model: {path}, made by {other.get('stage') or other['kind']}")
+        tell(path, f"{why}, made by {other.get('stage') or other['kind']}")
         return _check_files(path, other, {})
-    return _check_prepared(path)
+    return _check_prepared(path, why)
 
 
 def _require_no_pickles(path: Path) -> None:
@@ -132,9 +106,15 @@ def _require_no_pickles(path: Path) -> None:
 
 
 def _check_prepared(directory: Path, why: str = "") -> Path:
-    log.info(f"model: {directory}{why}")
+    tell(directory, why)
     content = manifest.read(directory, KIND, "the model", **remedy(directory))
     return _check_files(directory, content, remedy(directory, "--overwrite"))
+
+
+def tell(model_dir: Path, why: str) -> None:
+    """Log which model it is and how large, as far as its files tell without building it."""
+    count = count_parameters(model_dir)
+    log.info(f"model: {model_dir}{f', {units.count(count)} parameters' if count else ''}{why}")
 
 
 def _check_files(directory: Path, content: dict[str, Any], remedy_: Remedy) -> Path:
@@ -154,7 +134,7 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
                      "as it is")
     elif path.is_dir():
         found.append(f"{path} without {CONFIG}")
-    there = [directory.name for directory in _list_prepared(cache_dir)]
+    there = [directory.name for directory in prepared.list_all(cache_dir)]
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
     cached = [path.name.removeprefix("models--").replace("--", "/")
               for path in sorted(find_hf_cache().glob("models--*"))]
@@ -255,6 +235,24 @@ def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
     return header, 8 + length
+
+
+def count_parameters(model_dir: Path) -> int:
+    """Return how many parameters a model has: as stage 03 noted, or by the headers of its weights;
+    0 where neither is there.
+    """
+    content = manifest.read_if_any(model_dir) or {}
+    if noted := content.get("summary", {}).get("parameters"):
+        return int(noted)
+    total = 0
+    with suppress(OSError, ValueError, KeyError, TypeError):  # whoever reads the weights says more
+        names = set(read_index(model_dir / INDEX).values()) if (model_dir / INDEX).is_file() \
+            else [WEIGHTS]
+        for path in (model_dir / name for name in names):
+            header, _ = read_header(path, path.stat().st_size)
+            total += sum(math.prod(tensor["shape"]) for tensor in header.values())
+        return total
+    return 0
 
 
 def fingerprint(model_dir: Path) -> str:

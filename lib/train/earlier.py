@@ -15,6 +15,7 @@ from lib.core import commands, declared, log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, differences, in_lines
 from lib.core.paths import Experiment
+from lib.models import directory, prepared
 from lib.train import journal
 from lib.train.config import Config
 
@@ -47,6 +48,28 @@ def read(experiment: Experiment) -> dict[str, Any]:
         return recorded
     checkpoint = newest(experiment)
     return {"identity": checkpoint.commit()["identity"]} if checkpoint else {}
+
+
+def model_of(experiment: Experiment, begun: dict[str, Any], named: Checkpoint | None,
+             cache_dir: Path) -> str | None:
+    """Return the model that a run is of where no -m says so; None where nothing was begun.
+
+    Also with --overwrite, and of a run that has saved nothing yet. It is where it was, or wherever
+    a prepared model of the same content lies. begun: see `read`. named: the checkpoint of --resume.
+    Raises ArtifactError when it is not there any more: another one is not taken in its place.
+    """
+    recorded = begun or journal.read_config(experiment) or (named.commit() if named else {})
+    path = recorded.get("model_dir", "")
+    if path and Path(path).is_dir():
+        return path
+    known = recorded.get("identity", {}).get("inputs", {}).get("model")
+    for candidate in prepared.list_all(cache_dir) if known else ():
+        if directory.fingerprint(candidate) == known:
+            return str(candidate)
+    if path:
+        raise ArtifactError(f"the model {path} is not there, with which {experiment.root} was begun",
+                            hint="copy it there; -m NAME names it elsewhere, or another model")
+    return None
 
 
 def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,

@@ -83,20 +83,17 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
                 begun: dict[str, Any]) -> Inputs:
     """Find and check model and dataset without importing torch.
 
-    made: the model of --model-size. Without it and -m, a run that has begun keeps its model. begun:
-    see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
+    made: the model of --model-size. Without it and -m, a run keeps the model that it was begun
+    with. begun: see Inputs. Raises UsageError or ArtifactError, telling all that is wrong at once.
     """
     stop_request = stamps.take([experiment.stop_file] * experiment.stop_file.exists())
     problems = Problems()
-    name, began_with = config.model_name, begun.get("model_dir")
-    if name is None and began_with and Path(began_with).is_dir():
-        name = began_with
-    model_dir = made or problems.collect(lambda: directory.find(name, config.cache_dir))
+    named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
+    model_dir = problems.collect(lambda: _find_model(config, experiment, made, begun, named))
     corpora = [] if config.streaming else \
         problems.collect(lambda: mixture.open_corpora(config.dataset_name))
     shards = problems.collect(lambda: _open_shards(config, begun)) \
         if config.streaming else None
-    named = problems.collect(lambda: earlier.named_checkpoint(config, experiment))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = stamps.take(directory.list_files(model_dir))
@@ -107,6 +104,19 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     scratch = _is_from_scratch(config, model_dir, bool(begun or named))
     return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
                   model_stamps, stop_request)
+
+
+def _find_model(config: Config, experiment: Experiment, made: Path | None, begun: dict[str, Any],
+                named: Checkpoint | None) -> Path:
+    """Return the model of --model-size or -m, that of the run, or the only one; and log which."""
+    if made:
+        directory.tell(made, f", {config.model_size} from scratch")
+        return made
+    if config.model_name:
+        return directory.find(config.model_name, config.cache_dir)
+    name = earlier.model_of(experiment, begun, named, config.cache_dir)
+    return directory.find(name, config.cache_dir,
+                          f", with which {experiment.root} was begun" if name else "")
 
 
 def settle(config: Config, inputs: Inputs) -> Config:
@@ -298,11 +308,12 @@ def _make(design: Design, target: Path, content: dict[str, Any], config: Config,
     with publish.Build(target, KIND, content, overwrite=False) as building:
         design.make_tokenizer(building.dir, config.num_workers, not config.no_progress, limit)
         design.write_beside_tokenizer(building.dir, vocabulary)
-        check.examine_build(building, weights=False, name=f"--model-size {config.model_size}")
+        facts = check.examine_build(building, weights=False,
+                                    name=f"--model-size {config.model_size}")
         design.require_same(content, design.choose_name())
         files = [manifest.file_entry(building.dir, path, "sha256")
                  for path in building.files()]
         building.publish(stage="04_train_fsdp.py", options=config.recorded(), files=files,
-                         summary={"source": "scratch"})
+                         summary={"source": "scratch", "parameters": facts.parameters})
     rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
     log.info(f"made from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")

@@ -31,12 +31,12 @@ def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data, wo
               hardware: Hardware) -> None:
     """Print what the run is, at its start."""
     config = plan.config
-    log.info(f"experiment {config.save_dir / config.experiment_name}")
+    log.info(f"experiment {config.save_dir / config.experiment_name}: "
+             f"{_model_of(config, inputs)}, {units.count(work.parameters)} parameters")
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
     no_split = "none with --streaming" if data.samples is None else \
         "none that fills a sample (stage 02 makes a split with --validation-percent)"
-    log.table({"model": _model_of(config, inputs), "dataset": inputs.datasets,
-               "validation": held_out or no_split,
+    log.table({"dataset": inputs.datasets, "validation": held_out or no_split,
                **_settled(config), **data.describe(plan), **outlook.rows(plan, work, hardware)})
     _tell_doubts(plan, work, hardware, bool(data.held_out))
     if config.deterministic:

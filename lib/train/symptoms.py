@@ -92,10 +92,9 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
             meters.snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     knobs = []
-    kinds = recompute.KINDS
-    if config.activation_checkpointing != kinds[-1]:
-        more = kinds[kinds.index(config.activation_checkpointing) + 1]
-        knobs.append(f"--activation-checkpointing {more}")
+    now, kinds = config.activation_checkpointing, recompute.KINDS
+    if more := kinds[kinds.index(now) + 1:] if now in kinds else kinds[1:]:
+        knobs.append(f"--activation-checkpointing {more[0]}")
     if config.batch_size > 1:
         knobs.append("a smaller --batch-size with --global-batch-size as it is")
     knobs += ["a smaller --seq-length", "more ranks to shard over"]

@@ -41,8 +41,15 @@ def test_without_a_name_the_only_model_is_taken_and_the_log_says_which(cache, ca
     log.setup()
     with pytest.raises(UsageError, match="2 models are prepared") as caught:
         find(None, cache)
-    assert caught.value.found.splitlines() == ["-m scratch-tiny", "-m org--first"]
-    # Those of the Makefile never count, whenever they were made.
+    told, *lines = caught.value.expected.splitlines()
+    assert told == "one of these commands"
+    assert [line.split()[-2:] for line in lines] == [["-m", "scratch-tiny"], ["-m", "org--first"]]
+    # Those of the Makefile never count, whenever they were made and whatever they are called now.
+    made = cache / "models/scratch-tiny/manifest.json"
+    content = made.read_text()
+    made.write_text(json.dumps({**json.loads(content), "options": {"model_name": "demo"}}))
+    assert find(None, cache) == cache / "models/org--first"
+    made.write_text(content)
     (cache / "models/scratch-tiny").rename(cache / "models/demo")
     assert find(None, cache) == cache / "models/org--first"
     assert "org--first, the only one prepared" in capsys.readouterr().out

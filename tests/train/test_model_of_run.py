@@ -1,0 +1,64 @@
+"""Which model a run without -m takes: what is typed, and the first line that says so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lib.core import manifest
+from tests.conftest import run_stage
+from tests.training import SEQ_LENGTH, VOCABULARY, save_model, save_tokenizer
+
+TRAIN = ("-d", "corpus", "-s", SEQ_LENGTH, "--max-steps")
+
+
+def prepare_as_by_stage_03(project: Path, name: str, **shape: Any) -> Path:
+    """Make a model in the cache directory, and return it."""
+    from transformers import LlamaConfig
+
+    path = project / ".cache/models" / name
+    save_tokenizer(path, project / "raw_text")
+    save_model(path, LlamaConfig(**{
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **shape}))
+    manifest.write(path, kind="model/1", stage="", identity={}, options={"model_name": name},
+                   summary={}, files=[manifest.file_entry(path, file) for file in path.iterdir()])
+    return path
+
+
+def first_line(project: Path, *arguments: object, **how: Any) -> str:
+    done = run_stage("04_train_fsdp.py", *arguments, cwd=project, **how)
+    return done.stdout.partition("\n")[0] or done.stderr
+
+
+def test_which_model_is_asked_told_and_kept(project: Path) -> None:
+    small = prepare_as_by_stage_03(project, "org--small")
+    larger = prepare_as_by_stage_03(project, "org--larger", hidden_size=64)
+    prepare_as_by_stage_03(project, "demo")
+
+    question = first_line(project, "-e", "x", *TRAIN, 1, expect=2)
+    assert "2 models are prepared under .cache/models, and none was named" in question
+    commands = re.findall(r".* -m \S+", question)
+    told = [first_line(project, *shlex.split(line)[2:], "--dry-run") for line in commands]
+    assert told == ["model: .cache/models/org--larger, 115K parameters",
+                    "model: .cache/models/org--small, 51.4K parameters"]
+
+    first_line(project, "-e", "x", *TRAIN, 1, "-m", "org/larger")
+    log = (project / "outputs/x/logs/rank_00000.log").read_text().partition("\n")[0]
+    assert log.endswith("experiment outputs/x: .cache/models/org--larger, 115K parameters")
+    kept = "model: .cache/models/org--larger, 115K parameters, with which outputs/x was begun"
+    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == kept
+    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run", "--overwrite") == kept
+    shutil.rmtree(project / "outputs/x/checkpoints")  # as if it had ended before its first save
+    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == kept
+    larger.rename(project / ".cache/models/moved")  # its content is still there
+    assert ".cache/models/moved, 115K parameters" in first_line(
+        project, "-e", "x", *TRAIN, 2, "--dry-run")
+    (project / ".cache/models/moved").rename(project / "elsewhere")
+    gone = first_line(project, "-e", "x", *TRAIN, 2, expect=3)
+    assert "org--larger is not there, with which outputs/x was begun" in gone
+    assert first_line(project, "-e", "y", *TRAIN, 2, "--dry-run") == \
+        f"model: {small.relative_to(project)}, 51.4K parameters, the only one prepared"
