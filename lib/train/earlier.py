@@ -67,7 +67,7 @@ def model_of(experiment: Experiment, begun: dict[str, Any], named: Checkpoint | 
         if directory.fingerprint(candidate) == known:
             return str(candidate)
     if path:
-        raise ArtifactError(f"the model {path} is not there, with which {experiment.root} was begun",
+        raise ArtifactError(f"the model {path}, with which {experiment.root} was begun, is gone",
                             hint="copy it there; -m NAME names it elsewhere, or another model")
     return None
 

@@ -59,6 +59,6 @@ def test_which_model_is_asked_told_and_kept(project: Path) -> None:
         project, "-e", "x", *TRAIN, 2, "--dry-run")
     (project / ".cache/models/moved").rename(project / "elsewhere")
     gone = first_line(project, "-e", "x", *TRAIN, 2, expect=3)
-    assert "org--larger is not there, with which outputs/x was begun" in gone
+    assert "org--larger, with which outputs/x was begun, is gone" in gone
     assert first_line(project, "-e", "y", *TRAIN, 2, "--dry-run") == \
         f"model: {small.relative_to(project)}, 51.4K parameters, the only one prepared"
