@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Follow a run from its files: progress, loss curve, speed, memory, checkpoints, warnings.
 
+While it runs, what the GPUs of this machine do is shown too, where there is nvidia-smi.
+
   python launch/monitor.py outputs/exp            live in a terminal, until complete or Ctrl-C
   python launch/monitor.py outputs/exp --once     one look, also for a log or a mail
 
@@ -11,6 +13,7 @@ and changes nothing. Exit codes: 0; 2 when there is no such run.
 from __future__ import annotations
 
 import math
+import platform
 import shutil
 import signal
 import statistics
@@ -23,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.common import run_files
 from launch.common.run_files import Row, RunFiles
-from lib.core import options, paths, stage, units
+from lib.core import nvidia, options, paths, stage, units
 from lib.core.options import Options
 from lib.train.console import mean_loss
 
@@ -32,6 +35,7 @@ _CURVE_ROWS = 8
 _RECENT = 20  # rows that are looked at for a slow rank
 _STRAGGLER = 1.2  # times the usual rank
 _LABEL = 13
+_MIB = 1 << 20
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
@@ -97,9 +101,25 @@ def page(run: RunFiles, width: int) -> list[str]:
                                          f"{len(saved)} kept"))
     elif run.rows:
         lines.append(_line("checkpoint", "none yet"))
+    if run.status().is_held:
+        lines += _gpus()
     if warnings := run.warnings():
         lines += ["", "warnings", *(f"  {text}" for text in warnings)]
     return lines
+
+
+def _gpus() -> list[str]:
+    """Return a line for each GPU of this machine, none where nvidia-smi lists none."""
+    lines = []
+    for gpu in nvidia.loads():
+        memory = f"{units.memory((gpu.used or 0) * _MIB)} of {units.memory(gpu.total * _MIB)}" \
+            if gpu.total else ""
+        limit = "" if gpu.limit is None else f" of {gpu.limit:.0f}"
+        said = ["" if gpu.busy is None else f"busy {gpu.busy:.0f} %", memory,
+                "" if gpu.watts is None else f"{gpu.watts:.0f}{limit} W",
+                "" if gpu.celsius is None else f"{gpu.celsius:.0f} °C"]
+        lines.append(_line(f"GPU {gpu.index}", ", ".join(filter(None, said)) or "tells nothing"))
+    return ["", _line("GPUs", f"of {platform.node()}, now"), *lines] if lines else []
 
 
 def _line(label: str, text: str) -> str:

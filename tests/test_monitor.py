@@ -98,6 +98,29 @@ def test_plain_letters_where_the_terminal_knows_no_others(run: Path):
     assert said.isascii() and "\\u" not in said and "#####" in said and "@" in said
 
 
+def test_what_the_gpus_of_this_machine_do(run: Path, monkeypatch: pytest.MonkeyPatch):
+    tool = run.parent / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.touch(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    files = RunFiles(run)
+    files.update()
+    shown = {}
+    for name, cells in (("two", "0, 97, 61234, 81559, 641.35, 700.00, 61\\n1, 0, 4, 81559, 70.1, "
+                                "[N/A], 31"), ("silent", "0" + ", [N/A]" * 6),
+                        ("broken", "Failed to initialize NVML: Driver/library version mismatch")):
+        tool.write_text(f"#!/bin/sh\necho '{cells}'\n".replace("\\n", "\n"))
+        with held(run):
+            shown[name] = "\n".join(monitor.page(files, 100))
+    assert re.search(r"GPUs +of \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
+                     r"61 °C\nGPU 1 +busy 0 %, 4.\S* MiB of 79.6 GiB, 70 W, 31 °C", shown["two"])
+    assert re.search("GPU 0 +tells nothing", shown["silent"])
+    assert "GPU" not in shown["broken"] + "\n".join(monitor.page(files, 100))  # nobody holds it
+    tool.unlink()
+    with held(run):
+        assert "GPU" not in "\n".join(monitor.page(files, 100))
+
+
 def test_a_straggler_is_named(run: Path):
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(110, 400, 10):

@@ -7,9 +7,28 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 _TIMEOUT_S = 10
 PROC, DEV = Path("/proc/driver/nvidia"), Path("/dev")
+
+
+_LOAD = "index,utilization.gpu,memory.used,memory.total,power.draw,power.limit,temperature.gpu"
+
+
+class Load(NamedTuple):
+    """Says what a GPU does, None where it does not tell.
+
+    busy: per cent of the time in which a kernel ran. used, total: memory, MiB. watts, limit: power.
+    """
+
+    index: str
+    busy: float | None
+    used: float | None
+    total: float | None
+    watts: float | None
+    limit: float | None
+    celsius: float | None
 
 
 class Missing(Exception):
@@ -65,6 +84,14 @@ def names() -> list[str]:
     """Return the names of the GPUs that nvidia-smi lists, none where it is absent or fails."""
     try:
         return [name for name, in query("name")]
+    except Missing:
+        return []
+
+
+def loads() -> list[Load]:
+    """Return what each GPU that nvidia-smi lists is doing, none where it is absent or fails."""
+    try:
+        return [Load(index, *map(number, cells)) for index, *cells in query(_LOAD)]
     except Missing:
         return []
 
