@@ -207,7 +207,7 @@ def test_log_rules_match_what_a_run_prints() -> None:
 
     row = {"step": 1500, "train/loss_mean": 1.72, "train/learning_rate": 2.9e-4,
            "perf/tokens_per_sec": 6404.4, "perf/mfu": 0.38, "perf/slowest_ratio": 1.0,
-           "memory/peak_gib": 61.2, "time/data": 7.9}
+           "memory/max_peak_gib": 61.2, "time/data": 7.9}
 
     def rules(*options: object) -> dict[str, dict[str, str]]:
         [found] = manifests("render", "--kind", "hyperpod", *ASKED, *options)
@@ -215,7 +215,8 @@ def test_log_rules_match_what_a_run_prints() -> None:
         return {rule["name"]: rule
                 for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]}
 
-    said = {"line": console.Lines(20_000).line(row), "dict": console.record(row, 0)}
+    said = {"line": f"16:29:56 {console.Lines(20_000).line(row)}",
+            "dict": f"16:29:56 {console.record(row, 0)}"}
     assert re.match(rules(*TRAIN)["hang"]["logPattern"], said["line"])
     for options in ((*TRAIN, "--log-style", "dict"), ("--slow-below", 20000, *TRAIN)):
         hang = rules(*options)["hang"]

@@ -68,8 +68,8 @@ def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: P
         since = [expected[step] for step in range(first, row["step"] + 1)]
         assert row["train/loss"] == pytest.approx(since[-1], rel=1e-4)
         assert row["train/loss_mean"] == pytest.approx(sum(since) / len(since), rel=1e-4)
-    assert re.findall(r"^\[rank=(\d)\] {'global_step': (\d+),", done.stdout, re.MULTILINE) == [
-        ("0", str(row["step"])) for row in logged]
+    assert re.findall(r"^\d\d:\d\d:\d\d \[rank=(\d)\] {'global_step': (\d+),", done.stdout,
+                      re.MULTILINE) == [("0", str(row["step"])) for row in logged]
     for name in ("one", "wide"):
         validation = [row["eval/loss"] for row in metrics(project, name) if "eval/loss" in row]
         assert validation == pytest.approx([row["eval/loss"] for row in metrics(trained, "two")
@@ -141,7 +141,10 @@ def test_what_a_run_leaves(trained: Path):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row.pop("time"))
     assert row["train/loss_mean"] == row["train/loss"]  # a row for every step
     logs = [(root / "logs" / f"rank_0000{rank}.log").read_text() for rank in (0, 1)]
-    own = [re.findall(r"\[rank=(\d)\] {'global_step': (\d+), .*'time/data'", log) for log in logs]
+    own = [re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO \[rank=(\d)\] "
+                      r"{'global_step': (\d+), .*'current_gib': .*'peak_gib': .*'reserved_gib': .*"
+                      r"'total_gib': .*'max_peak_gib': .*'time/data'", log, re.MULTILINE)
+           for log in logs]
     assert own == [[(str(rank), str(step)) for step in range(1, STEPS + 1)] for rank in (0, 1)]
     assert "  loss " not in "".join(logs)  # that is the line of the console
     keys = {"step", "epoch", "train/loss", "train/loss_mean", "train/grad_norm",
@@ -150,7 +153,8 @@ def test_what_a_run_leaves(trained: Path):
             "perf/mfu", "perf/slowest_rank", "perf/slowest_ratio",
             "time/optimizer", "eval/loss", "eval/perplexity",
             *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),
-            *(f"memory/{name}_gib" for name in ("current", "peak", "reserved", "total"))}
+            *(f"memory/{name}_gib" for name in ("current", "peak", "reserved", "total",
+                                                "max_peak")), "memory/max_peak_rank"}
     assert keys == set(row) and all(isinstance(row[key], (int, float)) for key in keys)
     files = sorted(p.name for p in (root / "checkpoints" / "step_00000012").iterdir())
     assert files == ["COMMIT.json", "dcp", "manifest.json", "rng.safetensors", "train_state.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,13 +16,19 @@ _logger = logging.getLogger("pipeline")
 
 
 class _Console(logging.StreamHandler):
-    """Prints plain lines; warnings carry their level, other ranks than 0 their number."""
+    """Prints plain lines; warnings carry their level, other ranks than 0 their number.
+
+    shows_times: the time of day stands before each.
+    """
+
+    shows_times = False
 
     def format(self, record: logging.LogRecord) -> str:
         text = visible(record.getMessage())
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
-        return text if rank() == 0 else f"[rank={rank()}] {text}"
+        text = text if rank() == 0 else f"[rank={rank()}] {text}"
+        return f"{time.strftime('%H:%M:%S')} {text}" if self.shows_times else text
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, above a progress bar if there is one."""
@@ -89,6 +96,13 @@ def setup() -> None:
     _logger.handlers = [console]
     _logger.setLevel(logging.INFO)
     _logger.propagate = False
+
+
+def show_times(are_shown: bool) -> None:
+    """Let lines on the console begin with the time of day, or no longer."""
+    for handler in _logger.handlers:
+        if isinstance(handler, _Console):
+            handler.shows_times = are_shown
 
 
 def add_file(path: Path) -> None:

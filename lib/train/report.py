@@ -52,6 +52,7 @@ class Report:
     def __enter__(self) -> Report:
         self.note_state("running")
         self._estimate.tell()
+        log.show_times(True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -61,6 +62,7 @@ class Report:
         if error is not None and not self._is_over:
             known = from_os_error(error) if isinstance(error, OSError) else error
             self.note_state("disk_full" if isinstance(known, DiskFullError) else "failed")
+        log.show_times(False)
         self._bar.close()
         self._metrics.close()
 
@@ -88,19 +90,21 @@ class Report:
                 "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
                 "perf/tflops": per_device * meters.flops / 1e12,
                 "perf/mfu": per_device * meters.flops / meters.peak,
-                **self._speeds(), **times, **self._slowest(times),
-                **self._stream.costs(times), **in_use}
+                **self._speeds(), **times, **self._stream.costs(times), **in_use,
+                **self._of_all_ranks(times, in_use["memory/peak_gib"])}
 
-    def _slowest(self, times: dict[str, float]) -> dict[str, float]:
-        """Return which rank is slowest in what no rank waits for others in, and by how much.
+    def _of_all_ranks(self, times: dict[str, float], peak_gib: float) -> dict[str, float]:
+        """Return which rank is slowest in what no rank waits for others in, and which is fullest.
 
         In a step all ranks take as long as the slowest; only the optimizer and the data tell them
         apart. All ranks must call this.
         """
-        own = gather(times["time/data"] + times["time/optimizer"], self._layout.control)
+        alone = times["time/data"] + times["time/optimizer"]
+        own, peaks = zip(*gather((alone, peak_gib), self._layout.control), strict=True)
         slowest = max(range(len(own)), key=own.__getitem__)
         usual = max(statistics.median(own), 1e-9)
-        return {"perf/slowest_rank": slowest, "perf/slowest_ratio": own[slowest] / usual}
+        return {"perf/slowest_rank": slowest, "perf/slowest_ratio": own[slowest] / usual,
+                "memory/max_peak_gib": max(peaks), "memory/max_peak_rank": peaks.index(max(peaks))}
 
     def write(self, figures: dict[str, Any]) -> None:
         """Write a step's row everywhere, and say how many steps were skipped before it.
@@ -218,6 +222,7 @@ class Report:
 
     def finish(self) -> None:
         """Tell how the run ended; the last step has been saved."""
+        log.show_times(False)
         self._bar.close()
         self.journal.event("complete", self._state.step)
         if self._layout.rank == 0 and (rows := self._rows()):
