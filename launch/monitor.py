@@ -181,9 +181,8 @@ def _times(row: Row, since: str) -> str:
 def _memory(row: Row) -> str:
     if "memory/peak_gib" not in row:
         return ""
-    own = row.get("memory/peak_gib", 0)  # rank 0's, which is all that rows of older runs have
-    peak, total = (gib * (1 << 30) for gib in (row.get("memory/max_peak_gib", own),
-                                               row.get("memory/total_gib", 0)))
+    most = "max_peak" if "memory/max_peak_gib" in row else "peak"  # older rows have rank 0's alone
+    peak, total = (row.get(f"memory/{kind}_gib", 0) * (1 << 30) for kind in (most, "total"))
     share = f" of {units.memory(total)} ({100 * peak / total:.0f} %)" if total else ""
     return f"peak of this launch {units.memory(peak)}{share}, on rank " \
            f"{row.get('memory/max_peak_rank', 0)}"

@@ -42,7 +42,8 @@ def row(step: int, **more: object) -> str:
                "perf/tokens_per_sec_per_device": 2500.0,
                "perf/tflops": 100.0, "perf/mfu": 0.31, "time/data": 1.0, "time/forward": 30.0,
                "time/backward": 60.0, "time/update": 9.0, "time/total": 100.0,
-               "perf/slowest_rank": 3, "perf/slowest_ratio": 1.0, "memory/peak_gib": 60.0,
+               "perf/slowest_rank": 3, "perf/slowest_ratio": 1.0, "memory/peak_gib": 58.0,
+               "memory/max_peak_gib": 60.0, "memory/max_peak_rank": 3,
                "memory/total_gib": 80.0}
     return json.dumps({**figures, **more}) + "\n"
 
@@ -83,7 +84,7 @@ def test_figures_of_a_run(run: Path):
     assert "7.0500 on average since step 90, 7.0000 in step 100;" in said
     assert "5,000 tok/s since step 90, 4,321 tok/s over this launch after its first step, " in said
     assert "per device 2,500 tok/s, 100 TFLOP/s, MFU 31.0 %" in said
-    assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %)" in said
+    assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %), on rank 3" in said
     assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in said
     assert re.search(r"checkpoint +step 100, (under )?\S+ s ago; 2 kept", said)
     assert "slowest" not in said and "warnings" not in said
