@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -203,8 +205,6 @@ def test_hyperpod_has_its_own_names_and_policies() -> None:
 
 
 def test_log_rules_match_what_a_run_prints() -> None:
-    import re
-
     row = {"step": 1500, "train/loss_mean": 1.72, "train/learning_rate": 2.9e-4,
            "perf/tokens_per_sec": 6404.4, "perf/mfu": 0.38, "perf/slowest_ratio": 1.0,
            "memory/max_peak_gib": 61.2, "time/data": 7.9}
@@ -381,17 +381,82 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
     assert "claim fsx-claim" in said("cluster.py", "--kind", "other", "--dry-run")
 
 
-def test_the_template_for_envsubst_is_the_same_job() -> None:
+@pytest.mark.parametrize(("instance", "nodes", "gpus", "efa"), [
+    ("p5.48xlarge", "2", "8", "32"), ("g4dn.12xlarge", "2", "4", "0"),
+    ("p3.16xlarge", "1", "8", None), ("own.type", "3", "2", None)])
+def test_the_template_for_envsubst_is_the_same_job(instance: str, nodes: str, gpus: str,
+                                                   efa: str | None) -> None:
     if shutil.which("envsubst") is None:
         pytest.skip("envsubst is not installed (Debian: gettext-base)")
-    settings = {"IMAGE_URI": "registry/train:1", "INSTANCE_TYPE": "p5.48xlarge", "NUM_NODES": "2",
-                "GPU_PER_NODE": "8", "EFA_PER_NODE": "32", "FI_PROVIDER": "efa"}
+    settings = {"IMAGE_URI": "registry/train:1", "INSTANCE_TYPE": instance, "NUM_NODES": nodes,
+                "GPU_PER_NODE": gpus, "FI_PROVIDER": "efa", "HF_TOKEN": "hf_secret"}
+    if efa is not None:
+        settings["EFA_PER_NODE"] = efa
     text = (TEMPLATES / "pytorchjob.envsubst.yaml").read_text()
-    filled = subprocess.run(["envsubst"], input=text, env={**os.environ, **settings}, text=True,
+    environment = {key: value for key, value in os.environ.items() if key != "EFA_PER_NODE"}
+    filled = subprocess.run(["envsubst"], input=text, env={**environment, **settings}, text=True,
                             capture_output=True, check=True).stdout
+    assert "$" not in filled and "hf_secret" not in filled
     found = yaml.safe_load(filled)
     assert not problems([found])
-    env = pod_of([found])["spec"]["containers"][0]["env"]
-    env.remove({"name": "FI_PROVIDER", "value": "efa"})
-    assert [found] == manifests("render", *ASKED, "--job-name", "train", "--", "--dataset-name=c4",
-                                "--model-name=meta-llama/Llama-3.1-8B")
+    for resources in pod_of([found])["spec"]["containers"][0]["resources"].values():
+        assert set(resources) == {"nvidia.com/gpu", "vpc.amazonaws.com/efa"}
+        assert int(resources.pop("vpc.amazonaws.com/efa")) == int(efa or 0)
+    same = asked("render", *ASKED, "--job-name", "train", "--instance-type", instance, "--nodes",
+                 nodes, "--gpus-per-node", gpus, "--efa-per-node", efa or 0, "--",
+                 "--dataset-name=c4", "--model-name=meta-llama/Llama-3.1-8B")
+    [expected] = dataclasses.replace(same, huge_pages=False, env={}).manifests()
+    pod = pod_of([expected])["spec"]["containers"][0]
+    pod["resources"] = {kind: {"nvidia.com/gpu": int(gpus)} for kind in ("requests", "limits")}
+    if not int(efa or 0):
+        pod["env"].append({"name": "FI_EFA_USE_HUGE_PAGE", "value": "0"})
+    assert found == expected
+
+
+def test_pods_have_the_account_and_the_bucket_that_the_files_make() -> None:
+    """What launch/kubernetes/ offers to apply is what a cluster takes and the options name."""
+    [account] = yaml.safe_load_all((TEMPLATES / "service-account.yaml").read_text())
+    volume, claim = yaml.safe_load_all((TEMPLATES / "bucket.yaml").read_text())
+    for item in (account, volume, claim):
+        kubernetes_validate.validate(item, "1.34", strict=True)
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    assert volume["spec"]["claimRef"] == {key: claim["metadata"][key]
+                                          for key in ("namespace", "name")}
+    found = manifests("render", *ASKED, "--bucket-pvc", claim["metadata"]["name"],
+                      "--service-account", account["metadata"]["name"], *TRAIN)
+    spec = pod_of(found)["spec"]
+    assert not problems(found) and spec["serviceAccountName"] == "training"
+    assert {"name": "bucket", "persistentVolumeClaim": {"claimName": "training-data",
+                                                        "readOnly": True}} in spec["volumes"]
+    assert {"name": "bucket", "mountPath": "/bucket", "readOnly": True} in \
+        spec["containers"][0]["volumeMounts"]
+
+
+def test_the_policies_allow_what_is_called_and_each_statement_is_explained() -> None:
+    def statements(name: str) -> list[dict[str, Any]]:
+        policy = json.loads((TEMPLATES / "iam" / name).read_text())
+        assert policy["Version"] == "2012-10-17"
+        return policy["Statement"]
+
+    def actions(name: str) -> set[str]:
+        return {action for statement in statements(name) for action in (
+            [statement["Action"]] if isinstance(statement["Action"], str) else statement["Action"])}
+
+    text = "".join(path.read_text() for path in (ROOT / "launch").rglob("*.py"))
+    calls = set(re.findall(r"(?:aws|text)\(\"(\w+)\", \"([\w-]+)\"", text))
+    for part in re.split(r"ask = partial\(aws, ", text)[1:]:
+        calls |= {(re.match(r'"(\w+)"', part)[1], verb)
+                  for verb in re.findall(r'ask\("([\w-]+)"', part.split("\ndef ")[0])}
+    assert len(calls) > 8
+    renamed = {"eks:UpdateKubeconfig": "eks:DescribeCluster",
+               "ecr:GetLoginPassword": "ecr:GetAuthorizationToken"}
+    called = {f"{service}:{''.join(map(str.capitalize, verb.split('-')))}"
+              for service, verb in calls}
+    pushing = {f"ecr:{name}" for name in ("BatchCheckLayerAvailability", "InitiateLayerUpload",
+                                          "UploadLayerPart", "CompleteLayerUpload", "PutImage")}
+    assert {renamed.get(name, name) for name in called} | pushing == actions("launcher.json")
+    assert actions("pods.json") == {"s3:ListBucket", "s3:GetObject"}
+    explained = (ROOT / "docs" / "launch.md").read_text()
+    for name in ("launcher.json", "pods.json", "pods-trust.json"):
+        assert f"`{name}`" in explained
+        assert not [s["Sid"] for s in statements(name) if f"`{s['Sid']}`" not in explained]

@@ -34,20 +34,26 @@ class JobNeeds:
     namespace: str = option("default", metavar="NS", help="namespace of the job")
     context: str = option("", metavar="NAME",
                           help="context of the kubeconfig (default: the current one)")
-    nodes: int = option(1, group="the nodes", parse=options.positive_int,
+    nodes: int = option(1, "--num-nodes", group="the nodes", parse=options.positive_int,
                         help="nodes that the job asks for")
     instance_type: str = option("", metavar="T", help="for example p5.48xlarge; HyperPod's ml. is "
                                                       "added (default: any node)")
-    gpus_per_node: int | None = option(None, parse=options.count, help="GPUs to ask for, 0 to "
-                                       "train on the CPU (default: by instance type)")
+    gpus_per_node: int | None = option(None, "--gpu-per-node", parse=options.count,
+                                       help="GPUs to ask for, 0 to train on the CPU (default: by "
+                                            "instance type)")
     efa_per_node: int | None = option(None, parse=options.count,
                                       help="EFA adapters to ask for (default: by instance type)")
-    image: str = option("", group="the pods", metavar="URI",
-                        help="image with the code (needed by render, apply and deploy)")
+    image: str = option("", "--image-uri", group="the pods", metavar="URI",
+                        help="image with the code (default: the last that launch/build_image.py "
+                             "built here)")
     image_pull_secret: str = option("", metavar="NAME", help="secret with the registry's "
                                                              "credentials (default: none)")
     pvc: str = option("fsx-claim", metavar="NAME", help="claim of the volume that all nodes share, "
                                                         "with data and experiments")
+    bucket_pvc: str = option("", metavar="NAME", help="claim of a bucket, which pods read under "
+                                                      "/bucket (default: none)")
+    service_account: str = option("", metavar="NAME", help="account of the pods, for rights on AWS "
+                                                           "(default: the namespace's)")
 
     @property
     def bare_type(self) -> str:
@@ -77,7 +83,8 @@ class JobNeeds:
                                   f"ends, at most {LONGEST}")
         if not self.pvc:
             problems.add("--pvc is empty", expected="the claim of a volume that all nodes share")
-        for name in ("pvc", "image_pull_secret", "token_secret"):
+        for name in ("pvc", "bucket_pvc", "service_account", "image_pull_secret",
+                     "token_secret"):
             value = getattr(self, name, "")
             if value and not (_OBJECT.fullmatch(value) and len(value) <= _LONGEST_OBJECT):
                 problems.add(f"{flag(name)} {value!r} cannot name an object",
