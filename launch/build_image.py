@@ -20,12 +20,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.images import docker as image_docker  # noqa: E402
-from launch.images import versions  # noqa: E402
+from launch.images import last, versions  # noqa: E402
 from launch.images.docker import DockerError  # noqa: E402
 from launch.images.versions import ImageBuild, ImageOptions  # noqa: E402
 from lib.core import commands, declared, log, options, stage, torch_builds  # noqa: E402
@@ -49,19 +50,14 @@ def main(argv: list[str]) -> None:
     build_and_push(declared.read(ImageOptions, opts), opts.dry_run)
 
 
-def build_docker_image(*, auto_fix: bool = False, tag: str = "", efa: bool = False,
-                       push: str = "", create_repository: bool = False, driver_version: str = "",
-                       context: Path | None = None, base_image: str = "", max_attempts: int = 3,
-                       dry_run: bool = False) -> str:
+def build_docker_image(*, dry_run: bool = False, **asked: Any) -> str:
     """Build the image as the command line does, and return its name.
 
+    asked: the options by their names, such as auto_fix=True, tag="llm:1", push="REGISTRY/llm".
     Raises UsageError or DiskFullError, with the cause and its remedy.
     """
-    asked = declared.made(
-        ImageOptions, auto_fix=auto_fix, tag=tag, efa=efa, push=push, driver_version=driver_version,
-        create_repository=create_repository, context=context or ROOT, base_image=base_image,
-        max_attempts=max_attempts)
-    return build_and_push(asked, dry_run)
+    log.setup_unless_heard()
+    return build_and_push(declared.made(ImageOptions, **asked), dry_run)
 
 
 def build_and_push(asked: ImageOptions, dry_run: bool) -> str:
@@ -82,8 +78,9 @@ def build_and_push(asked: ImageOptions, dry_run: bool) -> str:
     build = _build(build)
     if target:
         _push(build.tag, target, build.create_repository)
+    last.note(last.Built(target or build.tag, is_pushed=bool(target)))
     log.info(f"built {target or build.tag}")
-    log.info(f"launch/kubernetes.py takes it as --image {target or build.tag}")
+    log.info(f"launch/kubernetes.py takes it from here, or as --image {target or build.tag}")
     return target or build.tag
 
 

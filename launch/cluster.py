@@ -46,6 +46,11 @@ def parse(argv: list[str]) -> Options:
                        help="EKS cluster, for what AWS tells (default: that of the context)")
     where.add_argument("--region", default="", metavar="NAME",
                        help="AWS region (default: that of the context, or of the AWS settings)")
+    where.add_argument("--validate-components", type=options.on_off, default=True, nargs="?",
+                       const=True, metavar="on|off",
+                       help="validate: ask the cluster; off: AWS alone")
+    where.add_argument("--auto-fix", action="store_true",
+                       help="validate: make the namespace where it is missing")
     declared.add(parser, JobNeeds, instance_type="instance type of the nodes (default: any with "
                  "GPUs)", gpus_per_node="GPUs per node (default: those of the instance type, else "
                  "1)", image="image of the job (default: not checked)")
@@ -69,7 +74,8 @@ def main(argv: list[str]) -> None:
     if opts.action == "describe":
         describe(kube, asked, eks, opts.fail_on)
         return
-    findings.report(validate(kube, asked, eks), opts, "this cluster")
+    findings.report(_judge(kube, asked, eks, opts.validate_components, opts.auto_fix), opts,
+                    "this cluster")
 
 
 def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Finding]:
@@ -136,27 +142,35 @@ def describe(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], fail_on: str)
 
 def manage_eks_cluster(cluster_name: str | None = None, region: str = "", *,
                        validate_components: bool = True, auto_fix: bool = False,
-                       namespace: str = "default", kind: str = "pytorchjob", nodes: int = 1,
-                       instance_type: str = "", pvc: str = "fsx-claim") -> list[Finding]:
+                       create_if_missing: bool = False, **wanted: Any) -> list[Finding]:
     """Connect kubectl to an EKS cluster, judge it for a job, and return what was found.
 
     cluster_name: None for the only one of the account and region. auto_fix: make the namespace
     when it is missing; whatever else is wrong costs money or rights, and is only told with its
-    remedy. Raises UsageError without kubectl or the AWS command line, or when AWS refuses.
+    remedy, as is a missing cluster (create_if_missing changes nothing about that). wanted: what a
+    job needs, by the names of `cluster.py validate`, such as num_nodes=4. Raises UsageError without
+    kubectl or the AWS command line, or when AWS refuses.
     """
+    log.setup_unless_heard()
+    asked = declared.made(JobNeeds, **wanted)
     name = cluster_name or aws.discover(region)
+    if create_if_missing:
+        aws.require_cluster(name, region)
     aws.connect(name, region)
-    asked = declared.made(JobNeeds, kind=kind, namespace=namespace, nodes=nodes,
-                          instance_type=instance_type, pvc=pvc)
-    kube = Kubectl(namespace)
-    eks = _eks(kube, name, region)
-    if auto_fix and kube.find("namespace", namespace) is None:
-        made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
-        kube.run("create", "--validate=false", "-f", "-", given=json.dumps(made))
-    found = validate(kube, asked, eks) if validate_components else \
-        aws.check(*eks, KINDS[kind].on_hyperpod)
+    kube = Kubectl(asked.namespace)
+    found = _judge(kube, asked, _eks(kube, name, region), validate_components, auto_fix)
     findings.show(found)
     return found
+
+
+def _judge(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str], asks_cluster: bool,
+           auto_fix: bool) -> list[Finding]:
+    """Return what can be said of a cluster, after the namespace was made where that is wanted."""
+    if auto_fix and kube.find("namespace", kube.namespace) is None:
+        made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": kube.namespace}}
+        kube.run("create", "--validate=false", "-f", "-", given=json.dumps(made))
+    return validate(kube, asked, eks) if asks_cluster else \
+        aws.check(*eks, KINDS[asked.kind].on_hyperpod)
 
 
 def _nodes(kube: Kubectl, found: list[Finding]) -> list[ClusterNode]:

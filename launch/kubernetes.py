@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
 """Train on Kubernetes: make a job's manifest, submit it, follow it, and find out why it fails.
 
-  python launch/kubernetes.py render --job-name exp --nodes 2 --instance-type p5.48xlarge \\
-      --image REGISTRY/train:1 -- -d c4 -m meta-llama/Llama-3.1-8B --global-batch-size 256
+  python launch/kubernetes.py prepare --cluster-name eks --job-name exp
+  python launch/kubernetes.py deploy --cluster-name eks --num-nodes 4 --job-name exp
   python launch/kubernetes.py deploy --kind trainjob --job-name exp --instance-type p5.48xlarge \\
       --nodes 2 --image REGISTRY/train:1 -- --config recipes/llama-3.1-8b.yaml -d c4
+  python launch/kubernetes.py render --job-name exp --nodes 2 --instance-type p5.48xlarge \\
+      --image REGISTRY/train:1 -- -d c4 -m meta-llama/Llama-3.1-8B --global-batch-size 256
   python launch/kubernetes.py status|logs|stop --kind trainjob --job-name exp
 
   from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
 
-render prints or writes the manifest; apply submits it; deploy checks the cluster, makes the secret
-of HF_TOKEN, submits, shows the log, and on a failure finds the cause, applies or names the cure and
-tries again. What stands behind `--` are options of 04_train_fsdp.py; -e is the job's name unless
-it is given, and what --config names is read here. The volume of --pvc holds hf_datasets, .cache and
-outputs.
+prepare makes data, model and tokens on the volume of --pvc, which holds hf_datasets, .cache and
+outputs; render prints or writes the manifest; apply submits it; deploy checks the cluster, makes
+the secret of HF_TOKEN, submits, shows the log, and on a failure finds the cause, applies or names
+the cure and tries again. What stands behind `--` are options of 04_train_fsdp.py; -e is the job's
+name unless it is given, and what --config names is read here. Where nothing says what to train, it
+is a 1B from scratch on c4 (recipes/scratch-1b-g5.yaml). The image is the last that was built here,
+and the cluster is asked for the instance type, unless they are given.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,64 +37,117 @@ sys.path.insert(0, str(ROOT))
 from launch.build_image import build_docker_image  # noqa: E402
 from launch.cluster import manage_eks_cluster  # noqa: E402
 from launch.common import aws, findings, stage_04  # noqa: E402
-from launch.kube import cluster_state, deploy  # noqa: E402
+from launch.common.raw_text import RawText  # noqa: E402
+from launch.images import last  # noqa: E402
+from launch.kube import cluster_state, deploy, nodes, preparation  # noqa: E402
 from launch.kube.asked import JobOptions  # noqa: E402
 from launch.kube.deploy import Patience  # noqa: E402
 from launch.kube.job import Job, planned, text  # noqa: E402
-from launch.kube.kubectl import Kubectl  # noqa: E402
+from launch.kube.kinds import KINDS  # noqa: E402
+from launch.kube.kubectl import Kubectl, KubectlError  # noqa: E402
 from lib.core import commands, declared, log, options, stage  # noqa: E402
 from lib.core.errors import Problems, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
+from lib.train.config import Config  # noqa: E402
 
 __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
 
-COMMANDS = ("render", "apply", "status", "logs", "stop", "deploy")
-_STARTING = ("render", "apply", "deploy")
+COMMANDS = ("prepare", "render", "apply", "deploy", "status", "logs", "stop")
+_STARTING = ("prepare", "render", "apply", "deploy")
 _SCRIPT = "launch/kubernetes.py"
 
 
 def parser() -> options.Parser:
-    parser = options.Parser(__doc__, f"{'|'.join(COMMANDS)} --job-name J [options] -- "
-                            "TRAINING OPTIONS")
+    parser = options.Parser(__doc__, "COMMAND --job-name J [options] -- TRAINING OPTIONS")
     parser.add_argument("command", choices=COMMANDS, help="what to do")
     declared.add(parser, JobOptions)
     declared.add(parser, Patience)
+    declared.add(parser, RawText)
     one = parser.add_argument_group("the command")
+    one.add_argument("--cluster-name", default="", metavar="NAME",
+                     help="cluster of EKS; its context is fetched where the kubeconfig has none "
+                          "(default: that of --context)")
+    one.add_argument("--hf-token", default=os.environ.get("HF_TOKEN", ""), metavar="TOKEN",
+                     help="deploy, prepare: token of the Hub, for a secret of the cluster; rather "
+                          "not on a command line (default: HF_TOKEN)")
     one.add_argument("--out", type=findings.output_file, metavar="FILE",
                      help="render: file to write (default: print it)")
     one.add_argument("--node-rank", type=options.count, default=0, metavar="R",
                      help="logs: of which node")
     one.add_argument("--follow", type=options.on_off, default=True, metavar="on|off",
                      help="logs: go on until the pod ends")
-    one.add_argument("--monitor", type=options.on_off, default=True, metavar="on|off",
-                     help="deploy: show the first node's log")
+    one.add_argument("--monitor", type=options.on_off, default=True, metavar="on|off", nargs="?",
+                     const=True, help="deploy, prepare: show the first node's log")
     one.add_argument("--dry-run", action="store_true",
                      help="print what would be submitted, or the kubectl command, and do nothing")
     return parser
 
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
-    """Return the options, and those of stage 04, which stand behind `--`."""
-    if "--" not in argv and argv[:1] and argv[0] in _STARTING and not {"-h", "--help"} & {*argv}:
-        raise stage_04.nothing_behind("-d c4 -m ORG/NAME")
+    """Return the options, and those of stage 04: what stands behind `--`, or is known to it alone.
+    """
     own, train = stage_04.divided(argv)
-    return parser().parse(own), train
+    asking = parser()
+    own, more = stage_04.taken_out(own, asking.flags)
+    return asking.parse(own), [*more, *train]
 
 
 def main(argv: list[str]) -> None:
     opts, train = parse(argv)
     # Through `finally`, where a kubectl that follows a log is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    asked = declared.read(JobOptions, opts)
+    asked = connected(declared.read(JobOptions, opts), opts.cluster_name, opts.dry_run)
     kubectl = Kubectl(asked.namespace, asked.context)
+    typed = f"python {_SCRIPT} {shlex.join(commands.redacted_argv(argv))}"
+    if opts.command == "prepare":
+        start(preparation.planned(with_image(asked), declared.read(RawText, opts), train, typed),
+              kubectl, opts)
+        return
     if opts.command in _STARTING:
-        typed = f"python {_SCRIPT} {shlex.join(commands.redacted_argv(argv))}"
-        start(planned(asked, train, typed), kubectl, opts)
+        asks = not opts.dry_run and (opts.command != "render" or bool(opts.cluster_name))
+        start(planned(completed(asked, kubectl, asks), train, typed), kubectl, opts)
         return
     problems = Problems()
     asked.check_names(problems)
     problems.raise_if_any()
     {"status": status, "logs": logs, "stop": stop}[opts.command](asked, kubectl, opts)
+
+
+def connected(asked: JobOptions, cluster_name: str, dry_run: bool = False) -> JobOptions:
+    """Return it with the context of the cluster; UsageError when there is none."""
+    if cluster_name and asked.context:
+        raise UsageError(f"--cluster-name {cluster_name} and --context {asked.context} both name a "
+                         "cluster", expected="one of them")
+    return replace(asked, context=aws.context_of(cluster_name)) \
+        if cluster_name and not dry_run else asked
+
+
+def with_image(asked: JobOptions) -> JobOptions:
+    """Return it with the image that was built last, unless one is given."""
+    if asked.image or not (built := last.find()):
+        return asked
+    log.info(f"image: {built.image}, the last that was built in this directory")
+    if not built.is_pushed:
+        log.warn("it was not pushed to a registry, so that only nodes which hold it can start it: "
+                 + commands.script("launch/build_image.py", "--push", "REGISTRY/llm-training"))
+    return replace(asked, image=built.image)
+
+
+def completed(asked: JobOptions, kubectl: Kubectl, asks: bool = True) -> JobOptions:
+    """Return it with what is not given: the image of the last build, and what the nodes are.
+
+    asks: whether to ask the cluster. UsageError where that leaves a choice.
+    """
+    asked = with_image(asked)
+    if not asks or asked.gpus_per_node == 0:
+        return asked
+    try:
+        found = nodes.read(kubectl.items("nodes"), [])
+    except KubectlError:
+        if asked.instance_type and (asked.node or asked.gpus_per_node is not None):
+            return asked  # nothing is open
+        raise
+    return nodes.completed(asked, found)
 
 
 def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
@@ -107,11 +166,16 @@ def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
         log.info(f"next: {_command('logs', job)}")
     else:
         try:
-            deploy.deploy(job, kubectl, token=os.environ.get("HF_TOKEN", ""),
-                          monitor=opts.monitor, patience=declared.read(Patience, opts))
+            deploy.deploy(job, kubectl, token=opts.hf_token, monitor=opts.monitor,
+                          patience=declared.read(Patience, opts))
         except KeyboardInterrupt:
-            log.info(f"\nthe job goes on; end it: {_command('stop', job)}")
+            log.info(f"\nthe job goes on; end it: {_ending(job, kubectl)}")
             raise
+
+
+def _ending(job: Job, kubectl: Kubectl) -> str:
+    return _command("stop", job) if job.resource == KINDS[job.kind].resource else \
+        shlex.join(kubectl.command("delete", job.resource, job.job_name))
 
 
 def _command(command: str, job: JobOptions) -> str:
@@ -172,20 +236,28 @@ def stop(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     log.info("stopped; the same job goes on from the checkpoint")
 
 
-def deploy_training_job(*, cluster_name: str, num_nodes: int, job_name: str, instance_type: str,
-                        image_uri: str, max_steps: int | None = None, hf_token: str | None = None,
-                        monitor: bool = True, kind: str = "pytorchjob", namespace: str = "default",
-                        train: Sequence[str] = (), patience: Patience | None = None) -> None:
+def deploy_training_job(*, cluster_name: str = "", hf_token: str | None = None,
+                        monitor: bool = True, auto_retry: bool = True, train: Sequence[str] = (),
+                        patience: Patience | None = None, **asked: Any) -> None:
     """Do what `deploy` does; raises a StageError (launch.kube.deploy.JobFailed) with the last word.
 
-    cluster_name: of EKS, or a context of the kubeconfig. train: further options of stage 04, such
-    as --config recipes/llama-3.1-8b.yaml. patience: how often and how long to try.
+    cluster_name: of EKS, or a context of the kubeconfig (default: the current one). hf_token: for a
+    secret of the cluster (default: HF_TOKEN). auto_retry: submit again what may go well the next
+    time. train: options of stage 04, such as --config recipes/llama-3.1-8b.yaml. patience: how
+    often and how long to try. asked: options of `deploy` or of stage 04 by their names, such as
+    job_name="exp", num_nodes=4, max_steps=1000; what is not given is found as on the command line.
     """
-    asked = declared.made(JobOptions, kind=kind, namespace=namespace, job_name=job_name,
-                          nodes=num_nodes, instance_type=instance_type, image=image_uri)
-    job = planned(asked, [*train, *([f"--max-steps={max_steps}"] if max_steps else [])])
-    deploy.deploy(job, Kubectl(namespace, aws.context_of(cluster_name)), token=hf_token or "",
-                  monitor=monitor, patience=patience)
+    log.setup_unless_heard()
+    ours, theirs = declared.spellings(JobOptions), declared.spellings(Config)
+    declared.require_known(asked, [*ours, *theirs])
+    job = declared.made(JobOptions, **{name: asked[name] for name in asked if name in ours})
+    given = declared.by_field(Config, {name: asked[name] for name in asked if name not in ours})
+    job = connected(job, cluster_name)
+    kubectl = Kubectl(job.namespace, job.context)
+    token = os.environ.get("HF_TOKEN", "") if hf_token is None else hf_token
+    deploy.deploy(planned(completed(job, kubectl), [*train, *stage_04.words_of(given)]), kubectl,
+                  token=token, monitor=monitor,
+                  patience=patience or (Patience() if auto_retry else Patience(attempts=1)))
 
 
 if __name__ == "__main__":

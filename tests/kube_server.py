@@ -51,9 +51,10 @@ CORE = (
     Type("v1", "pods", "Pod"), Type("v1", "events", "Event"), Type("v1", "secrets", "Secret"),
     Type("v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
     Type("v1", "namespaces", "Namespace", False), Type("v1", "nodes", "Node", False),
+    Type("batch/v1", "jobs", "Job"),
 )
 _SHORT = {"persistentvolumeclaims": ["pvc"]}
-_JOBS = {"PyTorchJob", "TrainJob", "HyperPodPyTorchJob"}
+_JOBS = {"PyTorchJob", "TrainJob", "HyperPodPyTorchJob", "Job"}
 _VERBS = ["get", "list", "create", "patch", "update", "delete", "watch"]
 
 

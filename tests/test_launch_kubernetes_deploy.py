@@ -30,8 +30,9 @@ QUICK_KIND = ["pytorchjob", *(pytest.param(kind, marks=pytest.mark.long)
 RUNNING: Object = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
 SCHEDULED = [{"type": "PodScheduled", "status": "True"}]
 NAMES = {"PyTorchJob": "{}-worker-{}", "TrainJob": "{}-node-0-{}",
-         "HyperPodPyTorchJob": "{}-pod-{}"}
-SUCCESS = {"PyTorchJob": "Succeeded", "TrainJob": "Complete", "HyperPodPyTorchJob": "Completed"}
+         "HyperPodPyTorchJob": "{}-pod-{}", "Job": "{}-{}"}
+SUCCESS = {"PyTorchJob": "Succeeded", "TrainJob": "Complete", "HyperPodPyTorchJob": "Completed",
+           "Job": "Complete"}
 
 
 def add_pods(cluster: Cluster, item: Object, phase: str = "Running", log: tuple[str, ...] = (),

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 ASKED = ("mathstral-7b", "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "mixtral-8x7b",
-         "scratch-1b")
+         "scratch-1b", "scratch-1b-g5", "mistral-7b", "llama-3.1-405b")
 KINDS = ("none", "selective", "full")
 
 
@@ -38,7 +38,7 @@ def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleTy
     assert opts.model_name and opts.lr == float(content["lr"])
     assert not {"experiment-name", "dataset-name", "nodes"} & set(content), "they are the user's"
     checks.require_sound(opts, has_begun=False)
-    nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) H\d+ \(p5", text).groups())
+    nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) [AH]\d+G? \([pg]5", text).groups())
     assert f"--plan-gpus {nodes * gpus}" in text and f"--config recipes/{recipe.name}" in text
     division = plan.divide(opts, 0, nodes * gpus)
     tokens = division.global_batch * opts.seq_length

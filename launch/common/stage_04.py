@@ -2,20 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from lib.core import commands, options
+from lib.core import commands, declared, log, options, paths
 from lib.core.errors import Problems, UsageError
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "04_train_fsdp.py"
+# What is trained where nothing says so, on the dataset that launch/prepare.py makes by itself.
+RECIPE, DATASET = ROOT / "recipes" / "scratch-1b-g5.yaml", "c4"
+_FROM_SCRATCH = ("--from-scratch", "--model-size=1B")
 
 
 def divided(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the words before and behind the first `--`."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1:]
+
+
+def taken_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return a launcher's words without the options of stage 04 that stand among them, and those.
+
+    own: the options of the launcher, which are its own also where stage 04 has them.
+    """
+    kept: list[str] = []
+    train: list[str] = []
+    theirs, where = _parser().flags, kept
+    for word in words:
+        name = word.partition("=")[0]
+        flag = name.replace("_", "-") if name.startswith("--") else name
+        if word.startswith("-"):
+            where = train if flag in theirs and flag not in own else kept
+        where.append(word)
+    return kept, train
+
+
+def words_of(given: Mapping[str, Any]) -> list[str]:
+    """Return what a program gives for options as it is typed; given: by the names of fields."""
+    words: list[str] = []
+    for name, value in given.items():
+        if declared.is_flag(Config, name):
+            words += [declared.flag(name)] if value else []
+        else:
+            words += [f"{declared.flag(name)}={_typed(each)}"
+                      for each in (value if isinstance(value, list | tuple) else [value])]
+    return words
+
+
+def _typed(value: Any) -> str:
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+
+
+def completed(words: Sequence[str]) -> list[str]:
+    """Return options of stage 04, with those of a 1B from scratch where nothing says what to train.
+
+    A --tokenizer that is a model of the Hub means the directory where stage 03 puts it.
+    """
+    asked = parse(words)
+    if asked.tokenizer and len(asked.tokenizer.parts) == 2 and asked.tokenizer.parts[0] != "..":
+        prepared = paths.models_root(asked.cache_dir) / paths.model_dir_name(str(asked.tokenizer))
+        words = [*words, f"--tokenizer={prepared}"]
+    if asked.model_name or asked.model_size or asked.config:
+        return [*words]
+    if asked.dataset_name and not asked.tokenizer:
+        return [*words]
+    recipe = expanded([f"--config={RECIPE}"])
+    if asked.tokenizer:
+        recipe = [*(word for word in recipe if not word.startswith("--model-name=")),
+                  *_FROM_SCRATCH]
+    named = [] if asked.dataset_name else [f"--dataset-name={DATASET}"]
+    log.info(f"what to train is not given: a 1B from scratch, as recipes/{RECIPE.name} says"
+             + (f", on {DATASET}" if named else ""))
+    return [*recipe, *named, *words]
 
 
 def nothing_behind(example: str) -> UsageError:

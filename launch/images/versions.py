@@ -58,11 +58,14 @@ class ImageOptions:
     """Says which image is wanted."""
 
     tag: str = option("", parse=_IMAGE, metavar="NAME",
-                      help=f"name of the image (default: {NAME}:<commit>-torch…)")
+                      help=f"name of the image (default: auto, {NAME}:<commit>-torch…)")
     efa: bool = option(False, help="with libfabric and the NCCL plugin for AWS's network")
     context: Path = option(ROOT, parse=Path,
                            help="checkout or unpacked bundle to build from; its wheelhouse/ is "
                                 "used when there is one (default: this checkout)")
+    dockerfile: Path = option(DOCKERFILE, parse=Path, metavar="FILE",
+                              help="file to build by, or its name in launch/; it gets the same "
+                                   "build arguments (default: launch/Dockerfile)")
     requirements: str = option("", metavar="FILE",
                                help="requirements*.txt of the context to install (default: that of "
                                     "wheelhouse/, or else requirements.txt)")
@@ -104,7 +107,7 @@ class ImageBuild(ImageOptions):
                   "REQUIREMENTS": self.requirements, "REVISION": _commit(self.context),
                   "NVIDIA_REQUIRE_CUDA": f"cuda>={major}.0" if major else ""}
         return ["build", "--progress=plain", "--platform", self.platform,
-                "--file", str(DOCKERFILE), "--tag", self.tag,
+                "--file", str(self.dockerfile), "--tag", self.tag,
                 *(word for name, value in values.items() if value or name == "NVIDIA_REQUIRE_CUDA"
                   for word in ("--build-arg", f"{name}={value}")),
                 *(("--secret", f"id=pip.conf,src={self.pip_conf}") if self.pip_conf else ()),
@@ -132,6 +135,12 @@ def planned(opts: ImageOptions) -> ImageBuild:
                          expected=f"{name} in it")
     if opts.pip_conf and not opts.pip_conf.is_file():
         raise UsageError(f"--pip-conf: no such file: {opts.pip_conf}")
+    dockerfile = opts.dockerfile if opts.dockerfile.is_file() \
+        else DOCKERFILE.parent / opts.dockerfile
+    if not dockerfile.is_file():
+        raise UsageError(f"--dockerfile: no such file: {opts.dockerfile}",
+                         hint="without the option it is launch/Dockerfile, which needs no change "
+                              "for another base image or CUDA: --base-image, --cuda")
     named, problems = torch_pin(requirements), Problems()
     driver = opts.driver_version or nvidia.driver()
     torch = _torch_for(torch_pin(requirements, opts.cuda), driver, opts.auto_fix, problems)
@@ -139,11 +148,13 @@ def planned(opts: ImageOptions) -> ImageBuild:
         problems.add(problem, hint="choose a base image without CUDA, or with that of torch")
     python = _python_for(opts, torch, named, problems)
     problems.raise_if_any()
-    tag = opts.tag or (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
-                       f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else ""))
+    made_up = (f"{NAME}:{_commit(opts.context)[:12]}-torch{torch.version}"
+               f"-{torch.local.removeprefix('+')}" + ("-efa" if opts.efa else ""))
+    tag = made_up if opts.tag in ("", "auto") else opts.tag
     settled = replace(opts, context=opts.context.resolve(), tag=tag, python=python,
                       requirements=name,
                       base_image=opts.base_image or f"python:{PYTHONS[python]}-bookworm",
+                      dockerfile=dockerfile.resolve(),
                       driver_version=driver, pip_conf=opts.pip_conf and opts.pip_conf.resolve())
     return ImageBuild(**vars(settled), torch=torch, named_torch=named)
 

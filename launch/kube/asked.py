@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS, ON_HYPERPOD
-from lib.core import config_file, options
+from lib.core import commands, config_file, options
 from lib.core.declared import flag, option
 from lib.core.errors import Problems
 
@@ -21,7 +21,6 @@ _LONGEST_OBJECT = 253
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _OBJECT = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
 _TYPE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
-_SIMILAR = 0.75
 Asked = TypeVar("Asked", bound="JobNeeds")
 
 
@@ -95,7 +94,7 @@ class JobNeeds:
         """Note an instance type, or none, whose nodes are not known."""
         kind, known = self.bare_type, instances()
         if kind not in known and self.gpus_per_node is None:
-            near = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=_SIMILAR)
+            near = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=options.SIMILAR)
             said = f"--instance-type {kind} is not in the table" if kind else \
                 "--instance-type is missing"
             problems.add(said + (f"; the nearest is {near[0]}" if near else ""),
@@ -179,8 +178,10 @@ class JobOptions(JobNeeds):
     def _check_places(self, problems: Problems) -> None:
         """Note an image or a directory that no pod can have."""
         if not self.image:
-            problems.add("--image is missing",
-                         expected="the image that launch/build_image.py made")
+            problems.add("--image is missing, and no image was built in this directory",
+                         expected="an image that the nodes can fetch",
+                         run=commands.script("launch/build_image.py", "--push",
+                                             "REGISTRY/llm-training"))
         elif not re.fullmatch(r"[A-Za-z0-9][^\s]*", self.image):
             problems.add(f"--image {self.image!r} cannot name an image",
                          expected="REGISTRY/NAME:TAG, without spaces")

@@ -71,7 +71,8 @@ _STUCK = {
     "out of memory": "a larger memory request in launch/kubernetes/pod.yaml, fewer workers, or an "
                      "instance with more memory",
     "bad input": "what the run says above; nothing is gained by another try",
-    "damaged artifact": "what the run says above; prepare the artifact again",
+    "damaged artifact": "what the run says above; prepare the artifact again: `kubernetes.py "
+                        "prepare` with the same options makes what is not on the volume",
     "disk full": "room on the volume of --pvc, or --ckpt-keep with fewer checkpoints",
 }
 # These may pass by themselves, so that the same job is worth another try.

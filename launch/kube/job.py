@@ -51,8 +51,8 @@ class Job(JobOptions):
     def manifests(self) -> list[Document]:
         """Return the job as Kubernetes takes it; ${POD} in its template is the pod of pod.yaml."""
         settings = self._settings()
-        [pod] = _filled("pod.yaml", settings)
-        return _filled(f"{self.kind}.yaml", {**settings, "POD": pod})
+        [pod] = filled("pod.yaml", settings)
+        return filled(f"{self.kind}.yaml", {**settings, "POD": pod})
 
     def _settings(self) -> dict[str, Any]:
         kind, asked = KINDS[self.kind], stage_04.parse(self.train)
@@ -84,7 +84,7 @@ def planned(asked: JobOptions, given: Sequence[str], launched_as: str = "") -> J
     problems = Problems()
     asked.check(problems)
     settled = asked.settled()
-    train = problems.collect(lambda: _train_options(asked, given))
+    train = problems.collect(lambda: train_options(asked, given))
     if train and (asked.node or asked.gpus_per_node is not None):
         parsed, per_node = stage_04.parse(train), settled.gpus_per_node or 1
         problems.collect(lambda: _check_division(asked, parsed, per_node))
@@ -93,13 +93,13 @@ def planned(asked: JobOptions, given: Sequence[str], launched_as: str = "") -> J
                env={str(key): str(value) for key, value in asked.node.get("env", {}).items()})
 
 
-def _train_options(asked: JobOptions, given: Sequence[str]) -> list[str]:
+def train_options(asked: JobOptions, given: Sequence[str]) -> list[str]:
     """Return the options of stage 04 as the pods get them; UsageError when it would not take them.
 
     What --config holds stands among them: pods do not have the file. The job's name becomes the
     experiment's when there is none, and a rule for slow jobs has the log style that it reads.
     """
-    words = stage_04.expanded(given)
+    words = stage_04.expanded(stage_04.completed(given))
     if asked.slow_below:
         words.insert(0, "--log-style=dict")
     if asked.gpus_per_node == 0:  # the node may have some, and the pod gets none
@@ -139,7 +139,7 @@ def text(found: list[Document], headline: str) -> str:
     return comment + yaml.safe_dump_all(found, sort_keys=False, width=100, allow_unicode=True)
 
 
-def _filled(template: str, settings: dict[str, Any]) -> list[Document]:
+def filled(template: str, settings: dict[str, Any]) -> list[Document]:
     """Return the documents of a template with its names filled in."""
     path = TEMPLATES / template
 

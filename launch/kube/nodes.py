@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.common.findings import ERROR, INFO, WARNING, Finding
-from launch.kube.asked import JobNeeds
-from lib.core import units
+from launch.kube.asked import Asked, JobNeeds
+from launch.kube.kinds import HYPERPOD_PREFIX
+from lib.core import log, units
+from lib.core.errors import UsageError
 
 GPU, EFA, HUGE_PAGES = "nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi"
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
@@ -60,7 +62,7 @@ def read(nodes: list[dict[str, Any]], pods: list[dict[str, Any]]) -> list[Cluste
 
 def _node(item: dict[str, Any]) -> ClusterNode:
     labels = item["metadata"].get("labels", {})
-    has = item["status"].get("allocatable", {})
+    has = item.get("status", {}).get("allocatable", {})
     return ClusterNode(
         name=item["metadata"]["name"], instance_type=labels.get(INSTANCE_TYPE, "unknown"),
         unfit=_unfit(item, labels), gpus=quantity(has.get(GPU, "0")),
@@ -78,16 +80,44 @@ def _driver(labels: dict[str, str]) -> str:
 
 def _unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
     states = {condition["type"]: condition["status"]
-              for condition in item["status"].get("conditions", [])}
+              for condition in item.get("status", {}).get("conditions", [])}
     pressed = [kind for kind, status in states.items() if kind != "Ready" and status == "True"]
-    taints = [taint["key"] for taint in item["spec"].get("taints", [])
+    taints = [taint["key"] for taint in item.get("spec", {}).get("taints", [])
               if taint["effect"] in ("NoSchedule", "NoExecute") and taint["key"] not in _TOLERATED]
     reasons = [*(["not ready"] if states.get("Ready") != "True" else []), *pressed,
-               *(["cordoned"] if item["spec"].get("unschedulable") else []),
+               *(["cordoned"] if item.get("spec", {}).get("unschedulable") else []),
                *([f"HyperPod health: {labels[_HEALTH]}"]
                  if labels.get(_HEALTH, "Schedulable") != "Schedulable" else []),
                *(f"taint {key}" for key in taints if not key.startswith("node.kubernetes.io/"))]
     return ", ".join(reasons)
+
+
+def completed(asked: Asked, nodes: list[ClusterNode]) -> Asked:
+    """Return what is asked of a node with what is left open filled in from those with GPUs.
+
+    UsageError when no node has GPUs, or they are of several types.
+    """
+    kinds: dict[str, ClusterNode] = {}
+    for node in nodes:
+        if node.gpus and (node.instance_type not in kinds or kinds[node.instance_type].unfit):
+            kinds[node.instance_type] = node
+    kind = asked.instance_type or (next(iter(kinds)) if len(kinds) == 1 else "")
+    # HyperPod's nodes bear its prefix, others do not, and a person may have said either.
+    kind = next((name for name in kinds if kind and name.removeprefix(HYPERPOD_PREFIX)
+                 == kind.removeprefix(HYPERPOD_PREFIX)), kind)
+    if not kind and asked.gpus_per_node is None:
+        raise UsageError("which instance type? The nodes with GPUs are of several" if kinds else
+                         "no node of the cluster has GPUs", expected="--instance-type",
+                         found=", ".join(kinds) or ", ".join(sorted({n.instance_type for n in nodes}
+                                                                    )) or "no nodes")
+    has = kinds.get(kind)
+    if has is None or (asked.instance_type and asked.node):
+        return replace(asked, instance_type=kind)
+    gpus = has.gpus if asked.gpus_per_node is None else asked.gpus_per_node
+    efa = has.efa if asked.efa_per_node is None else asked.efa_per_node
+    log.info(f"asked of the cluster: {kind}, {units.counted(has.gpus, 'GPU')} and {has.efa} EFA "
+             "per node")
+    return replace(asked, instance_type=kind, gpus_per_node=gpus, efa_per_node=efa)
 
 
 def judge(nodes: list[ClusterNode], wanted: JobNeeds, grows: bool) -> Iterable[Finding]:

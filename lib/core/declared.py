@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lib.core import options
+from lib.core import elsewhere, options
 from lib.core.errors import Problems
 from lib.core.options import Options
 
@@ -73,7 +74,7 @@ def add(parser: argparse.ArgumentParser, declared: type, **other_help: str) -> N
             where = groups[title] = groups.get(title) or parser.add_argument_group(title)
         more = {**about["more"], "help": other_help.get(field.name, about["help"])}
         more |= {"required": True} if default is dataclasses.MISSING else {"default": default}
-        if default is False and about["parse"] is str:
+        if is_flag(declared, field.name):
             more["action"] = "store_true"
         else:
             more = {"metavar": _METAVARS.get(about["parse"]), **more, "type": about["parse"]}
@@ -93,6 +94,12 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
         else field.default_factory()
 
 
+def is_flag(declared: type, name: str) -> bool:
+    """Tell whether a field is an option without a value."""
+    field = next(field for field in fields(declared) if field.name == name)
+    return default_of(field) is False and field.metadata["parse"] is str
+
+
 def first_page(declared: type) -> dict[str, str]:
     """Return what the short page of --help says, by field."""
     return {field.name: text for field in fields(declared) if (text := field.metadata["first"])}
@@ -103,19 +110,66 @@ def read(declared: type[Declared], opts: Options) -> Declared:
     return declared(**{field.name: getattr(opts, field.name) for field in fields(declared)})
 
 
-def made(declared: type[Declared], **values: Any) -> Declared:
-    """Return what a program asks for; UsageError tells all that a command line could not say."""
+def spellings(declared: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields by every name that a program may give them: job_name, num_nodes, nodes."""
+    return {text.lstrip("-").replace("-", "_"): field for field in fields(declared)
+            for text in (flag(field.name), *field.metadata["flags"])}
+
+
+def require_known(given: Iterable[str], known: Collection[str]) -> None:
+    """Raise UsageError for the names of arguments that are not known, with what is near them."""
     problems = Problems()
-    for field in fields(declared):
-        about = field.metadata
-        if (value := values.get(field.name, default_of(field))) == default_of(field):
+    for name in given:
+        if name in known:
             continue
-        try:
-            about["parse"](str(value))
-        except (argparse.ArgumentTypeError, ValueError) as error:
-            problems.add(f"{flag(field.name)}: {error}")
-        if value not in about["more"].get("choices", (value,)):
-            problems.add(f"{flag(field.name)}: there is no {value!r}",
-                         expected=f"one of {', '.join(about['more']['choices'])}")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=options.SIMILAR)
+        problems.add(f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else
+                                                       ""),
+                     hint=elsewhere.advice(name, [flag(each) for each in known]))
     problems.raise_if_any()
-    return declared(**values)
+
+
+def by_field(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the names of their fields, without those that are None.
+
+    values: by any spelling; UsageError where two of one field differ, or there is no such field.
+    """
+    known, given, problems = spellings(declared), dict[str, Any](), Problems()
+    require_known(values, known)
+    for name, value in values.items():
+        if value is not None and given.setdefault(known[name].name, value) != value:
+            problems.add(f"{name}={value!r} contradicts {given[known[name].name]!r}, which another "
+                         "spelling of the same option says", expected="one of them")
+    problems.raise_if_any()
+    return given
+
+
+def made(declared: type[Declared], **values: Any) -> Declared:
+    """Return what a program asks for; UsageError tells all that a command line could not say.
+
+    values: by any spelling of a field; None stands for the default.
+    """
+    known, given, problems = spellings(declared), by_field(declared, values), Problems()
+    for name, value in given.items():
+        field = known[name]
+        try:
+            given[name] = value = _accepted(declared, field, value)
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            problems.add(f"{flag(name)}: {error}")
+        if value not in field.metadata["more"].get("choices", (value,)):
+            problems.add(f"{flag(name)}: there is no {value!r}",
+                         expected=f"one of {', '.join(field.metadata['more']['choices'])}")
+    for field in fields(declared):
+        if default_of(field) is dataclasses.MISSING and field.name not in given:
+            problems.add(f"{flag(field.name)} is missing", expected=field.metadata["help"])
+    problems.raise_if_any()
+    return declared(**given)
+
+
+def _accepted(declared: type, field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return a value as the option's parser would; ValueError when it would not take it."""
+    if is_flag(declared, field.name):
+        if not isinstance(value, bool):
+            raise ValueError(f"expected True or False, got {value!r}")
+        return value
+    return value if value == default_of(field) else field.metadata["parse"](str(value))

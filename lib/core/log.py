@@ -105,6 +105,12 @@ def show_times(are_shown: bool) -> None:
             handler.shows_times = are_shown
 
 
+def setup_unless_heard() -> None:
+    """Send log lines to the console where the program that called a function hears none."""
+    if not _logger.hasHandlers():
+        setup()
+
+
 def add_file(path: Path) -> None:
     """Also append every line of this rank, with its time, to a file; it may fail at any time."""
     handler = _RankFile(path)

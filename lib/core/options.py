@@ -11,7 +11,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from lib.core.errors import Problems, UsageError, together
 
 Options = argparse.Namespace
 
-_SIMILAR = 0.75  # below it, difflib names options that only share some letters
+SIMILAR = 0.75  # below it, difflib names options that only share some letters
 # Options that say how to work, not what comes out: no part of an artifact's identity.
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 
@@ -43,6 +43,11 @@ class Parser(argparse.ArgumentParser):
         if first:
             self.add_argument("--help-all", action=help_text.HelpAll, nargs=0,
                               default=argparse.SUPPRESS, help="show every option and exit")
+
+    @property
+    def flags(self) -> Collection[str]:
+        """Return every spelling of every option."""
+        return self._option_string_actions.keys()
 
     def format_help(self) -> str:
         """Return what --help prints."""
@@ -187,7 +192,7 @@ class Parser(argparse.ArgumentParser):
         words = set(flag.lstrip("-").split("-"))
         near = [name for name in options if words <= set(name.split("-"))]  # --epochs
         if len(near) != 1:
-            near = difflib.get_close_matches(flag.lstrip("-"), options, n=1, cutoff=_SIMILAR)
+            near = difflib.get_close_matches(flag.lstrip("-"), options, n=1, cutoff=SIMILAR)
         return f"; the nearest is {options[near[0]]}" if near else "", ""
 
     def _as_arguments(self, flag: str, value: Any, config: Path) -> list[str]:

@@ -1,0 +1,100 @@
+"""Says from what raw text a dataset is made, and which commands of the stages make it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from launch.common import stage_04
+from lib.core import options, paths
+from lib.core.declared import flag, option
+from lib.core.errors import UsageError
+from lib.train.config import Config
+
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_DATASETS = Path("hf_datasets")
+_MADE_HERE = "scratch-"  # how stage 03 names the models that it makes from a size
+_VOCABULARY = 32_000
+
+
+@dataclass(frozen=True)
+class RawText:
+    """Names the raw text of a dataset that is not there yet."""
+
+    data: str = option("", group="prepare: the raw text of a dataset that is not there yet",
+                       metavar="ORG/NAME|DIR",
+                       help="dataset of the Hub, or a directory of files, such as /bucket/raw "
+                            f"(default: for {stage_04.DATASET} ten files of allenai/c4, else it "
+                            "is needed)")
+    include: list[str] = option([], metavar="GLOB", help="files of a dataset of the Hub, by path; "
+                                                         "may be repeated (default: all)")
+    fields: str = option("", metavar="A,B.C", help="of structured documents keep only these keys "
+                                                   "(default: every string)")
+    validation_percent: float = option(1.0, parse=options.percent, metavar="P",
+                                       help="percentage of the rows for the validation split")
+
+    def words(self) -> list[str]:
+        """Return it as it is typed to launch/prepare.py."""
+        return [f"{flag(name)}={each}" for name, value in asdict(self).items()
+                for each in (value if isinstance(value, list) else [value]) if each != ""]
+
+
+_C4 = RawText(data="allenai/c4", include=["en/c4-train.0000*-of-01024.json.gz"], fields="text")
+
+
+def steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:
+    """Yield the commands that prepare a run in this directory, in their order.
+
+    config: of the run, as stage 04 reads `train`. What is there is kept. Raises UsageError when the
+    raw text of a dataset is not known.
+    """
+    missing = [path for path in map(_dataset, config.dataset_name) if not path.exists()]
+    if len(missing) > 1:
+        raise UsageError(f"{len(missing)} datasets are not there, and --data is the raw text of "
+                         "one", found=", ".join(map(str, missing)), expected="a dataset at a time")
+    for path in missing:
+        yield from _data_steps(raw, path)
+    yield from _model_steps(config)
+    yield [stage_04.SCRIPT, *train, "--prepare-only"]
+
+
+def _dataset(word: str) -> Path:
+    """Return the directory that -d means: DIR, or NAME under hf_datasets/."""
+    name = word.partition("=")[0]
+    return Path(name) if "/" in name or Path(name).exists() else _DATASETS / name
+
+
+def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
+    if not raw.data and dataset.name != stage_04.DATASET:
+        raise UsageError(f"{dataset} is not there, and no --data says what to make it of",
+                         expected="--data ORG/NAME of the Hub, or --data DIR")
+    if not raw.data:
+        raw = replace(raw, data=_C4.data, include=raw.include or _C4.include,
+                      fields=raw.fields or _C4.fields)
+    files, splits = Path(raw.data), Path("splits") / dataset.name
+    if _ON_HUB.fullmatch(raw.data) and not files.exists():
+        files = Path("raw_text") / paths.model_dir_name(raw.data)
+        yield ["03_download_model.py", "--dataset-name", raw.data,
+               *(f"--include={glob}" for glob in raw.include or ["*"])]
+    # A bucket takes no links to its files; links that lead to it need no room on the volume.
+    mode = ["--mode", "symlink"] if files.is_absolute() else []
+    yield ["01_organize_data.py", "--src-dir", str(files), "--dst-root", str(splits), *mode]
+    yield ["02_build_hf_dataset.py", "--data-folder", str(splits), "--save-dir", str(dataset),
+           *(["--fields", raw.fields] if raw.fields else []),
+           f"--validation-percent={raw.validation_percent}"]
+
+
+def _model_steps(config: Config) -> Iterator[list[str]]:
+    models, name = paths.models_root(config.cache_dir), config.model_name or ""
+    if config.tokenizer and config.tokenizer.parent == models and not config.tokenizer.exists():
+        yield ["03_download_model.py", "--model-name", config.tokenizer.name.replace("--", "/", 1)]
+    if not name or Path(name).exists() or (models / paths.model_dir_name(name)).exists():
+        return
+    if name.startswith(_MADE_HERE):
+        yield ["03_download_model.py", "--from-scratch", "--model-name", name, "--model-size",
+               name.removeprefix(_MADE_HERE), "--vocab-size", str(_VOCABULARY),
+               "--train-tokenizer", str(_dataset(config.dataset_name[0]))]
+    else:
+        yield ["03_download_model.py", "--model-name", name]

@@ -1,0 +1,280 @@
+"""The calls and command lines of an automated EKS deployer, as its documentation has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from launch import kubernetes
+from launch.build_image import build_docker_image
+from launch.common import stage_04
+from launch.images import last
+from launch.kube.deploy import Patience
+from launch.kubernetes import deploy_training_job, manage_eks_cluster
+from lib.core.errors import UsageError
+from tests.conftest import ROOT, run_stage
+from tests.kube_cluster import kube, kube_server  # noqa: F401
+from tests.kube_server import Cluster, Object, Server
+from tests.test_launch_image import ECR, Machine
+from tests.test_launch_kubernetes_deploy import complete, jobs
+
+AWS = """#!/bin/sh
+echo "$*" >> "$AWS_CALLS"
+case "$1 $2" in
+"eks list-clusters") echo '{"clusters": ["c"]}';;
+"eks describe-cluster") echo '{"cluster": {"status": "ACTIVE", "version": "1.32"}}';;
+"ecr get-login-password") echo the-password;;
+*) echo '{}';;
+esac
+"""
+TOKEN = "hf_abcdefghij"
+
+
+def gpu_node(name: str, kind: str = "ml.g5.8xlarge", gpus: int = 1, efa: int = 1) -> Object:
+    """Return a node of a cluster, with what its device plugins tell."""
+    return {"metadata": {"name": name, "labels": {"node.kubernetes.io/instance-type": kind}},
+            "spec": {}, "status": {"allocatable": {"nvidia.com/gpu": str(gpus),
+                                                   "vpc.amazonaws.com/efa": str(efa)},
+                                   "conditions": [{"type": "Ready", "status": "True"}]}}
+
+
+@pytest.fixture
+def eks(kube: Cluster, kube_server: Server, tmp_path: Path,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Return the EKS cluster `c` of four ml.g5.8xlarge, with docker and aws on the PATH."""
+    machine = Machine(tmp_path)
+    (machine.bin / "aws").write_text(AWS)
+    for name, value in {"PATH": f"{machine.bin}:{os.environ['PATH']}", "CALLS": machine.log,
+                        "FAILURES": machine.failures, "AWS_CALLS": tmp_path / "aws-calls"}.items():
+        monkeypatch.setenv(name, str(value))
+    arn = "arn:aws:eks:us-west-2:1:cluster/c"
+    monkeypatch.setenv("KUBECONFIG", str(kube_server.kubeconfig(tmp_path / "eks", arn)))
+    monkeypatch.chdir(tmp_path)
+    for key in [key for key in kube.objects if key[0] == "nodes"]:
+        del kube.objects[key]
+    kube.add("persistentvolumeclaims", {
+        "metadata": {"name": "fsx-claim"}, "spec": {"accessModes": ["ReadWriteMany"]},
+        "status": {"phase": "Bound"}})
+    for number in range(4):
+        kube.add("nodes", gpu_node(f"node-{number}"))
+    kube.on_create = partial(complete, seconds=0.2)
+    monkeypatch.setattr(kubernetes, "Patience", partial(Patience, poll_seconds=0.05))
+    return kube
+
+
+def worker(cluster: Cluster) -> tuple[Object, dict[str, Any]]:
+    """Return the newest job, and the container of its pods."""
+    item = jobs(cluster)[-1]["spec"]["pytorchReplicaSpecs"]["Worker"]
+    [container] = item["template"]["spec"]["containers"]
+    return item, container
+
+
+def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
+        eks: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert build_docker_image(dockerfile="Dockerfile", context=str(ROOT), tag="auto", auto_fix=True,
+                              max_attempts=3, base_image=None).startswith("llm-training:")
+    image = build_docker_image(auto_fix=True)
+    deploy_training_job(cluster_name="c", num_nodes=4, job_name="j")
+    item, container = worker(eks)
+    spec = item["template"]["spec"]
+    assert item["replicas"] == 4 and container["image"] == image
+    assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": "ml.g5.8xlarge"}
+    assert container["resources"]["limits"].items() >= {"nvidia.com/gpu": 1,
+                                                        "vpc.amazonaws.com/efa": 1}.items()
+    asked = stage_04.parse(container["args"])
+    assert (asked.model_name, asked.dataset_name, asked.experiment_name, asked.batch_size) == (
+        "scratch-1B", ["c4"], "j", 2)
+    for words in ("the last that was built", "was not pushed", "recipes/scratch-1b-g5.yaml",
+                  "asked of the cluster: ml.g5.8xlarge, 1 GPU and 1 EFA per node"):
+        assert words in caplog.text
+
+
+def test_what_is_given_to_the_deployer_is_what_is_asked_for(eks: Cluster) -> None:
+    deploy_training_job(cluster_name="c", num_nodes=4, job_name="j", image_uri=f"{ECR}/fsdp:1",
+                        gpu_per_node=2, instance_type="ml.g5.12xlarge", max_steps=1000,
+                        monitor=True)
+    item, container = worker(eks)
+    assert container["image"] == f"{ECR}/fsdp:1" and container["resources"]["limits"][
+        "nvidia.com/gpu"] == 2 and "--nproc-per-node=2" in container["command"]
+    assert item["template"]["spec"]["nodeSelector"] == {
+        "node.kubernetes.io/instance-type": "ml.g5.12xlarge"}
+    assert stage_04.parse(container["args"]).max_steps == 1000
+
+
+def test_a_token_is_in_a_secret_alone_and_a_tokenizer_is_the_prepared_one(
+        eks: Cluster, capfd: pytest.CaptureFixture[str],
+        caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    last.note(last.Built(f"{ECR}/fsdp:1", is_pushed=True))
+    deploy_training_job(cluster_name="c", num_nodes=4, job_name="j", hf_token=TOKEN,
+                        tokenizer="meta-llama/Llama-3.2-1B", instance_type="g5.8xlarge")
+    item, container = worker(eks)
+    asked = stage_04.parse(container["args"])
+    assert (asked.from_scratch, asked.model_size, asked.model_name) == (True, "1B", None)
+    assert asked.tokenizer == Path(".cache/models/meta-llama--Llama-3.2-1B")
+    assert item["template"]["spec"]["nodeSelector"] == {  # as the nodes of HyperPod bear it
+        "node.kubernetes.io/instance-type": "ml.g5.8xlarge"}
+    secret = eks.objects.pop(("secrets", "default", "j-hub-token"))
+    assert secret["stringData"] == {"token": TOKEN}
+    assert TOKEN not in json.dumps([*eks.objects.values()]) + caplog.text + "".join(
+        capfd.readouterr())
+    assert not [path for path in Path().rglob("*") if path.is_file() and
+                TOKEN in path.read_text(errors="replace") and "kube-cache" not in str(path)]
+
+
+def test_a_cluster_is_managed(eks: Cluster) -> None:
+    found = manage_eks_cluster(cluster_name="c", region="us-west-2", validate_components=True,
+                               auto_fix=True, create_if_missing=True, num_nodes=4,
+                               instance_type="ml.g5.8xlarge", gpu_per_node=1)
+    assert ("namespaces", "", "default") in eks.objects
+    assert "4 ml.g5.8xlarge are free" in " ".join(finding.text for finding in found)
+    assert "eks update-kubeconfig --name c " in Path("aws-calls").read_text()
+    assert manage_eks_cluster(validate_components=False)
+    with pytest.raises(UsageError, match="there is no EKS cluster other") as caught:
+        manage_eks_cluster(cluster_name="other", create_if_missing=True)
+    assert caught.value.run.startswith("eksctl create cluster --name other")
+
+
+LINES = ("prepare --cluster_name c --job_name j",
+         "deploy --cluster_name c --num_nodes 4 --job_name j",
+         f"deploy --job_name j --image_uri {ECR}/fsdp:1 --num_nodes 4 --gpu_per_node 1 "
+         f"--instance_type ml.g5.8xlarge --cluster_name c --monitor --hf_token {TOKEN} "
+         "--max_steps 1000 --tokenizer meta-llama/Llama-3.2-1B",
+         "render --cluster_name c --num_nodes 2 --job_name j -d c4 -m org/model --lr=1e-4")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
+    last.note(last.Built(f"{ECR}/fsdp:1", is_pushed=True))
+    quick = ["--poll_seconds", "0.05"]
+    done = run_stage("launch/kubernetes.py", *shlex.split(line), *quick, cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert TOKEN not in said and "Traceback" not in said
+    if line.startswith("render"):
+        assert "- --lr=1e-4" in done.stdout and "-m" in done.stdout
+        return
+    assert "is complete" in said
+    manifests = {key: item for key, item in eks.objects.items() if key[0] != "secrets"}
+    assert TOKEN not in json.dumps([*manifests.values()])
+    if "max_steps" in line:
+        assert stage_04.parse(worker(eks)[1]["args"]).max_steps == 1000
+        assert ("secrets", "default", "j-hub-token") in eks.objects
+
+
+def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
+    run_stage("launch/build_image.py", "--dockerfile", "Dockerfile", "--tag", "llama32-1b-v1",
+              "--auto_fix", "--max_attempts", "3", cwd=tmp_path)
+    assert last.find() == last.Built("llama32-1b-v1", is_pushed=False)
+    run_stage("launch/build_image.py", "--push", f"{ECR}/fsdp", "--tag", "x:2", cwd=tmp_path)
+    assert last.find() == last.Built(f"{ECR}/fsdp:2", is_pushed=True)
+    run_stage("launch/cluster.py", "--cluster_name", "c", "--validate_components", "--auto_fix",
+              "--namespace", "default", cwd=tmp_path)
+    assert ("namespaces", "", "default") in eks.objects
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ({"num_node": 4}, "there is no argument num_node; the nearest is num_nodes"),
+    ({"max_step": 4}, "there is no argument max_step; the nearest is max_steps"),
+    ({"sharding_strategy": "full"}, "FSDP2 is always on"),
+    ({"num_nodes": 4, "nodes": 2}, "nodes=2 contradicts 4"),
+    ({"max_lr": 1e-3, "lr": 1e-4}, "lr=0.0001 contradicts 0.001"),
+    ({"num_nodes": 0}, "--nodes: expected a whole number above 0, got '0'"),
+    ({"context": "other"}, "--cluster-name c and --context other both name a cluster"),
+    ({"cluster_name": "d"}, "the kubeconfig has no cluster d"),
+    ({"job_name": None}, "--job-name is missing"),
+    ({"image_uri": None}, "no image was built in this directory"),
+    ({"gpu_per_node": 3, "instance_type": "g5.8xlarge"}, "has 1 GPU"),
+    ({"model_name": "org/model"}, "no dataset is named"),
+])
+def test_refusals_are_in_words(asked: dict[str, Any], says: str, eks: Cluster) -> None:
+    given = {"cluster_name": "c", "job_name": "j", "image_uri": "registry/train:1", **asked}
+    with pytest.raises(UsageError) as caught:
+        deploy_training_job(**given)
+    assert says in caught.value.render() and not jobs(eks)
+
+
+def test_a_choice_that_the_cluster_leaves_is_a_question(eks: Cluster) -> None:
+    given = {"cluster_name": "c", "job_name": "j", "image_uri": "registry/train:1"}
+    eks.add("nodes", gpu_node("large", "ml.p4d.24xlarge", 8, 4))
+    with pytest.raises(UsageError, match="which instance type") as caught:
+        deploy_training_job(**given)
+    assert caught.value.found == "ml.p4d.24xlarge, ml.g5.8xlarge"
+    deploy_training_job(**given, instance_type="ml.p4d.24xlarge")
+    for key in [key for key in eks.objects if key[0] == "nodes"]:
+        del eks.objects[key]
+    with pytest.raises(UsageError, match="no node of the cluster has GPUs"):
+        deploy_training_job(**{**given, "job_name": "k"})
+    eks.add("nodes", gpu_node("own", "own.type", 2, 0))
+    deploy_training_job(**{**given, "job_name": "k"}, instance_type="own.type")
+    assert worker(eks)[1]["resources"]["limits"] == {"nvidia.com/gpu": 2}
+
+
+def test_the_job_that_prepares_is_what_a_cluster_takes(tmp_path: Path) -> None:
+    def prepared(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        return run_stage("launch/kubernetes.py", "prepare", "--job-name", "j", "--image", "i:1",
+                         "--dry-run", *words, cwd=tmp_path, expect=expect)
+    done = prepared("--data", "/bucket/raw", "--bucket-pvc", "training-data", "--token-secret",
+                    "hub", "--service-account", "training", "--fields", "text", "--num-nodes", "4",
+                    "--kind", "hyperpod", "--spares", "1", "--", "-d", "mine", "-m", "org/model")
+    item = yaml.safe_load(done.stdout)
+    kubernetes_validate.validate(item, "1.34", strict=True)
+    [container] = item["spec"]["template"]["spec"]["containers"]
+    assert item["metadata"]["name"] == "j-prepare" and "resources" in container
+    assert "nvidia.com/gpu" not in json.dumps(container["resources"])
+    assert container["command"][2:] == ["--data=/bucket/raw", "--fields=text",
+                                        "--validation-percent=1.0", "--"]
+    assert container["args"] == ["--experiment-name=j", "-d", "mine", "-m", "org/model"]
+    assert "--bucket-pvc NAME" in prepared("--data", "/bucket/raw", expect=2).stderr
+    assert "cannot name a job" in prepared("--job-name", "J", expect=2).stderr
+
+
+def prepare(*words: object, cwd: Path, expect: int = 0) -> str:
+    done = run_stage("launch/prepare.py", *words, cwd=cwd, expect=expect)
+    return done.stdout + done.stderr
+
+
+def test_the_commands_that_prepare_a_run(tmp_path: Path) -> None:
+    def steps(*words: object) -> list[str]:
+        return [line.removeprefix("$ python ") for line in
+                prepare("--dry-run", *words, cwd=tmp_path).splitlines() if line.startswith("$")]
+    fetch, organize, build, model, tokens = steps()
+    assert "--dataset-name allenai/c4 '--include=en/c4-train.0000*" in fetch
+    assert "--src-dir raw_text/allenai--c4 --dst-root splits/c4" in organize
+    assert "--save-dir hf_datasets/c4 --fields text --validation-percent=1.0" in build
+    assert "--model-size 1B --vocab-size 32000 --train-tokenizer hf_datasets/c4" in model
+    assert tokens.startswith("04_train_fsdp.py") and tokens.endswith("--prepare-only")
+    assert "03_download_model.py --model-name meta-llama/Llama-3.2-1B" in steps(
+        "--", "--tokenizer", "meta-llama/Llama-3.2-1B")
+    assert steps("--", "-d", "c4", "-m", "org/model")[3].endswith("--model-name org/model")
+    (tmp_path / "hf_datasets" / "c4").mkdir(parents=True)
+    assert len(steps("--", "-d", "c4", "-m", str(tmp_path))) == 1
+    said = prepare("--", "-d", "mine", "-m", "org/model", cwd=tmp_path, expect=2)
+    assert "hf_datasets/mine is not there, and no --data says" in said
+    said = prepare("--", "-d", "a", "-d", "b", "-m", "org/model", cwd=tmp_path, expect=2)
+    assert "2 datasets are not there" in said
+
+
+@pytest.mark.slow
+def test_a_run_is_prepared_from_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    for number in range(3):
+        (tmp_path / "raw" / f"{number}.txt").write_text("The quick brown fox jumps. " * 400)
+    train = ("--", "-d", "mine", "-m", "scratch-1M", "-s", "64", "-b", "2")
+    words = ("--data", tmp_path / "raw", *train)
+    prepare(*words, cwd=tmp_path)
+    assert all(path.is_symlink() for path in (tmp_path / "splits").rglob("*.txt"))
+    assert [*(tmp_path / ".cache" / "tokens").glob("mine-*")]
+    again = prepare("--dry-run", *words, cwd=tmp_path)
+    assert again.count("$ python") == 1 and "--prepare-only" in again  # what is there is kept
+    said = prepare("--data", "none", "--", "-d", "b", "-m", "m", cwd=tmp_path, expect=2)
+    assert "none" in said
