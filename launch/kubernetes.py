@@ -67,7 +67,7 @@ def parser() -> options.Parser:
     one.add_argument("--cluster-name", default="", metavar="NAME",
                      help="cluster of EKS; its context is fetched where the kubeconfig has none "
                           "(default: that of --context)")
-    one.add_argument("--hf-token", default=os.environ.get("HF_TOKEN", ""), metavar="TOKEN",
+    one.add_argument("--token", default=os.environ.get("HF_TOKEN", ""), metavar="TOKEN",
                      help="deploy, prepare: token of the Hub, for a secret of the cluster; rather "
                           "not on a command line (default: HF_TOKEN)")
     one.add_argument("--out", type=findings.output_file, metavar="FILE",
@@ -166,7 +166,7 @@ def start(job: Job, kubectl: Kubectl, opts: Options) -> None:
         log.info(f"next: {_command('logs', job)}")
     else:
         try:
-            deploy.deploy(job, kubectl, token=opts.hf_token, monitor=opts.monitor,
+            deploy.deploy(job, kubectl, token=opts.token, monitor=opts.monitor,
                           patience=declared.read(Patience, opts))
         except KeyboardInterrupt:
             log.info(f"\nthe job goes on; end it: {_ending(job, kubectl)}")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, declared, log, options, paths
+from lib.core import commands, declared, elsewhere, log, options, paths
 from lib.core.errors import Problems, UsageError
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
@@ -33,12 +33,16 @@ def taken_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], li
     train: list[str] = []
     theirs, where = _parser().flags, kept
     for word in words:
-        name = word.partition("=")[0]
-        flag = name.replace("_", "-") if name.startswith("--") else name
         if word.startswith("-"):
-            where = train if flag in theirs and flag not in own else kept
+            where = train if _has(theirs, word) and not _has(own, word) else kept
         where.append(word)
     return kept, train
+
+
+def _has(flags: Collection[str], word: str) -> bool:
+    name = word.partition("=")[0]
+    return (name.replace("_", "-") if name.startswith("--") else name) in flags \
+        or bool(elsewhere.taken(name, flags))
 
 
 def words_of(given: Mapping[str, Any]) -> list[str]:

@@ -33,16 +33,16 @@ class JobNeeds:
     namespace: str = option("default", metavar="NS", help="namespace of the job")
     context: str = option("", metavar="NAME",
                           help="context of the kubeconfig (default: the current one)")
-    nodes: int = option(1, "--num-nodes", group="the nodes", parse=options.positive_int,
+    nodes: int = option(1, group="the nodes", parse=options.positive_int,
                         help="nodes that the job asks for")
     instance_type: str = option("", metavar="T", help="for example p5.48xlarge; HyperPod's ml. is "
                                                       "added (default: any node)")
-    gpus_per_node: int | None = option(None, "--gpu-per-node", parse=options.count,
+    gpus_per_node: int | None = option(None, parse=options.count,
                                        help="GPUs to ask for, 0 to train on the CPU (default: by "
                                             "instance type)")
     efa_per_node: int | None = option(None, parse=options.count,
                                       help="EFA adapters to ask for (default: by instance type)")
-    image: str = option("", "--image-uri", group="the pods", metavar="URI",
+    image: str = option("", group="the pods", metavar="URI",
                         help="image with the code (default: the last that launch/build_image.py "
                              "built here)")
     image_pull_secret: str = option("", metavar="NAME", help="secret with the registry's "

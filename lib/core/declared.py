@@ -113,7 +113,7 @@ def read(declared: type[Declared], opts: Options) -> Declared:
 def spellings(declared: type) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields by every name that a program may give them: job_name, num_nodes, nodes."""
     return {text.lstrip("-").replace("-", "_"): field for field in fields(declared)
-            for text in (flag(field.name), *field.metadata["flags"])}
+            for text in elsewhere.spellings([flag(field.name), *field.metadata["flags"]])}
 
 
 def require_known(given: Iterable[str], known: Collection[str]) -> None:

@@ -178,6 +178,25 @@ ROWS = (
     _same("--image", eks="image_uri", hyperpod="image"),
     _same("--instance-type", eks="instance_type", hyperpod="instance_type"),
     _same("--job-name", eks="job_name", hyperpod="job_name"),
+    _same("--cluster-name", eks="cluster_name"),
+    _same("--region", eks="region"),
+    _same("--monitor", eks="monitor"),
+    _other("--attempts", "--attempts 1 for a single submission; in Python also auto_retry=False",
+           eks="auto_retry"),
+    _other("--kind", "--kind hyperpod for the operator of HyperPod; kubectl submits every kind",
+           eks="use_hyperpod_cli"),
+    _other("--code-dir", "leave it out: the ranks are started by the Python of the image",
+           eks="torchrun_path"),
+    _same("--validate-components", eks="validate_components"),
+    _same("--auto-fix", eks="auto_fix"),
+    _other("--validate-components", "nothing here makes a cluster: eksctl create cluster; in "
+           "Python create_if_missing=True asks whether there is one",
+           eks="create_if_missing infrastructure_type"),
+    _same("--dockerfile", eks="dockerfile"),
+    _same("--tag", eks="tag"),
+    _same("--base-image", eks="base_image"),
+    _same("--max-attempts", eks="max_attempts"),
+    _other("--dockerfile", "leave it out: what docker prints is always shown", eks="verbose"),
 )
 
 
