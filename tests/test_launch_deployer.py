@@ -235,7 +235,8 @@ def test_the_job_that_prepares_is_what_a_cluster_takes(tmp_path: Path) -> None:
     assert "nvidia.com/gpu" not in json.dumps(container["resources"])
     assert container["command"][2:] == ["--data=/bucket/raw", "--fields=text",
                                         "--validation-percent=1.0", "--"]
-    assert container["args"] == ["--experiment-name=j", "-d", "mine", "-m", "org/model"]
+    assert container["args"] == ["--experiment-name=j", "--device=cpu", "-d", "mine", "-m",
+                                 "org/model"]
     assert "--bucket-pvc NAME" in prepared("--data", "/bucket/raw", expect=2).stderr
     assert "cannot name a job" in prepared("--job-name", "J", expect=2).stderr
 

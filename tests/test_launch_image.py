@@ -278,6 +278,7 @@ def test_an_index_is_passed_as_a_secret(machine: Machine, tmp_path: Path):
 
 
 def test_as_a_function(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(machine.root)
     monkeypatch.setenv("PATH", f"{machine.bin}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(machine.log))
     monkeypatch.setenv("FAILURES", str(machine.failures))

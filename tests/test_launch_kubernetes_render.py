@@ -268,7 +268,9 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
     (("render", *ASKED, "--", "--config", "lama.yaml"), "no such file: lama.yaml"),
     (("render", *ASKED, "--image", "", *TRAIN), "--image is missing"),
 ])
-def test_what_is_wrong_is_told(arguments: tuple[str, ...], says: str) -> None:
+def test_what_is_wrong_is_told(arguments: tuple[str, ...], says: str, tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     done = launch(*arguments, expect=2)
     assert says in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
