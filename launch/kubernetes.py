@@ -88,7 +88,7 @@ def parse(argv: list[str]) -> tuple[Options, list[str]]:
     """
     own, train = stage_04.divided(argv)
     asking = parser()
-    own, more = stage_04.taken_out(own, asking.flags)
+    own, more = stage_04.taken_out(own, asking._option_string_actions)
     return asking.parse(own), [*more, *train]
 
 

@@ -31,7 +31,7 @@ def taken_out(words: Sequence[str], own: Collection[str]) -> tuple[list[str], li
     """
     kept: list[str] = []
     train: list[str] = []
-    theirs, where = _parser().flags, kept
+    theirs, where = _parser()._option_string_actions, kept
     for word in words:
         if word.startswith("-"):
             where = train if _has(theirs, word) and not _has(own, word) else kept

@@ -11,7 +11,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,11 +43,6 @@ class Parser(argparse.ArgumentParser):
         if first:
             self.add_argument("--help-all", action=help_text.HelpAll, nargs=0,
                               default=argparse.SUPPRESS, help="show every option and exit")
-
-    @property
-    def flags(self) -> Collection[str]:
-        """Return every spelling of every option."""
-        return self._option_string_actions.keys()
 
     def format_help(self) -> str:
         """Return what --help prints."""
