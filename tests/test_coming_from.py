@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from launch.common import stage_04
 from lib.core import elsewhere, log, options
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
@@ -98,6 +99,23 @@ def test_a_trainer_from_scratch_runs_and_goes_on_as_it_is_typed(project: Path) -
     assert (project / "ckpt/exp/checkpoints/step_00000004/COMMIT.json").is_file()
 
 
+def test_an_offline_pipeline_is_typed_as_before(project: Path) -> None:
+    """Arrow files as a cache has them, and weights in HF_HOME."""
+    (project / "cached").mkdir()
+    shard = next((project / "hf_datasets/corpus/train").glob("*.arrow"))
+    shutil.copy(shard, project / "cached/corpus-train.arrow")
+    snapshot = project / "home/hub/models--org--name/snapshots" / ("0" * 40)
+    shutil.copytree(project / "model", snapshot)
+    (refs := snapshot.parents[1] / "refs").mkdir()
+    (refs / "main").write_text("0" * 40)
+    for data in ("cached/corpus-train.arrow", "cached"):
+        done = run_stage("04_train_fsdp.py", "-e", "exp", "-d", data, "-m", "org/name", "-s", 32,
+                         "--max_steps", 1, "--log_freq", 1, cwd=project,
+                         env={"HF_HOME": str(project / "home")})
+        assert "a snapshot in the Hugging Face cache, taken as it is" in done.stdout
+    assert "already done" in done.stdout  # the directory holds the same text under the same name
+
+
 @pytest.mark.slow
 def test_a_7b_from_scratch_is_planned_as_it_is_typed(project: Path) -> None:
     plan = run_stage("04_train_fsdp.py", "-e", "big", "-d", "corpus", "--from-scratch",
@@ -123,6 +141,13 @@ def test_the_words_of_a_trainer_from_scratch() -> None:
     assert (config.save_dir, config.experiment_name) == (Path("ckpt"), "exp")
     assert (config.lr, plan.total_steps(config, 10, 4), plan.epochs(config)) == (1e-3, 300, None)
     assert asked("--hf_model=a", "--mixed_precision").model_name == "a"
+
+
+def test_launchers_tell_the_same() -> None:
+    assert stage_04.parse(["-e", "x", "-d", "y", "--learning_rate", "1e-4"]).lr == 1e-4
+    with pytest.raises(UsageError) as caught:
+        stage_04.parse(["--warmup_ratio", "0.1"])
+    assert caught.value.hint.startswith("--warmup-steps N, a number of steps and not a share")
 
 
 @pytest.mark.parametrize(("words", "precision"), [

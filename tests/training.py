@@ -96,8 +96,9 @@ def prepare(root: Path) -> Path:
     from tests.conftest import run_stage
 
     write_corpus(root / "raw_text")
-    run_stage("01_organize_data.py", "--num-dirs", 3, cwd=root)
-    run_stage("02_build_hf_dataset.py", "--validation-percent", 15, cwd=root)
+    run_stage("01_organize_data.py", "--src_dir", "raw_text", "--num_dirs", 3, cwd=root)
+    run_stage("02_build_hf_dataset.py", "--data_folder", "splits", "--validation-percent", 15,
+              cwd=root)
     save_tokenizer(root / "model", root / "raw_text")
     save_model(root / "model")
     return root
