@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -319,8 +321,11 @@ def test_dockerfile_takes_what_build_image_passes_and_ends_as_a_user_without_rig
     assert ":latest" not in text
     for python in image_versions.PYTHONS.values():
         assert python.count(".") == 2
-    for copied in ("lib", "launch", "requirements.txt"):
+    ignored = (ROOT / "launch" / "Dockerfile.dockerignore").read_text().splitlines()
+    for copied in ("lib", "launch", "recipes", "requirements.txt", "LICENSE"):
         assert (ROOT / copied).exists()
+        assert re.search(rf"^COPY .*{re.sub('[.-].*', '', copied)}", text, re.MULTILINE)
+        assert any(fnmatch(copied, line.removeprefix("!")) for line in ignored if line[:1] == "!")
 
 
 def wheel(folder: Path, name: str, version: str) -> None:

@@ -49,7 +49,7 @@ STANDS_ALONE = "launch/bundling/unpacking.py"  # one file, as each bundle carrie
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 SCRIPTS = {".py", ".sh", ".sbatch"}
-DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def name_of(path: Path) -> str:
@@ -243,7 +243,7 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
              for string in action.option_strings}
     known |= {"--nproc-per-node", "--nnodes", "--standalone", "--no-index", "--find-links",
               "--signals-to-handle", "--shutdown-timeout",  # torchrun, pip; docker, Slurm, nsys:
-              "--gpus", "--gres", "--trace", "--output", "--delay", "--duration"}
+              "--gpus", "--gres", "--trace", "--output", "--capture-range", "--capture-range-end"}
     launchers = [path for path in (ROOT / "launch").rglob("*") if path.suffix in SCRIPTS]
     for text in (path.read_text(encoding="utf-8") for path in launchers):
         known |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}

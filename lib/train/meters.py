@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,7 +100,8 @@ class Profiler:
 
     span: START:END, None for nothing. Each rank writes rank_00000.steps_10-12.json.gz (open it in
     Perfetto or chrome://tracing), a table of the dearest operations beside it and, on CUDA, a
-    snapshot of the allocator for https://pytorch.org/memory_viz.
+    snapshot of the allocator for https://pytorch.org/memory_viz. Under Nsight Systems the steps are
+    the range of `nsys profile --capture-range=cudaProfilerApi` instead: CUDA lets one tool listen.
     """
 
     def __init__(self, span: tuple[int, int] | None, directory: Path, rank: int,
@@ -107,6 +109,7 @@ class Profiler:
         self._first, self._last = span or (0, 0)
         self._stem = directory / f"rank_{rank:05d}.steps_{self._first}-{self._last}"
         self._on_gpu = device.type == "cuda"
+        self._by_nsight = self._on_gpu and any(name.startswith("NSYS_") for name in os.environ)
         self._recording: profile | None = None
         self._may_fail = log.Tolerated(str(directory), OSError, RuntimeError)
 
@@ -119,6 +122,9 @@ class Profiler:
         """Begin to record when `step` (from 1) is the first of the span."""
         if step != self._first:
             return
+        if self._by_nsight:
+            torch.cuda.profiler.start()
+            return
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
         if self._on_gpu:
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
@@ -127,6 +133,9 @@ class Profiler:
 
     def after(self, step: int) -> None:
         """Write what was recorded when `step` was the last of the span; that may fail."""
+        if self._by_nsight and step == self._last:
+            torch.cuda.synchronize()  # what was launched belongs to the range
+            torch.cuda.profiler.stop()
         if self._recording is None or step < self._last:
             return
         recording, self._recording = self._recording, None
