@@ -102,6 +102,8 @@ def main(argv: list[str]) -> None:
     if opts.command == "prepare":
         start(preparation.planned(with_image(asked), declared.read(RawText, opts), train, typed),
               kubectl, opts)
+        if not opts.dry_run:
+            log.info(f"next: {typed.replace(' prepare ', ' deploy ', 1)}")
         return
     if opts.command in _STARTING:
         asks = not opts.dry_run and (opts.command != "render" or bool(opts.cluster_name))

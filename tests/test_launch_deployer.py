@@ -150,14 +150,18 @@ LINES = ("prepare --cluster_name c --job_name j",
          f"deploy --job_name j --image_uri {ECR}/fsdp:1 --num_nodes 4 --gpu_per_node 1 "
          f"--instance_type ml.g5.8xlarge --cluster_name c --monitor --hf_token {TOKEN} "
          "--max_steps 1000 --tokenizer meta-llama/Llama-3.2-1B",
-         "render --cluster_name c --num_nodes 2 --job_name j -d c4 -m org/model --lr=1e-4")
+         "render --cluster_name c --num_nodes 2 --job_name j -d c4 -m org/model --lr=1e-4",
+         "render --kind hyperpod --job-name j --image i:1 --instance-type ml.p5.48xlarge "
+         "--node-count 4 --accelerators 8 --service-account-name training --max-retry 3 -- "
+         "-d c4 -m org/model --lr=1e-4")
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
     last.note(last.Built(f"{ECR}/fsdp:1", is_pushed=True))
-    quick = ["--poll_seconds", "0.05"]
-    done = run_stage("launch/kubernetes.py", *shlex.split(line), *quick, cwd=tmp_path)
+    command, *words = shlex.split(line)
+    done = run_stage("launch/kubernetes.py", command, "--poll_seconds", "0.05", *words,
+                     cwd=tmp_path)
     said = done.stdout + done.stderr
     assert TOKEN not in said and "Traceback" not in said
     if line.startswith("render"):
@@ -166,6 +170,8 @@ def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
     assert "is complete" in said
     manifests = {key: item for key, item in eks.objects.items() if key[0] != "secrets"}
     assert TOKEN not in json.dumps([*manifests.values()])
+    assert ("launch/kubernetes.py deploy --cluster_name c --job_name j" in said) == (
+        "prepare" in line)
     if "max_steps" in line:
         assert stage_04.parse(worker(eks)[1]["args"]).max_steps == 1000
         assert ("secrets", "default", "j-hub-token") in eks.objects
