@@ -111,14 +111,14 @@ def page(run: RunFiles, width: int) -> list[str]:
 def _gpus() -> list[str]:
     """Return a line for each GPU of this machine, none where nvidia-smi lists none."""
     lines = []
-    for gpu in nvidia.loads():
-        memory = f"{units.memory((gpu.used or 0) * _MIB)} of {units.memory(gpu.total * _MIB)}" \
-            if gpu.total else ""
-        limit = "" if gpu.limit is None else f" of {gpu.limit:.0f}"
-        said = ["" if gpu.busy is None else f"busy {gpu.busy:.0f} %", memory,
-                "" if gpu.watts is None else f"{gpu.watts:.0f}{limit} W",
-                "" if gpu.celsius is None else f"{gpu.celsius:.0f} °C"]
-        lines.append(_line(f"GPU {gpu.index}", ", ".join(filter(None, said)) or "tells nothing"))
+    for load in nvidia.loads():
+        memory = f"{units.memory((load.used or 0) * _MIB)} of {units.memory(load.total * _MIB)}" \
+            if load.total else ""
+        limit = "" if load.limit is None else f" of {load.limit:.0f}"
+        said = ["" if load.busy is None else f"busy {load.busy:.0f} %", memory,
+                "" if load.watts is None else f"{load.watts:.0f}{limit} W",
+                "" if load.celsius is None else f"{load.celsius:.0f} °C"]
+        lines.append(_line(f"GPU {load.gpu}", ", ".join(filter(None, said)) or "tells nothing"))
     return ["", _line("GPUs", f"of {platform.node()}, now"), *lines] if lines else []
 
 

@@ -80,6 +80,8 @@ SCHEDULING = [
 LOGS = [
     ("driver mismatch", 1, "RuntimeError: CUDA driver version is insufficient for CUDA runtime"),
     ("driver mismatch", 1, "UserWarning: The NVIDIA driver on your system is too old (11040)"),
+    ("driver mismatch", 2, "error: torch cannot use the GPUs of this machine: driver 535.104.05 is "
+     "too old for torch 2.13.0, whose CUDA 13.0 wants 580 or newer"),
     ("missing token", 2, "error: Access to model meta-llama/Llama-3.1-8B is restricted"),
     ("missing token", 1, "huggingface_hub.errors.GatedRepoError: 401 Client Error. gated repo"),
     ("out of GPU memory", 2, "error: out of memory\n  found:    CUDA out of memory. Tried to …"),

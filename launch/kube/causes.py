@@ -106,6 +106,8 @@ _SIGNS = [(name, re.compile(rf"^.*(?:{pattern}).*$", re.IGNORECASE | re.MULTILIN
     ("driver mismatch", r"driver version is insufficient|driver on your system is too old|"
      r"forward compatibility was attempted|no kernel image is available|"
      r"driver/library version mismatch|unsatisfied condition: cuda", EXIT_BUG),
+    ("driver mismatch", r"driver [\d.]+ is too old for torch|holds no code for its compute cap",
+     EXIT_USAGE),
     ("missing token", r"gated repo|401 Client Error|Access to model .* is restricted|"
      r"Invalid user(name)? or (password|token)|HF_TOKEN.*(missing|not set|needed)", EXIT_USAGE),
     ("out of GPU memory", r"CUDA out of memory|OutOfMemoryError|^error: out of memory",

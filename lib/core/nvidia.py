@@ -19,10 +19,11 @@ _LOAD = "index,utilization.gpu,memory.used,memory.total,power.draw,power.limit,t
 class Load(NamedTuple):
     """Says what a GPU does, None where it does not tell.
 
-    busy: per cent of the time in which a kernel ran. used, total: memory, MiB. watts, limit: power.
+    gpu: its number. busy: per cent of the time in which a kernel ran. used, total: memory, MiB.
+    watts, limit: power, W.
     """
 
-    index: str
+    gpu: str
     busy: float | None
     used: float | None
     total: float | None
@@ -91,7 +92,7 @@ def names() -> list[str]:
 def loads() -> list[Load]:
     """Return what each GPU that nvidia-smi lists is doing, none where it is absent or fails."""
     try:
-        return [Load(index, *map(number, cells)) for index, *cells in query(_LOAD)]
+        return [Load(gpu, *map(number, cells)) for gpu, *cells in query(_LOAD)]
     except Missing:
         return []
 

@@ -62,6 +62,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
             if says:
                 raise RuntimeError(says)
         monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -166,8 +167,8 @@ def test_preflight_and_validate_tell_it_too(node: Node, monkeypatch: pytest.Monk
 
 
 def with_gpus(rank: int) -> None:
-    """Let a process that was just forked find two GPUs, where nobody said that none is meant."""
-    del os.environ["CUDA_VISIBLE_DEVICES"]
+    """Let a process that was just forked find two GPUs that it is not given."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     put_smi(Path("bin"))
 
 
@@ -178,7 +179,8 @@ def test_stage_04_does_not_train_on_the_cpu_by_mistake(project: Path) -> None:
              "--max-steps", 1)
     fake = {"cwd": project, "before": "tests.parallel.test_gpus:with_gpus"}
     refused = run_stage(*train, ranks=2, expect=1, **fake)
-    assert refused.stderr.count("error: torch cannot use the GPUs of this machine: torch") >= 1
+    assert refused.stderr.count("error: torch cannot use the GPUs of this machine: ") >= 1
+    assert "CUDA_VISIBLE_DEVICES is empty, which hides them" in refused.stderr
     assert "2 GPUs (NVIDIA A100), driver 535.104.05" in refused.stderr
     assert "--device cpu" in refused.stderr and not (project / "outputs").exists()
     planned = run_stage(*train, "--dry-run", **fake)
