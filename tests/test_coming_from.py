@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from launch.common import stage_04
-from lib.core import elsewhere, log, options
+from lib.core import elsewhere, log, options, unknown
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import plan
@@ -65,7 +65,7 @@ def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Par
             for name in " ".join(row.names.values()).split():
                 flag = parser._as_ours(f"--{name}")
                 assert flag not in known, f"{name} is taken, so that nobody is told: {row}"
-                assert parser._nearest(flag)[1], row
+                assert unknown.nearest(flag, known)[1], row
 
 
 def test_the_page_holds_the_table() -> None:
@@ -141,6 +141,41 @@ def test_the_words_of_a_trainer_from_scratch() -> None:
     assert (config.save_dir, config.experiment_name) == (Path("ckpt"), "exp")
     assert (config.lr, plan.total_steps(config, 10, 4), plan.epochs(config)) == (1e-3, 300, None)
     assert asked("--hf_model=a", "--mixed_precision").model_name == "a"
+
+
+SAMPLE = ["--max_context_width=4096", "--num_key_value_heads=32", "--intermediate_size=11008",
+          "--hidden_width=4096", "--num_layers=32", "--num_heads=32", "--model_type=llama_v2",
+          "--checkpoint_freq=5000", "--validation_freq=500", "--max_steps=5000", "--epochs=1",
+          "--checkpoint_dir=./checkpoints", "--dataset=allenai/c4", "--dataset_config_name=en",
+          "--resume_from_checkpoint=./checkpoints", "--train_batch_size=1", "--val_batch_size=1",
+          "--sharding_strategy=full", "--offload_activations=1", "--activation_checkpointing=1",
+          "--cpu_offload", "0", "--logging_freq", "1", "--warmup", "0.0032"]
+
+
+def test_what_the_sample_is_given_is_told_all_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        asked("-e", "x", "-d", "y", *SAMPLE)
+    untaken = [error.problem.split()[2] for error in caught.value.several]
+    assert untaken == [f"--{name}" for name in (
+        "num-key-value-heads", "intermediate-size", "hidden-width", "num-layers", "num-heads",
+        "model-type", "dataset", "dataset-config-name", "resume-from-checkpoint", "val-batch-size",
+        "sharding-strategy", "offload-activations", "warmup")]
+    assert all(error.hint for error in caught.value.several) and "--help" in caught.value.run
+    taken = asked("-d", "y", *(word for word in SAMPLE if word.split("=")[0].replace("_", "-")
+                               not in {*untaken, "0.0032"}))
+    assert (taken.seq_length, taken.ckpt_freq, taken.eval_freq, taken.batch_size) == \
+        (4096, 5000, 500, 1)
+    assert (taken.activation_checkpointing, taken.cpu_offload, taken.log_freq) == ("full", False, 1)
+    assert (str(taken.save_dir), taken.experiment_name) == (".", "checkpoints")
+
+
+@pytest.mark.parametrize(("words", "kind"), [
+    ([], "auto"), (["--gradient_checkpointing"], "full"),
+    (["--gradient_checkpointing=False"], "none"),
+    (["--activation-checkpointing", "selective"], "selective"),
+    (["--activation_checkpointing", "0"], "none")])
+def test_recomputation_is_a_flag_or_has_a_value(words: list[str], kind: str) -> None:
+    assert asked(*words).activation_checkpointing == kind
 
 
 def test_launchers_tell_the_same() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS, ON_HYPERPOD
-from lib.core import commands, config_file, options
+from lib.core import commands, config_file, options, unknown
 from lib.core.declared import flag, option
 from lib.core.errors import Problems
 
@@ -94,7 +94,7 @@ class JobNeeds:
         """Note an instance type, or none, whose nodes are not known."""
         kind, known = self.bare_type, instances()
         if kind not in known and self.gpus_per_node is None:
-            near = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=options.SIMILAR)
+            near = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=unknown.SIMILAR)
             said = f"--instance-type {kind} is not in the table" if kind else \
                 "--instance-type is missing"
             problems.add(said + (f"; the nearest is {near[0]}" if near else ""),

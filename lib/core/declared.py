@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lib.core import elsewhere, options
+from lib.core import elsewhere, options, unknown
 from lib.core.errors import Problems
 from lib.core.options import Options
 
@@ -122,7 +122,7 @@ def require_known(given: Iterable[str], known: Collection[str]) -> None:
     for name in given:
         if name in known:
             continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=options.SIMILAR)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=unknown.SIMILAR)
         problems.add(f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else
                                                        ""),
                      hint=elsewhere.advice(name, [flag(each) for each in known]))

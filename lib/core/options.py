@@ -8,20 +8,18 @@ same in other systems (lib/core/elsewhere.py).
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands, config_file, elsewhere, help_text, records
+from lib.core import commands, config_file, elsewhere, help_text, records, unknown
 from lib.core.commands import REDACTED, SECRET
-from lib.core.errors import Problems, UsageError, together
+from lib.core.errors import Problems, StageError, UsageError, together
 
 Options = argparse.Namespace
 
-SIMILAR = 0.75  # below it, difflib names options that only share some letters
 # Options that say how to work, not what comes out: no part of an artifact's identity.
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 
@@ -96,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         for key, value in config_file.options_in(config, VOLATILE, ours).items():
             flag = self._as_ours(f"--{key}")
             if flag not in self._option_string_actions:
-                near, hint = self._nearest(flag)
+                near, hint = unknown.nearest(flag, self._option_string_actions)
                 name = re.split(r"[\s=:]", str(key))[0]  # a secret may stand behind it
                 problems.add(f"{config}: unknown key {name!r}{near}", hint=hint)
             elif self._dest(flag) in config_file.TYPED and value:
@@ -125,13 +123,16 @@ class Parser(argparse.ArgumentParser):
             self.error(self._bad.pop())
         return found
 
-    def error(self, message: str, hint: str = "") -> NoReturn:
+    def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that a stage reports all errors in one way."""
-        error = together([UsageError(re.sub(r"^argument ([^:]+):", r"\1:", text))
-                          for text in (*self._bad, message)])
+        raise self._with_help(together([UsageError(re.sub(r"^argument ([^:]+):", r"\1:", text))
+                                        for text in (*self._bad, message)]))
+
+    def _with_help(self, error: StageError) -> StageError:
+        """Return an error with the command that shows all options."""
         shown = "--help-all" if "--help-all" in self._option_string_actions else "--help"
-        error.hint, error.run = hint, commands.help_of(shown)
-        raise error
+        error.run = commands.help_of(shown)
+        return error
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         try:
@@ -148,13 +149,9 @@ class Parser(argparse.ArgumentParser):
             self._bad.append(str(error))
 
     def _parse_known(self, argv: list[str]) -> Options:
-        options, unknown = self.parse_known_args(argv)
-        if unknown:
-            flag = unknown[0].partition("=")[0]
-            if not flag.startswith("-"):
-                self.error(f"unexpected argument {flag!r}")
-            near, hint = self._nearest(flag)
-            self.error(f"unknown option {flag}{near}", hint)
+        options, left = self.parse_known_args(argv)
+        if left:
+            raise self._with_help(together([*unknown.errors(left, self._option_string_actions)]))
         return options
 
     def _as_ours(self, argument: str) -> str:
@@ -177,18 +174,6 @@ class Parser(argparse.ArgumentParser):
             return finder.parse_known_args(argv)[0].value
         except argparse.ArgumentError:
             return None
-
-    def _nearest(self, flag: str) -> tuple[str, str]:
-        """Return what follows `unknown option`, and the hint: both empty when nothing is close."""
-        if advice := elsewhere.advice(flag, self._option_string_actions):
-            return "", advice
-        options = {option.lstrip("-"): option for option in self._option_string_actions
-                   if option.startswith("--")}
-        words = set(flag.lstrip("-").split("-"))
-        near = [name for name in options if words <= set(name.split("-"))]  # --epochs
-        if len(near) != 1:
-            near = difflib.get_close_matches(flag.lstrip("-"), options, n=1, cutoff=SIMILAR)
-        return f"; the nearest is {options[near[0]]}" if near else "", ""
 
     def _as_arguments(self, flag: str, value: Any, config: Path) -> list[str]:
         action = self._option_string_actions[flag]

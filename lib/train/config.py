@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,21 @@ from lib.train.run_options import RunOptions
 AUTO = "auto"  # of --batch-size and --activation-checkpointing, until something is chosen
 RESULT, ALIKE, LOCAL = Role
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
-_dtype = options.dtype(*_PRECISIONS)
 
 
 def _auto_or_count(text: str) -> int | str:
     return AUTO if text.lower() == AUTO else positive_int(text)
 
 
-def _precision(text: str) -> str | None:
-    """Read a dtype, or whether precision is mixed: None, the default, where it is."""
-    switches = {"on": None, "true": None, "off": "fp32", "false": "fp32", "no": "fp32"}
-    return switches[text.lower()] if text.lower() in switches else _dtype(text)
+def _or_switch(on: str | None, off: str, parse: Callable[[str], str] = str,
+               ) -> Callable[[str], str | None]:
+    """Return what reads a value, or one of the words that other systems have for on and off."""
+    words = {**dict.fromkeys(("on", "true", "yes", "1"), on),
+             **dict.fromkeys(("off", "false", "no", "0"), off)}
+
+    def read(text: str) -> str | None:
+        return words[text.lower()] if text.lower() in words else parse(text)
+    return read
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,12 @@ class Config(RunOptions):
         help="after N such steps in a row go back to the checkpoint before them and pass over "
              "their data, three times at most")
     precision: str = option(
-        None, "--mixed-precision", role=RESULT, choices=_PRECISIONS, parse=_precision, nargs="?",
-        help="compute dtype; masters are float32; bfloat16, float16 and float32 mean the same; "
-             "fp8: as bf16, but the products of the blocks' linears in 8 bits, on a GPU of the Ada"
-             " generation or newer (default: bf16 where the hardware has it, else fp32)")
+        None, "--mixed-precision", role=RESULT, choices=_PRECISIONS, nargs="?",
+        parse=_or_switch(None, "fp32", options.dtype(*_PRECISIONS)),
+        help="compute dtype, without a value the default; masters are float32; bfloat16, float16 "
+             "and float32 mean the same; fp8: as bf16, but the products of the blocks' linears in "
+             "8 bits, on a GPU of the Ada generation or newer (default: bf16 where the hardware "
+             "has it, else fp32)")
     fp8_recipe: str = option(
         "tensorwise", role=RESULT, quiet=True, choices=("tensorwise", "rowwise"),
         help="with --precision fp8: a scale for each tensor, which is fastest, or for each of its "
@@ -114,11 +120,12 @@ class Config(RunOptions):
         help="auto: the GPUs of this machine, which are an error where torch cannot use them, or "
              "the CPU of one that has none; cpu: also where there are GPUs")
     activation_checkpointing: str = option(
-        AUTO, role=ALIKE,
+        AUTO, role=ALIKE, parse=_or_switch("full", "none"), nargs="?", const="full",
         choices=(AUTO, *recompute.KINDS),
         help="activations to compute again in the backward pass instead of keeping them: none, "
-             "selective (the cheap ones) or full (all of a block); auto: none where that fits by "
-             "the memory plan, then selective, then full; a run that goes on keeps what it had")
+             "selective (the cheap ones) or full (all of a block, also without a value); auto: "
+             "none where that fits by the memory plan, then selective, then full; a run that goes "
+             "on keeps what it had")
     compile: bool | None = option(
         None, role=ALIKE, parse=auto_on_off,
         help="compile the decoder blocks; the first step then takes a minute longer (default: "
