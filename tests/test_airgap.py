@@ -341,6 +341,9 @@ def test_wheels_are_those_of_the_far_side(artifacts: Path, tmp_path: Path, index
     assert "no complete set of wheels" in said and "compiled" in said
     assert not list(tmp_path.glob("none*"))
     run(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
+    said = run(*command, tmp_path / "none", "--no-wheels", "--cuda", "cu126", cwd=artifacts,
+               expect=2).stderr
+    assert "--cuda chooses wheels, which --no-wheels leaves out" in said
 
 
 BACKEND = """
@@ -388,6 +391,7 @@ def test_torch_is_a_build_for_the_driver_of_the_far_side(
 
     assert prepared("", "535") == ("2.12.1+cu126", "# pins\ntorch==2.12.1+cu126\n")
     assert "pip finds no torch==2.13.0+cu126 for Python 3.11" in caplog.text
+    assert not list((tmp_path / "cache" / "wheelhouse").glob("*.partial-*"))
     make_wheel(wheels, "torch", "2.13.0", 'cuda-toolkit[cublas]==13.0.3; os_name == "nt"')
     assert prepared("", "580.65.06") == ("2.13.0+cu130", "# pins\ntorch==2.13.0\n")
     with pytest.raises(UsageError, match=r"finds no torch==2\.11\.0\+cu128") as absent:

@@ -197,6 +197,18 @@ def test_what_is_prepared_is_looked_at(project: Path):
     assert "hf_datasets/corpus" in setup(project, expect=6)
 
 
+def test_gpus_that_torch_cannot_use_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\ncase $* in *=name*) echo NVIDIA A100;; *) echo 535.104.05;; esac\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also where torch could
+    said = setup(tmp_path, expect=6)
+    assert "torch cannot use the GPUs of this machine" in said and "which hides them" in said
+    assert "1 GPU (NVIDIA A100), driver 535.104.05" in said
+
+
 def test_nothing_prepared_is_no_error(tmp_path: Path):
     said = setup(tmp_path, expect=0)
     assert "none under hf_datasets/" in said and "01" not in said

@@ -20,7 +20,7 @@ from launch.bundling import contents as bundle_contents
 from launch.bundling import unpacking, wheelhouse
 from launch.bundling.contents import Payload
 from launch.bundling.writer import Writer
-from lib.core import hashing, log, options, publish, torch_builds, units
+from lib.core import declared, hashing, log, options, publish, torch_builds, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.core.torch_builds import Torch
@@ -71,6 +71,9 @@ def main(argv: list[str]) -> None:
     if opts.out is None:
         raise UsageError("--out is needed: the directory of the bundle to make",
                          expected="--out bundle --dataset CORPUS --model NAME, say")
+    for name in ("driver_version", "cuda", "optional") if opts.no_wheels else ():
+        if getattr(opts, name):
+            raise UsageError(f"{declared.flag(name)} chooses wheels, which --no-wheels leaves out")
     wanted = None if opts.no_wheels else wheelhouse.target(opts.python, opts.platform)
     code = bundle_contents.code(opts.allow_dirty)
     artifacts = bundle_contents.artifacts(opts)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,17 +114,22 @@ def prepare(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: lis
     lists: requirement files by name. asked: builds of torch, of which the first one that pip finds
     takes the place of that in requirements.txt; none leaves it.
     """
-    for build in asked[:-1]:
+    for build in asked:
         try:
-            return _prepared(cache_dir, lists, wanted, build, asked)
+            return _prepared(cache_dir, lists, wanted, asked, build)
         except NoSuchTorch as error:
-            log.warn(f"{error.problem}; an older build is tried")
-    return _prepared(cache_dir, lists, wanted, asked[-1] if asked else None, asked)
+            if build != asked[-1]:
+                log.warn(f"{error.problem}; an older build is tried")
+            else:
+                raise UsageError(error.problem + ", and no other that does" * bool(asked[1:]),
+                                 expected=f"torch {' or '.join(map(str, asked))}",
+                                 hint=error.hint) from None
+    return _prepared(cache_dir, lists, wanted)
 
 
-def _prepared(cache_dir: Path, lists: dict[str, bytes], wanted: Target, build: Torch | None,
-              others: list[Torch]) -> Path:
-    """Return a wheelhouse for this build. others: builds that do as well, if pip prefers one."""
+def _prepared(cache_dir: Path, lists: dict[str, bytes], wanted: Target, asked: Sequence[Torch] = (),
+              build: Torch | None = None) -> Path:
+    """Return a wheelhouse for one of the builds that were asked for; None: for what is pinned."""
     if build:
         pins = torch_builds.repinned(lists[_PINS].decode(), build)
         lists = {**lists, _PINS: pins.encode()}
@@ -138,8 +144,12 @@ def _prepared(cache_dir: Path, lists: dict[str, bytes], wanted: Target, build: T
     with publish.Build(place, KIND, made_of, overwrite=False, resumable=True) as building:
         for name, text in lists.items():
             (building.dir / name).write_bytes(text)
-        _download(building.dir, list(lists), wanted)
-        if build and (found := torch_in(building.dir)) and found not in others:
+        try:
+            _download(building.dir, list(lists), wanted, is_asked=build is not None)
+        except NoSuchTorch:
+            building.resumable = False  # nothing was fetched
+            raise
+        if build and (found := torch_in(building.dir)) and found not in asked:
             raise UsageError(f"pip takes torch {found} for {build.requirement}",
                              expected=f"torch {build}", hint="its settings name other wheels first "
                              "(pip config list): leave those out")
@@ -150,8 +160,11 @@ def _prepared(cache_dir: Path, lists: dict[str, bytes], wanted: Target, build: T
     return place
 
 
-def _download(place: Path, lists: list[str], wanted: Target) -> None:
-    """Fetch the wheels of lists into their directory, and build what has none but needs none."""
+def _download(place: Path, lists: list[str], wanted: Target, is_asked: bool) -> None:
+    """Fetch the wheels of lists into their directory, and build those that come as source alone.
+
+    is_asked: the torch was chosen, so that another may do; NoSuchTorch when pip does not find it.
+    """
     words = [word for name in lists for word in ("-r", name)]
     words += [word for tag in wanted.tags for word in ("--platform", tag)]
     # With pip itself, the far side needs no ensurepip, which Debian's Python lacks.
@@ -168,13 +181,12 @@ def _download(place: Path, lists: list[str], wanted: Target) -> None:
             return
         absent = _ABSENT.search(done.stderr)
         pin = f"{absent[1]}=={absent[2]}" if absent else ""
-        if absent and absent[1] == "torch":
+        if absent and absent[1] == "torch" and is_asked:
             raise NoSuchTorch(f"pip finds no {pin} for Python {wanted.python} on {wanted.platform}",
-                              found=done.stderr.strip().splitlines()[-1],
                               hint="the builds for each CUDA lie in indexes of their own, which "
                                    "PyTorch's page on installing names: PIP_EXTRA_INDEX_URL adds "
                                    "one, PIP_FIND_LINKS a directory of wheels")
-        if not absent or pin in built or not _build(place, absent[1], pin):
+        if not absent or absent[1] == "torch" or pin in built or not _build(place, absent[1], pin):
             said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
             raise UsageError(f"pip found no complete set of wheels for Python {wanted.python} on "
                              f"{wanted.platform}", found="\n".join(said[-8:]),
