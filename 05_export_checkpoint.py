@@ -41,9 +41,6 @@ def parse(argv: list[str]) -> Options:
                              "that directory (needed)")
     parser.add_argument("--save-dir", type=Path, metavar="DIR",
                         help="where experiments lie (default: outputs, or where -e leads)")
-    parser.add_argument("--checkpoint-dir", type=Path, metavar="DIR",
-                        help="as --save-dir; without -e it is the directory of the run itself "
-                             "(default: none)")
     parser.add_argument("--step", default="latest", metavar="N|latest|best",
                         help="which checkpoint; best is the one with the lowest validation loss")
     parser.add_argument("--out", type=Path, metavar="DIR",

@@ -169,6 +169,21 @@ def test_what_the_sample_is_given_is_told_all_at_once() -> None:
     assert (str(taken.save_dir), taken.experiment_name) == (".", "checkpoints")
 
 
+def test_a_file_of_axolotl(tmp_path: Path) -> None:
+    keys = {"base_model": "org/name", "micro_batch_size": 2, "gradient_accumulation_steps": 4,
+            "sequence_len": 2048, "learning_rate": 2e-5, "num_epochs": 1, "save_steps": 100,
+            "output_dir": "./out/run", "logging_steps": 1, "gradient_checkpointing": True}
+    (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(keys))
+    config = asked("--config", tmp_path / "axolotl.yaml", "-d", "corpus")
+    assert (config.model_name, config.batch_size, config.grad_accum_steps, config.seq_length) == \
+        ("org/name", 2, 4, 2048)
+    assert (config.save_dir / config.experiment_name, config.activation_checkpointing) == \
+        (Path("out/run"), "full")
+    (tmp_path / "axolotl.yaml").write_text("warmup_ratio: 0.1\nsample_packing: true\n")
+    with pytest.raises(UsageError, match=r"(?s)--warmup-steps N.*--packing documents"):
+        asked("--config", tmp_path / "axolotl.yaml")
+
+
 @pytest.mark.parametrize(("words", "kind"), [
     ([], "auto"), (["--gradient_checkpointing"], "full"),
     (["--gradient_checkpointing=False"], "none"),

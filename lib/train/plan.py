@@ -98,9 +98,12 @@ class Plan:
             return rows
         asked, passes = epochs(self.config), samples_needed / self.samples
         left_out = asked * self.samples - samples_needed if asked else 0
-        rows |= {"epoch": f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps "
-                          f"of {d.global_batch}",
-                 "steps": f"{self.total_steps:,} ({passes:.2f} epochs, {tokens})"}
+        a_pass = f"{self.samples:,} samples = {self.samples / d.global_batch:,.1f} steps of " \
+                 f"{d.global_batch}"
+        rows |= {"epoch": a_pass, "steps": f"{self.total_steps:,} ({passes:.2f} epochs, {tokens})"}
+        if own := self.config.steps_per_epoch:
+            rows |= {"epoch": f"{units.counted(own, 'step')}; a pass over the data is {a_pass}",
+                     "steps": f"{self.total_steps:,} ({passes:.2f} passes over the data, {tokens})"}
         if 0 < left_out < d.global_batch:
             rows["left out"] = f"{units.counted(left_out, 'sample')} at the end, too few for a step"
         return rows
