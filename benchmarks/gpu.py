@@ -62,6 +62,10 @@ def main() -> None:
             filter(None, (str(Path(work) / "early"), os.environ.get("PYTHONPATH"))))
         rehearsed = args.rehearse or not facts["gpus"]
         if rehearsed:
+            from lib.parallel import gpus
+            if not args.rehearse and (found := gpus.unusable()):
+                sys.exit(f"error: {found.problem}\n  found:    {found.found}\n"
+                         f"  hint:     {found.hint}; --rehearse runs the items on the CPU")
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
             # On a machine that others use too, threads mostly wait for each other.
             os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
