@@ -6,6 +6,7 @@
 # make test-gpu            there: that all is right on the GPU; without one, on the CPU in small
 # make bench-gpu           there: how fast it is (each of these takes eight minutes at most)
 # make lint                ruff and mypy
+# make memory-table        what training known models takes of each GPU, as README has it
 # make bench               every other benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
 # make validate-setup      this machine, and everything that is prepared here
@@ -84,7 +85,7 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help demo test test-slow test-long test-faults lint bench gpu-kit test-gpu bench-gpu \
+.PHONY: help demo test test-slow test-long test-faults lint memory-table bench gpu-kit test-gpu bench-gpu \
   validate-framework validate-setup test-quick run status logs-follow stop
 
 $(VENV)/installed: $(PINS)
@@ -130,6 +131,9 @@ test-faults: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+memory-table: $(VENV)/installed-dev
+	$(PY) benchmarks/memory.py $(ARGS)
 
 bench: $(VENV)/installed-dev
 	@for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do \

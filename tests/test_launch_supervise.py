@@ -6,15 +6,13 @@ The stand-in ends in the ways that stage 04 under torchrun does.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests import control_group
 from tests.trainer_stand_in import COMPLETE, KILLED, processes, run, start
 
 
@@ -137,28 +135,10 @@ def test_the_command_is_asked_to_stop_when_the_launcher_is_killed(tmp_path: Path
     assert json.loads((tmp_path / "outputs/run/state.json").read_text())["status"] == "preempted"
 
 
-@pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """Return a control group that allows its processes 60 MB."""
-    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-                        ("/sys/fs/cgroup", "memory.max")):
-        group = Path(root) / f"launch-test-{os.getpid()}"
-        with suppress(OSError):
-            group.mkdir()
-            try:
-                if (group / limit).exists():
-                    (group / limit).write_text("60000000")
-                    yield group
-                    return
-            finally:
-                group.rmdir()
-    pytest.skip("needs a memory control group that may be written")
-
-
-def test_out_of_memory_by_the_kernel_is_not_tried_again(tmp_path: Path, small_memory: Path) -> None:
+def test_out_of_memory_by_the_kernel_is_not_tried_again(tmp_path: Path) -> None:
     hungry = "everything = [bytearray(b'x' * 10_000_000) for _ in range(200)]"
-    join = ("sh", "-c", f'echo $$ > {small_memory}/cgroup.procs && exec "$@"', "sh")
-    returned, output, attempts = run(tmp_path, hungry, within=join)
+    with control_group.of_memory(60_000_000) as join:
+        returned, output, attempts = run(tmp_path, hungry, within=join)
     assert (returned, len(attempts)) == (2, 1), output
     assert "out of memory: the kernel killed a process on node 0" in output
 

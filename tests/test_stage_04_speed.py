@@ -43,6 +43,8 @@ def test_windows(plain: Path, options: tuple[object, ...]) -> None:
     done = run_stage("04_train_fsdp.py", "-e", name, *WINDOWS, "--grad-accum-steps", 2, *options,
                      cwd=plain, ranks=2)
     assert figures(plain, name) == pytest.approx(figures(plain, "windows"), rel=1e-4)
+    if options[0] == "--activation-checkpointing":
+        assert figures(plain, name) == figures(plain, "windows")
     assert "the logits of all tokens never exist" in done.stdout
     assert "attention: sdpa, by torch's kernel for CPUs" in done.stdout
     if "--shard-size" in options:
@@ -63,6 +65,9 @@ def test_other_knobs_may_turn_when_a_run_goes_on(plain: Path) -> None:
     run_stage("04_train_fsdp.py", "-e", "turned", *WINDOWS[:-4], "--max-steps", 6, *WINDOWS[-4:],
               "--grad-accum-steps", 4, "--activation-checkpointing", "full", cwd=plain)
     assert set(losses(plain, "turned")) == {1, 2, 3, 4, 5, 6}
+    later = run_stage("04_train_fsdp.py", "-e", "turned", *WINDOWS[:-4], "--max-steps", 8,
+                      *WINDOWS[-4:], "--grad-accum-steps", 8, "--dry-run", cwd=plain)
+    assert "--activation-checkpointing full (earlier launch)" in later.stdout
 
 
 def test_what_cannot_work_is_refused(plain: Path) -> None:

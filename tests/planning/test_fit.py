@@ -44,6 +44,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float 
             begun: bool = False, seq_length: int = 1024, **changes: Any) -> UsageError | None:
     """Return the refusal of a run whose ranks have so much memory of the host, and on a GPU."""
     monkeypatch.setattr(fit, "Estimates", Known)
+    monkeypatch.setitem(fit._USABLE, False, (0.9, 0))  # no library takes more than these models
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_mib > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     rooms = {"cpu": round(room_mib * MIB), "cuda": round(gpu_mib * MIB)}

@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""The memory that training takes of each GPU, for models of known shapes: the table in README.md.
+
+  python benchmarks/memory.py            # or `make memory-table`: all of it, in a few minutes
+  python benchmarks/memory.py 'Llama 3.2 1B' --gpus 1,8 --seq-length 8192 --gpu-memory 141
+
+Any machine does: steps of the trainer are traced on tensors without memory, as for --plan-gpus. A
+cell is the peak in GiB and the recomputation that --activation-checkpointing auto takes for it, or
+also what lies in host memory with --cpu-offload on, per GPU; a dash where nothing fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from lib.core import options
+from lib.parallel import recompute
+from lib.planning import choice
+from lib.planning.fit import Fit
+from lib.train import plan
+from lib.train.config import Config
+
+_GIB = 1 << 30
+_LLAMA_3 = {"num_key_value_heads": 8, "vocab_size": 128_256}
+#                              hidden, inner width, layers, heads
+_SHAPES: dict[str, tuple[type[PretrainedConfig], tuple[int, int, int, int], dict[str, object]]] = {
+    "Llama 3.2 1B": (LlamaConfig, (2048, 8192, 16, 32), {**_LLAMA_3, "tie_word_embeddings": True}),
+    "Llama 3.2 3B": (LlamaConfig, (3072, 8192, 28, 24), {**_LLAMA_3, "tie_word_embeddings": True}),
+    "Llama 2 7B": (LlamaConfig, (4096, 11_008, 32, 32), {}),
+    "Llama 3.1 8B": (LlamaConfig, (4096, 14_336, 32, 32), _LLAMA_3),
+    "Llama 2 13B": (LlamaConfig, (5120, 13_824, 40, 40), {}),
+    "Llama 3.1 70B": (LlamaConfig, (8192, 28_672, 80, 64), _LLAMA_3),
+    "Mixtral 8x7B": (MixtralConfig, (4096, 14_336, 32, 32), {"num_key_value_heads": 8}),
+}
+
+
+def made(name: str) -> PreTrainedModel:
+    """Return a model of that shape on the meta device."""
+    kind, (hidden, inner, layers, heads), more = _SHAPES[name]
+    config = kind(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+                  num_attention_heads=heads, max_position_embeddings=1 << 17,
+                  **{"vocab_size": 32_000, "tie_word_embeddings": False, **more})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def row(name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float) -> str:
+    """Return the cells of a model. gpu_memory: GiB of each GPU."""
+    fit = Fit(made(name), gpu_memory * _GIB, float("inf"), on_gpu=True, compiled=True)
+    cells = [_cell(fit, ranks, Config(seq_length=seq_length, precision="bf16")) for ranks in gpus]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _cell(fit: Fit, ranks: int, config: Config) -> str:
+    for offload in (False, True):
+        cases = [plan.memory_case(replace(config, activation_checkpointing=kind,
+                                          cpu_offload=offload), fit.model, ranks, True, fit.room)
+                 for kind in recompute.KINDS]
+        case = choice.choose(fit, [[case] for case in cases])
+        if fit.fits(case):
+            peak = fit.traced(case).total / _GIB
+            host = sum(fit.states(case).values()) / _GIB
+            return f"{peak:.0f} {case.recompute}" if not offload else \
+                f"{peak:.0f} {case.recompute}, host {host:.0f}"
+    return "–"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
+    parser.add_argument("--gpus", type=options.counts, default=[1, 8, 16, 32, 64], metavar="N,N,…")
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens, one sample per GPU")
+    parser.add_argument("--gpu-memory", type=float, default=80.0, help="GiB")
+    args = parser.parse_args(argv)
+    heads = ["1 GPU" if n == 1 else f"{n} GPUs" for n in args.gpus]
+    print(f"| 1 × {args.seq_length:,} tokens | {' | '.join(heads)} |")
+    print("|---" * (len(heads) + 1) + "|")
+    for name in args.models or _SHAPES:
+        print(row(name, args.gpus, args.seq_length, args.gpu_memory), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The tables of memory and of learning rates in README.md: what the code says of the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+from lib.train import checks
+from tests.conftest import ROOT
+
+
+def table(first_cell: str) -> list[list[str]]:
+    """Return the cells of the rows of a table."""
+    text = (ROOT / "README.md").read_text()
+    lines = text[text.index(f"| {first_cell} |"):].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+
+
+TABLE = table("1 × 4,096 tokens")
+
+
+def test_it_has_what_people_ask_for() -> None:
+    assert TABLE[0][1:] == ["1 GPU", "8 GPUs", "16 GPUs", "32 GPUs", "64 GPUs"]
+    names = [row[0] for row in TABLE[2:]]
+    assert names == ["Llama 3.2 1B", "Llama 3.2 3B", "Llama 2 7B", "Llama 3.1 8B", "Llama 2 13B",
+                     "Llama 3.1 70B", "Mixtral 8x7B"]
+    assert all(re.fullmatch(r"\d+ (none|selective|full)(, host \d+)?|–", cell)
+               for row in TABLE[2:] for cell in row[1:])
+
+
+def test_no_learning_rate_of_it_is_doubted() -> None:
+    for size, scratch, warmup, trained_on, _ in table("model")[2:]:
+        parameters = max(int(number) * 10 ** {"M": 6, "B": 9}[unit]
+                         for number, unit in re.findall(r"(\d+)([MB])", size))
+        assert re.match(r"1 %|2,000|8,000", warmup)
+        for is_scratch, rates in ((True, scratch), (False, trained_on)):
+            for rate in re.findall(r"[\d.]+e-\d", rates):
+                assert not checks.rate_doubt(float(rate), parameters, is_scratch), (size, rate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "gpus"), [("Llama 3.2 1B", 8), ("Mixtral 8x7B", 16)])
+def test_a_cell_is_what_the_plan_says(name: str, gpus: int) -> None:
+    spec = importlib.util.spec_from_file_location("memory_table", ROOT / "benchmarks/memory.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    printed = made.row(name, [gpus], 4096, 80.0).strip("| ").split("|")[1].split()
+    told = next(row for row in TABLE if row[0] == name)[TABLE[0].index(f"{gpus} GPUs")].split()
+    assert printed[1:] == told[1:] and float(printed[0]) == pytest.approx(float(told[0]), rel=0.03)
