@@ -50,4 +50,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run(main, network=True)  # of stage 03, which it starts; the others stay off by themselves

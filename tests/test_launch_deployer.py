@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shlex
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launch import kubernetes
+from launch import kubernetes, prepare
 from launch.build_image import build_docker_image
 from launch.common import stage_04
 from launch.images import last
+from launch.kube.asked import JobOptions
 from launch.kube.deploy import Patience
+from launch.kube.kubectl import Kubectl
 from launch.kubernetes import deploy_training_job, manage_eks_cluster
+from lib.core import declared
 from lib.core.errors import UsageError
 from tests.conftest import ROOT, run_stage
-from tests.kube_cluster import kube, kube_server  # noqa: F401
+from tests.hub_server import HubServer, Repo
 from tests.kube_server import Cluster, Object, Server
 from tests.test_launch_image import ECR, Machine
 from tests.test_launch_kubernetes_deploy import complete, jobs
@@ -48,7 +53,7 @@ def gpu_node(name: str, kind: str = "ml.g5.8xlarge", gpus: int = 1, efa: int = 1
 
 
 @pytest.fixture
-def eks(kube: Cluster, kube_server: Server, tmp_path: Path,  # noqa: F811
+def eks(kube: Cluster, kube_server: Server, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Return the EKS cluster `c` of four ml.g5.8xlarge, with docker and aws on the PATH."""
     machine = Machine(tmp_path)
@@ -80,7 +85,7 @@ def worker(cluster: Cluster) -> tuple[Object, dict[str, Any]]:
 
 def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
         eks: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "pipeline")
     assert build_docker_image(dockerfile="Dockerfile", context=str(ROOT), tag="auto", auto_fix=True,
                               max_attempts=3, base_image=None).startswith("llm-training:")
     image = build_docker_image(auto_fix=True)
@@ -114,7 +119,7 @@ def test_what_is_given_to_the_deployer_is_what_is_asked_for(eks: Cluster) -> Non
 def test_a_token_is_in_a_secret_alone_and_a_tokenizer_is_the_prepared_one(
         eks: Cluster, capfd: pytest.CaptureFixture[str],
         caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "pipeline")
     last.note(last.Built(f"{ECR}/fsdp:1", is_pushed=True))
     deploy_training_job(cluster_name="c", num_nodes=4, job_name="j", hf_token=TOKEN,
                         tokenizer="meta-llama/Llama-3.2-1B", instance_type="g5.8xlarge")
@@ -211,19 +216,28 @@ def test_refusals_are_in_words(asked: dict[str, Any], says: str, eks: Cluster) -
 
 
 def test_a_choice_that_the_cluster_leaves_is_a_question(eks: Cluster) -> None:
-    given = {"cluster_name": "c", "job_name": "j", "image_uri": "registry/train:1"}
+    def completed(**asked: Any) -> tuple[str, int | None, int | None]:
+        job = declared.made(JobOptions, job_name="j", image="registry/train:1", **asked)
+        found = kubernetes.completed(job, Kubectl("default"))
+        return found.instance_type, found.gpus_per_node, found.efa_per_node
+
+    def empty() -> None:
+        for key in [key for key in eks.objects if key[0] == "nodes"]:
+            del eks.objects[key]
+
+    assert completed() == ("ml.g5.8xlarge", 1, 1)
     eks.add("nodes", gpu_node("large", "ml.p4d.24xlarge", 8, 4))
     with pytest.raises(UsageError, match="which instance type") as caught:
-        deploy_training_job(**given)
+        completed()
     assert caught.value.found == "ml.p4d.24xlarge, ml.g5.8xlarge"
-    deploy_training_job(**given, instance_type="ml.p4d.24xlarge")
-    for key in [key for key in eks.objects if key[0] == "nodes"]:
-        del eks.objects[key]
+    assert completed(instance_type="p4d.24xlarge") == ("ml.p4d.24xlarge", None, None)
+    assert completed(gpus_per_node=0) == ("", 0, None)
+    empty()
     with pytest.raises(UsageError, match="no node of the cluster has GPUs"):
-        deploy_training_job(**{**given, "job_name": "k"})
+        completed()
     eks.add("nodes", gpu_node("own", "own.type", 2, 0))
-    deploy_training_job(**{**given, "job_name": "k"}, instance_type="own.type")
-    assert worker(eks)[1]["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert completed(instance_type="own.type") == ("own.type", 2, 0)
+    assert completed(instance_type="other") == ("other", None, None)
 
 
 def test_the_job_that_prepares_is_what_a_cluster_takes(tmp_path: Path) -> None:
@@ -246,15 +260,21 @@ def test_the_job_that_prepares_is_what_a_cluster_takes(tmp_path: Path) -> None:
     assert "cannot name a job" in prepared("--job-name", "J", expect=2).stderr
 
 
-def prepare(*words: object, cwd: Path, expect: int = 0) -> str:
-    done = run_stage("launch/prepare.py", *words, cwd=cwd, expect=expect)
-    return done.stdout + done.stderr
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+          ) -> Callable[..., list[str]]:
+    """Return a function that returns the commands which launch/prepare.py would run."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(*words: str) -> list[str]:
+        caplog.set_level("INFO", "pipeline")
+        caplog.clear()
+        prepare.main(["--dry-run", *words])
+        return [text.removeprefix("$ python ") for text in caplog.messages if text[0] == "$"]
+    return of
 
 
-def test_the_commands_that_prepare_a_run(tmp_path: Path) -> None:
-    def steps(*words: object) -> list[str]:
-        return [line.removeprefix("$ python ") for line in
-                prepare("--dry-run", *words, cwd=tmp_path).splitlines() if line.startswith("$")]
+def test_the_commands_that_prepare_a_run(steps: Callable[..., list[str]], tmp_path: Path) -> None:
     fetch, organize, build, model, tokens = steps()
     assert "--dataset-name allenai/c4 '--include=en/c4-train.0000*" in fetch
     assert "--src-dir raw_text/allenai--c4 --dst-root splits/c4" in organize
@@ -264,25 +284,28 @@ def test_the_commands_that_prepare_a_run(tmp_path: Path) -> None:
     assert "03_download_model.py --model-name meta-llama/Llama-3.2-1B" in steps(
         "--", "--tokenizer", "meta-llama/Llama-3.2-1B")
     assert steps("--", "-d", "c4", "-m", "org/model")[3].endswith("--model-name org/model")
+    organize = steps("--data", "/bucket/raw", "--", "-d", "mine", "-m", "scratch-1M")[0]
+    assert organize.endswith("--src-dir /bucket/raw --dst-root splits/mine --mode symlink")
     (tmp_path / "hf_datasets" / "c4").mkdir(parents=True)
     assert len(steps("--", "-d", "c4", "-m", str(tmp_path))) == 1
-    said = prepare("--", "-d", "mine", "-m", "org/model", cwd=tmp_path, expect=2)
-    assert "hf_datasets/mine is not there, and no --data says" in said
-    said = prepare("--", "-d", "a", "-d", "b", "-m", "org/model", cwd=tmp_path, expect=2)
-    assert "2 datasets are not there" in said
+    with pytest.raises(UsageError, match="hf_datasets/mine is not there, and no --data says"):
+        steps("--", "-d", "mine", "-m", "org/model")
+    with pytest.raises(UsageError, match="2 datasets are not there"):
+        steps("--", "-d", "a", "-d", "b", "-m", "org/model")
 
 
 @pytest.mark.slow
-def test_a_run_is_prepared_from_files_alone(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    for number in range(3):
-        (tmp_path / "raw" / f"{number}.txt").write_text("The quick brown fox jumps. " * 400)
-    train = ("--", "-d", "mine", "-m", "scratch-1M", "-s", "64", "-b", "2")
-    words = ("--data", tmp_path / "raw", *train)
-    prepare(*words, cwd=tmp_path)
-    assert all(path.is_symlink() for path in (tmp_path / "splits").rglob("*.txt"))
+def test_a_run_is_prepared_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    rows = b"".join(json.dumps({"text": f"The quick brown fox jumps. {n} " * 20}).encode() + b"\n"
+                    for n in range(300))
+    hub.repos["org/text"] = Repo({"en/train.json.gz": gzip.compress(rows), "de/a.gz": b"not this"},
+                                 kind="dataset")
+    words = ("--data", "org/text", "--include", "en/*.json.gz", "--fields", "text", "--", "-d",
+             "mine", "-m", "org/tiny-llama", "-s", "64")
+    run_stage("launch/prepare.py", *words, cwd=tmp_path)
+    assert (tmp_path / ".cache/models/org--tiny-llama/manifest.json").is_file()
     assert [*(tmp_path / ".cache" / "tokens").glob("mine-*")]
-    again = prepare("--dry-run", *words, cwd=tmp_path)
+    hub.requests.clear()
+    again = run_stage("launch/prepare.py", *words, cwd=tmp_path).stdout
     assert again.count("$ python") == 1 and "--prepare-only" in again  # what is there is kept
-    said = prepare("--data", "none", "--", "-d", "b", "-m", "m", cwd=tmp_path, expect=2)
-    assert "none" in said
+    assert not hub.requests

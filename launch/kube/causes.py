@@ -52,8 +52,8 @@ _STUCK = {
     "image missing": "check --image and its tag; launch/build_image.py --push makes and pushes one",
     "image forbidden": "kubectl create secret docker-registry NAME …, then --image-pull-secret "
                        "NAME; on EKS the nodes' role needs AmazonEC2ContainerRegistryPullOnly",
-    "missing token": "export HF_TOKEN and use deploy, which makes the secret; for a gated model, "
-                     "ask for access on its page, and prepare it ahead with stage 03",
+    "missing token": "export HF_TOKEN and use prepare or deploy, which make the secret; for a "
+                     "gated model, ask for access on its page",
     "missing secret": "create the secret or config map that the pod names",
     "no such node": "check --instance-type against `kubectl get nodes -L "
                     "node.kubernetes.io/instance-type`, and the taints of these nodes",

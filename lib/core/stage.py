@@ -21,8 +21,8 @@ def run(main: Callable[[list[str]], None], *, network: bool = False, only_shows:
         ) -> NoReturn:
     """Run a stage's main with the command line and exit as errors.py says.
 
-    network: True only for stage 03. only_shows: True for a command that ends when nobody reads it.
-    A bug keeps its traceback (exit code 1).
+    network: True only for stage 03 and what starts it. only_shows: True for a command that ends
+    when nobody reads it. A bug keeps its traceback (exit code 1).
     """
     streams.outlive_readers(only_shows)
     if not network:
