@@ -95,6 +95,12 @@ def test_a_cluster_accepts_every_shape_of_job(kind: str, shape: str) -> None:
     assert not problems(manifests("render", "--kind", kind, *ASKED, *SHAPES[shape], *TRAIN))
 
 
+def test_pods_without_gpus_mean_the_cpu_also_on_a_node_that_has_some() -> None:
+    on_cpu = asked("render", *ASKED, *SHAPES["any node, on the CPU"], *TRAIN).train
+    assert stage_04.parse(on_cpu).device == "cpu"
+    assert stage_04.parse(asked("render", *ASKED, *TRAIN).train).device == "auto"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_cluster_accepts_every_recipe(kind: str, recipe: Path) -> None:
