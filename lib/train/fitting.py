@@ -196,7 +196,7 @@ def _chosen(config: Config, fit: Fit, ranks: int, has: float, kept: str = "",
                                 activation_checkpointing=case.recompute)
         if case.recompute != kinds[0]:
             said = [f"--activation-checkpointing auto: {case.recompute}, since less recomputation "
-                    f"does not fit well in {units.memory(fit.room)} by the memory plan"]
+                    f"is not sure to fit in {units.memory(fit.room)} by the memory plan"]
     if config.batch_size == AUTO:
         said.append(_why(config, fit, ranks, batches, case.batch))
         config = config.settled("memory plan", batch_size=case.batch)

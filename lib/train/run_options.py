@@ -29,8 +29,8 @@ class RunOptions:
              "the samples, make a mixture: -d a=0.7 -d b=0.3 (needed)")
     model_name: str | None = option(
         None, "-m", role=LOCAL, first="model of stage 03", metavar="NAME|DIR",
-        help="model that stage 03 prepared, or any model directory (default: the only one "
-             "prepared)")
+        help="model that stage 03 prepared, or any model directory (default: the run's, or the "
+             "only one)")
     save_dir: Path = option(
         None, role=LOCAL, parse=Path,
         help="where experiments lie (default: outputs, or where -e leads)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -13,9 +14,9 @@ import torch
 
 from lib.core import units
 from lib.core.errors import UsageError
-from lib.planning import capacity, fit
+from lib.planning import capacity, choice, fit
 from lib.planning.fit import Fit
-from lib.train import fitting
+from lib.train import fitting, plan
 from lib.train.inputs import Inputs, settle
 from tests.planning.test_fit import MIB, Known
 from tests.planning.test_memory import ASKED, on_meta
@@ -81,8 +82,8 @@ def test_no_more_is_computed_again_than_needed(monkeypatch: pytest.MonkeyPatch, 
 
     assert taken(1000) == ("none", 4) and not said
     assert taken(4) == ("none", 4) and taken(3.9) == ("selective", 4) and taken(2.9) == ("full", 4)
-    assert said == ["--activation-checkpointing auto: full, since less recomputation does not fit "
-                    f"well in {units.memory(capacity.room(None))} by the memory plan"]
+    assert said == ["--activation-checkpointing auto: full, since less recomputation is not sure "
+                    f"to fit in {units.memory(capacity.room(None))} by the memory plan"]
     assert taken(0.9) == ("full", 4)  # nothing fits, which the check of a run says
     assert taken(1000, "full") == ("full", 4) and taken(1000, "none") == ("none", 4) and not said
     assert taken(2.9, "none") == ("full", 4) and len(said) == 1
@@ -139,6 +140,16 @@ def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.M
     here(monkeypatch, 12, gpu=True)
     monkeypatch.setattr(fit, "Estimates", lambda model: 1 / 0)
     assert chosen() == 1
+
+
+def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
+    """As a fork of a process that uses a GPU could not: all of it goes there and comes back."""
+    found = Fit(on_meta(), 1 << 30, 1 << 30, on_gpu=True, compiled=False)
+    asked = pickle.loads(pickle.dumps((found, choice.choose, Fit.traced, Fit.nearest)))
+    assert asked[1:] == (choice.choose, Fit.traced, Fit.nearest)
+    case = plan.memory_case(replace(ASKED, seq_length=64), asked[0].model, 1, True, 1 << 30)
+    known = {case: Known(on_meta()).step(case)}
+    assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
 
 
 def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
