@@ -49,8 +49,9 @@ def parse(argv: list[str]) -> Options:
     where.add_argument("--validate-components", type=options.on_off, default=True, nargs="?",
                        const=True, metavar="on|off",
                        help="validate: ask the cluster; off: AWS alone")
-    where.add_argument("--auto-fix", action="store_true",
-                       help="validate: make the namespace where it is missing")
+    where.add_argument("--auto-fix", type=options.on_off, default=False, nargs="?", const=True,
+                       metavar="on|off", help="validate: make the namespace where it is "
+                                              "missing")
     declared.add(parser, JobNeeds, instance_type="instance type of the nodes (default: any with "
                  "GPUs)", gpus_per_node="GPUs per node (default: those of the instance type, else "
                  "1)", image="image of the job (default: not checked)")
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> None:
     if opts.dry_run:
         _plan(asked, kube)
         return
-    eks = _eks(kube, opts.cluster_name, opts.region)
+    eks = eks_of(kube, opts.cluster_name, opts.region)
     if opts.action == "describe":
         describe(kube, asked, eks, opts.fail_on)
         return
@@ -158,7 +159,7 @@ def manage_eks_cluster(cluster_name: str | None = None, region: str = "", *,
         aws.require_cluster(name, region)
     aws.connect(name, region)
     kube = Kubectl(asked.namespace)
-    found = _judge(kube, asked, _eks(kube, name, region), validate_components, auto_fix)
+    found = _judge(kube, asked, eks_of(kube, name, region), validate_components, auto_fix)
     findings.show(found)
     return found
 
@@ -194,7 +195,7 @@ def _grows(kube: Kubectl) -> bool:
         return False
 
 
-def _eks(kube: Kubectl, name: str, region: str) -> tuple[str, str]:
+def eks_of(kube: Kubectl, name: str, region: str) -> tuple[str, str]:
     """Return name and region of the EKS cluster: those given, else those that the context names."""
     context = kube.context
     if not context:

@@ -35,12 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
-from launch.cluster import manage_eks_cluster  # noqa: E402
+from launch.cluster import eks_of, manage_eks_cluster  # noqa: E402
 from launch.common import aws, findings, stage_04  # noqa: E402
 from launch.common.raw_text import RawText  # noqa: E402
 from launch.images import last  # noqa: E402
 from launch.kube import cluster_state, deploy, nodes, preparation  # noqa: E402
-from launch.kube.asked import JobOptions  # noqa: E402
+from launch.kube.asked import JobOptions, instances  # noqa: E402
 from launch.kube.deploy import Patience  # noqa: E402
 from launch.kube.job import Job, planned, text  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
@@ -149,7 +149,19 @@ def completed(asked: JobOptions, kubectl: Kubectl, asks: bool = True) -> JobOpti
         if asked.instance_type and (asked.node or asked.gpus_per_node is not None):
             return asked  # nothing is open
         raise
+    if not asked.instance_type and not any(node.gpus for node in found):
+        asked = replace(asked, instance_type=_of_node_groups(kubectl))
     return nodes.completed(asked, found)
+
+
+def _of_node_groups(kubectl: Kubectl) -> str:
+    """Return the only type with GPUs that an EKS cluster could start nodes of; empty if unknown."""
+    cluster, region = eks_of(kubectl, "", "")
+    found = [name for name in aws.node_types(cluster, region) if name in instances()] \
+        if cluster else []
+    if len(found) == 1:
+        log.info(f"asked of EKS: its node groups start {found[0]}")
+    return found[0] if len(found) == 1 else ""
 
 
 def start(job: Job, kubectl: Kubectl, opts: Options) -> None:

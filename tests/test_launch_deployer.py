@@ -18,7 +18,7 @@ import yaml
 
 from launch import kubernetes, prepare
 from launch.build_image import build_docker_image
-from launch.common import stage_04
+from launch.common import aws, stage_04
 from launch.images import last
 from launch.kube.asked import JobOptions
 from launch.kube.deploy import Patience
@@ -32,10 +32,14 @@ from tests.kube_server import Cluster, Object, Server
 from tests.test_launch_image import ECR, Machine
 from tests.test_launch_kubernetes_deploy import complete, jobs
 
-AWS = """#!/bin/sh
+AWS = r"""#!/bin/sh
 echo "$*" >> "$AWS_CALLS"
 case "$1 $2" in
 "eks list-clusters") echo '{"clusters": ["c"]}';;
+"eks list-nodegroups") echo '{"nodegroups": ["gpu", "cpu"]}';;
+"eks describe-nodegroup")
+  case "$6" in gpu) type=g5.12xlarge;; *) type=m5.large;; esac
+  echo "{\"nodegroup\": {\"instanceTypes\": [\"$type\"]}}";;
 "eks describe-cluster") echo '{"cluster": {"status": "ACTIVE", "version": "1.32"}}';;
 "ecr get-login-password") echo the-password;;
 *) echo '{}';;
@@ -183,9 +187,10 @@ def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
 
 def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
     run_stage("launch/build_image.py", "--dockerfile", "Dockerfile", "--tag", "llama32-1b-v1",
-              "--auto_fix", "--max_attempts", "3", cwd=tmp_path)
+              "--auto_fix", "true", "--max_attempts", "3", cwd=tmp_path)
     assert last.find() == last.Built("llama32-1b-v1", is_pushed=False)
-    run_stage("launch/build_image.py", "--push", f"{ECR}/fsdp", "--tag", "x:2", cwd=tmp_path)
+    run_stage("launch/build_image.py", "--auto_fix", "--push", f"{ECR}/fsdp", "--tag", "x:2",
+              cwd=tmp_path)
     assert last.find() == last.Built(f"{ECR}/fsdp:2", is_pushed=True)
     run_stage("launch/cluster.py", "--cluster_name", "c", "--validate_components", "--auto_fix",
               "--namespace", "default", cwd=tmp_path)
@@ -205,6 +210,7 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
     ({"cluster_name": "d"}, "the kubeconfig has no cluster d"),
     ({"job_name": None}, "--job-name is missing"),
     ({"image_uri": None}, "no image was built in this directory"),
+    ({"bucket_pvc": "none"}, "--bucket-pvc: no claim none"),
     ({"gpu_per_node": 3, "instance_type": "g5.8xlarge"}, "has 1 GPU"),
     ({"model_name": "org/model"}, "no dataset is named"),
 ])
@@ -215,7 +221,8 @@ def test_refusals_are_in_words(asked: dict[str, Any], says: str, eks: Cluster) -
     assert says in caught.value.render() and not jobs(eks)
 
 
-def test_a_choice_that_the_cluster_leaves_is_a_question(eks: Cluster) -> None:
+def test_a_choice_that_the_cluster_leaves_is_a_question(
+        eks: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     def completed(**asked: Any) -> tuple[str, int | None, int | None]:
         job = declared.made(JobOptions, job_name="j", image="registry/train:1", **asked)
         found = kubernetes.completed(job, Kubectl("default"))
@@ -233,6 +240,8 @@ def test_a_choice_that_the_cluster_leaves_is_a_question(eks: Cluster) -> None:
     assert completed(instance_type="p4d.24xlarge") == ("ml.p4d.24xlarge", None, None)
     assert completed(gpus_per_node=0) == ("", 0, None)
     empty()
+    assert completed() == ("g5.12xlarge", None, None)  # its node groups have no nodes yet
+    monkeypatch.setattr(aws, "node_types", lambda cluster, region: [])
     with pytest.raises(UsageError, match="no node of the cluster has GPUs"):
         completed()
     eks.add("nodes", gpu_node("own", "own.type", 2, 0))

@@ -87,6 +87,21 @@ def discover(region: str) -> str:
     return found[0]
 
 
+def node_types(cluster: str, region: str) -> list[str]:
+    """Return the instance types of an EKS cluster's node groups, also of those without nodes.
+
+    Empty where AWS cannot be asked.
+    """
+    ask, types = partial(aws, "eks", region=region), set[str]()
+    try:
+        for group in ask("list-nodegroups", "--cluster-name", cluster).get("nodegroups", []):
+            types |= {*ask("describe-nodegroup", "--cluster-name", cluster, "--nodegroup-name",
+                           group)["nodegroup"].get("instanceTypes", [])}
+    except AwsError:
+        return []
+    return sorted(types)
+
+
 def require_cluster(cluster: str, region: str) -> None:
     """Raise UsageError with the command that makes a cluster where there is none of that name."""
     there = aws("eks", "list-clusters", region=region).get("clusters", [])

@@ -83,7 +83,8 @@ class ImageOptions:
     pip_conf: Path | None = option(None, parse=Path, metavar="FILE",
                                    help="pip.conf with the index to install from; it stays out of "
                                         "the image (default: none)")
-    auto_fix: bool = option(False, help="apply remedies that cost nothing, and try again")
+    auto_fix: bool = option(False, parse=options.on_off, nargs="?", const=True,
+                            help="apply remedies that cost nothing, and try again")
     max_attempts: int = option(3, parse=options.positive_int,
                                help="builds to try with --auto-fix")
     push: str = option("", parse=_IMAGE, metavar="REGISTRY",

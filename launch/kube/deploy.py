@@ -79,12 +79,14 @@ def check(asked: Job, kubectl: Kubectl) -> None:
             raise
         problems.add(f"the cluster does not take {asked.resource}", found=error.text.strip(),
                      expected=f"the operator for --kind {asked.kind}, and the right to use it")
-    claim = _looked_up(kubectl, "pvc", asked.pvc)
-    if claim is None:
-        problems.add(f"--pvc: no claim {asked.pvc} in namespace {asked.namespace}",
-                     hint=f"`kubectl get pvc --namespace {asked.namespace}` shows those there are")
-    elif (phase := claim.get("status", {}).get("phase", "Bound")) == "Lost":
-        problems.add(f"--pvc: {asked.pvc} is {phase}")
+    for flag, name in (("--pvc", asked.pvc), ("--bucket-pvc", asked.bucket_pvc)):
+        claim = _looked_up(kubectl, "pvc", name) if name else {}
+        if claim is None:
+            problems.add(f"{flag}: no claim {name} in namespace {asked.namespace}",
+                         hint=f"`kubectl get pvc --namespace {asked.namespace}` shows those there "
+                              "are")
+        elif (phase := claim.get("status", {}).get("phase", "Bound")) == "Lost":
+            problems.add(f"{flag}: {name} is {phase}")
     if asked.image_pull_secret and _looked_up(kubectl, "secret", asked.image_pull_secret) is None:
         problems.add(f"--image-pull-secret: no secret {asked.image_pull_secret}")
     problems.raise_if_any()
