@@ -22,11 +22,14 @@ def device() -> torch.device:
 
 
 def total(device: torch.device) -> int:
-    """Return the bytes of memory that this rank may count on."""
+    """Return the bytes of memory that this rank may count on: on a CPU, its share of the machine's
+    within the limits of the control groups around this process.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_here
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = min([physical, *(limit for limit, _ in _limits(_own_groups()))])
+    return most // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def room(device: torch.device) -> int:
@@ -38,15 +41,28 @@ def room(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return total(device)
+    free = min([_meminfo("MemAvailable"), *(free for _, free in _limits(_own_groups()))])
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + swap(device)
+
+
+def swap(device: torch.device) -> int:
+    """Return the bytes of this rank's room that are on a disk, where a step would take ages."""
+    if device.type == "cuda":
+        return 0
+    return _meminfo("SwapFree") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _meminfo(name: str) -> int:
     rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    meminfo = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows}
-    groups = Path("/proc/self/cgroup").read_text().splitlines()
-    free = min([meminfo["MemAvailable"], *_free_in(groups)]) + meminfo["SwapFree"]
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return next(int(row[1]) << 10 for row in rows if row[0] == f"{name}:")
 
 
-def _free_in(groups: list[str]) -> Iterator[int]:
-    """Yield what each control group leaves free; the kernel gives caches back.
+def _own_groups() -> list[str]:
+    return Path("/proc/self/cgroup").read_text().splitlines()
+
+
+def _limits(groups: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield what each control group allows, and leaves free; the kernel gives caches back.
 
     groups: lines as in cgroups(7), of version 1 `4:memory:/path` and of version 2 `0::/path`.
     """
@@ -66,7 +82,7 @@ def _free_in(groups: list[str]) -> Iterator[int]:
                 most = int((group / limit).read_text())
                 stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
                 cached = sum(int(stat.get(name, 0)) for name in caches)
-                yield most - int((group / used).read_text()) + cached
+                yield most, most - int((group / used).read_text()) + cached
 
 
 def usage(device: torch.device) -> dict[str, float]:

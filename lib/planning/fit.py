@@ -39,8 +39,9 @@ _DOUBT = 4  # times what the shape of a model says of its activations: a trace i
 class Fit:
     """Compares what a rank needs and has. room: bytes on its device; host: of the host's memory.
 
-    compiled: the trace is of code that is not, and says somewhat too much. known: what was traced
-    already. estimates: those of a process that may trace, see `apart`.
+    swap: bytes of the room that a run may take but is not chosen for. compiled: the trace is of
+    code that is not, and says somewhat too much. known: what was traced already. estimates: those
+    of a process that may trace, see `apart`.
     """
 
     model: PreTrainedModel
@@ -50,13 +51,15 @@ class Fit:
     compiled: bool
     known: dict[Case, StepMemory] = field(default_factory=dict)
     estimates: Estimates | None = None
+    swap: float = 0.0
 
     @classmethod
     def here(cls, model: PreTrainedModel, compile_: bool | None) -> Fit:
         """Return what decides whether a run fits on this rank's device. compile_: --compile."""
         device = capacity.device()
         return cls(model, capacity.room(device), capacity.room(torch.device("cpu")),
-                   device.type == "cuda", compiling.is_wanted(compile_, device))
+                   device.type == "cuda", compiling.is_wanted(compile_, device),
+                   swap=capacity.swap(device))
 
     def apart(self, method: Callable[..., Result], *arguments: Any) -> Result:
         """Return what one of the methods returns that trace, from a process of its own."""
@@ -115,7 +118,7 @@ class Fit:
     def usable(self) -> float:
         """Return the bytes on the device that a traced step may take."""
         share, less = _USABLE[self.on_gpu]
-        return share * self.room - less
+        return share * (self.room - self.swap) - less
 
     def states(self, case: Case) -> Bytes:
         """Return the bytes of a rank's weights, gradients and optimizer states."""

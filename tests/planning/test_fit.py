@@ -44,6 +44,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, room_mib: float, *, gpu_mib: float 
             begun: bool = False, seq_length: int = 1024, **changes: Any) -> UsageError | None:
     """Return the refusal of a run whose ranks have so much memory of the host, and on a GPU."""
     monkeypatch.setattr(fit, "Estimates", Known)
+    monkeypatch.setattr(capacity, "swap", lambda device: 0)
     monkeypatch.setitem(fit._USABLE, False, (0.9, 0))  # no library takes more than these models
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_mib > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -71,6 +72,9 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
     need = states + 2 * 8  # two samples
     assert refused(monkeypatch, 100 * need) is None
     assert refused(monkeypatch, need / 0.89) is None and not warned
+    on_disk = fit.Fit(on_meta(), 3 * need * MIB, 0, on_gpu=False, compiled=False,
+                      swap=2 * need * MIB)
+    assert on_disk.usable == pytest.approx(0.9 * need * MIB)
     assert refused(monkeypatch, need / 0.95) is None
     assert "memory will be short: a rank needs about" in warned.pop()
     assert refused(monkeypatch, need - 1, compile=True) is None  # of which no trace tells
@@ -165,7 +169,9 @@ def test_control_groups_limit_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(capacity, "_CGROUPS", tmp_path)
-    assert list(capacity._free_in([line])) == free
+    assert [left for _, left in capacity._limits([line])] == free
+    monkeypatch.setattr(capacity, "_own_groups", lambda: [line])
+    assert capacity.total(torch.device("cpu")) in (1000, 800) or not free
     assert 0 < capacity.room(torch.device("cpu")) < 1 << 50
 
 

@@ -31,6 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(fitting.log, "info", lines.append)
     monkeypatch.setattr(fitting.log, "warn", lines.append)
     monkeypatch.setattr(fit, "Estimates", Known)
+    monkeypatch.setattr(capacity, "swap", lambda device: 0)
     monkeypatch.setitem(fit._USABLE, False, (0.9, 0))  # no library takes more than these models
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
     return lines
