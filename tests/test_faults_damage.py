@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -251,7 +252,7 @@ def test_whole_ones_in_quarantine_come_back_by_the_command_that_is_printed(
     damage(newest / FILES[0], "flipped bit")
     done = server.run(*run_options(outputs), expect=3)
     assert f"step {BEFORE} is whole" in done.output
-    [move] = [line.partition("run:")[2] for line in done.output.splitlines() if "run:" in line]
+    [move] = re.findall(r"^  run:(.*)$", done.output, re.M)
     subprocess.run(move, shell=True, check=True, cwd=server.root)
     server.run(*run_options(outputs))
     assert begun_at(outputs) == BEFORE

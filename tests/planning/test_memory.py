@@ -200,7 +200,7 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
     small.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
     assert "estimated" not in small.compared(1.0, 0.5)
     small.close()
-    monkeypatch.setattr(memory, "_ESTIMATED_FROM", 1)
+    monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     told = memory.MemoryEstimate(model, "fp32")
     told.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
@@ -212,7 +212,7 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
 def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
-    monkeypatch.setattr(memory, "_ESTIMATED_FROM", 1)
+    monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     found, model = [], on_meta()
     for in_use in (False, True):
