@@ -94,6 +94,8 @@ def parse(argv: list[str]) -> tuple[Options, list[str]]:
 
 def main(argv: list[str]) -> None:
     opts, train = parse(argv)
+    if opts.dry_run or (opts.command == "render" and not opts.out):
+        log.setup(sys.stderr)  # the standard output is the manifest alone
     # Through `finally`, where a kubectl that follows a log is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     asked = connected(declared.read(JobOptions, opts), opts.cluster_name, opts.dry_run)

@@ -159,7 +159,7 @@ LINES = ("prepare --cluster_name c --job_name j",
          f"deploy --job_name j --image_uri {ECR}/fsdp:1 --num_nodes 4 --gpu_per_node 1 "
          f"--instance_type ml.g5.8xlarge --cluster_name c --monitor --hf_token {TOKEN} "
          "--max_steps 1000 --tokenizer meta-llama/Llama-3.2-1B",
-         "render --cluster_name c --num_nodes 2 --job_name j -d c4 -m org/model --lr=1e-4",
+         "render --cluster_name c --num_nodes 2 --job_name j --max_steps 1000",
          "render --kind hyperpod --job-name j --image i:1 --instance-type ml.p5.48xlarge "
          "--node-count 4 --accelerators 8 --service-account-name training --max-retry 3 -- "
          "-d c4 -m org/model --lr=1e-4")
@@ -174,7 +174,8 @@ def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
     said = done.stdout + done.stderr
     assert TOKEN not in said and "Traceback" not in said
     if line.startswith("render"):
-        assert "- --lr=1e-4" in done.stdout and "-m" in done.stdout
+        assert [item["metadata"]["name"] for item in yaml.safe_load_all(done.stdout)] == ["j"]
+        assert ("the last that was built" in done.stderr) == ("--image" not in line)
         return
     assert "is complete" in said
     manifests = {key: item for key, item in eks.objects.items() if key[0] != "secrets"}

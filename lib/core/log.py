@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 from lib.core.appended import AppendedFile
 from lib.core.errors import visible
@@ -89,9 +90,12 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def setup() -> None:
-    """Send log lines to the console: all of rank 0's, warnings of the others."""
-    console = _Console(sys.stdout)
+def setup(stream: TextIO | None = None) -> None:
+    """Send log lines to the console: all of rank 0's, warnings of the others.
+
+    stream: another than the standard output, of a command that prints a document there.
+    """
+    console = _Console(stream or sys.stdout)
     console.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
     _logger.handlers = [console]
     _logger.setLevel(logging.INFO)
