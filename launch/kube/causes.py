@@ -133,6 +133,7 @@ _UNSCHEDULED = (("storage", "persistentvolumeclaim|volume node affinity|unbound"
                 ("no such node", "node affinity|node selector|untolerated taint"),
                 ("no capacity", ""))
 _CODES = {EXIT_USAGE: "bad input", EXIT_ARTIFACT: "damaged artifact", EXIT_DISK_FULL: "disk full"}
+_OF_ANY_CODE = {"missing token", "out of GPU memory", "driver mismatch"}  # a run tells them with 2
 _IMAGE_REASONS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
                   "ImageInspectError", "RegistryUnavailable"}
 _START_REASONS = {"RunContainerError", "CreateContainerError", "StartError", "ContainerCannotRun"}
@@ -245,7 +246,7 @@ def _of_ending(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | No
     # What a run says in its own error is its cause, whatever NCCL printed about it.
     [*_, error] = re.split(r"^(?=.*\berror: )", said, flags=re.MULTILINE) or [""]
     for name, pattern, exit_code in _SIGNS:
-        in_doubt = code not in _CODES or name in ("missing token", "out of GPU memory")
+        in_doubt = code not in _CODES or name in _OF_ANY_CODE
         if in_doubt and (found := pattern.search(said)):
             return Cause(name, _name(pod), found[0].strip()[:1000], exit_code)
     evidence = f"exit code {code}: {error.strip() or ended.get('message', '')}"[:1500]
