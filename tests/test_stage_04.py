@@ -243,7 +243,8 @@ def test_dry_run_leaves_nothing(project: Path):
 
 
 def test_artifacts_may_be_moved_between_stages(project: Path, tmp_path_factory):
-    run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
+    run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", "--shard-size", 8,
+              "--global-batch-size", 1000, "-b", 3, cwd=project)
     far = tmp_path_factory.mktemp("far")
     shutil.move(project / "hf_datasets" / "corpus", far / "texts")
     shutil.move(project / "model", far / "model")

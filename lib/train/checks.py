@@ -102,7 +102,8 @@ def _streaming(config: Config, problems: Problems) -> None:
 def _batch(config: Config, problems: Problems) -> None:
     if config.global_batch_size and config.grad_accum_steps:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
-    for ranks in config.plan_gpus or [plan.launched_size()]:
+    here = [] if config.prepare_only else [plan.launched_size()]  # which a run may have elsewhere
+    for ranks in config.plan_gpus or here:
         problems.collect(partial(plan.degrees(config).replicas, ranks))
     if config.plan_gpus and not config.dry_run:
         problems.add("--plan-gpus plans and does not train", run=commands.as_typed("--dry-run"))

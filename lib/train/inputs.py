@@ -148,7 +148,8 @@ def _keep_global_batch(config: Config, inputs: Inputs) -> Config:
     whole = inputs.begun or (inputs.named.commit() if inputs.named else {})
     batch = whole.get("identity", {}).get("options", {}).get("global_batch_size")
     is_auto = config.batch_size == AUTO
-    if not batch or config.global_batch_size or (config.resume_with_changes and not is_auto):
+    if not batch or config.global_batch_size or config.prepare_only \
+            or (config.resume_with_changes and not is_auto):
         return config
     kept = config.settled("earlier launch", global_batch_size=batch, grad_accum_steps=None)
     asked = plan.divide(config, 0, plan.launched_size())

@@ -57,7 +57,7 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
     elif config.fp8_recipe != "tensorwise":
         raise UsageError(f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
                          found=f"--precision {config.precision}")
-    if not config.plan_gpus:  # a plan for other machines than this one, perhaps of a run there
+    if not (config.plan_gpus or config.prepare_only):  # for a run on other machines, perhaps
         precision.warn_if_emulated(config.precision)
         batch = plan.divide(config, 0, plan.launched_size()).global_batch
         earlier.require_free_name(config, experiment, inputs.begun,
