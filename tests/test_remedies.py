@@ -564,7 +564,7 @@ def sites() -> list[tuple[str, int, int, str]]:
 def test_a_remedy_is_a_command_and_no_sentence() -> None:
     """What is said in words stands under `hint`."""
     spelled = re.compile(r"commands\.|remedy|older|show_rebuild|_calmer|_prepared_by|"
-                         r"_command|_creation|shlex\.join|with_target|\.get\(")
+                         r"_command|shlex\.join|with_target|\.get\(")
     assert not [site for site in sites() if not spelled.search(site[3])]
 
 

@@ -83,7 +83,7 @@ def discover(region: str) -> str:
     if len(found) != 1:
         raise UsageError("which cluster?" if found else "there is no EKS cluster here",
                          expected="--cluster-name", found=", ".join(found) or "none in this region",
-                         run="" if found else _creation("NAME", region))
+                         hint="" if found else _creation("NAME", region))
     return found[0]
 
 
@@ -103,18 +103,20 @@ def node_types(cluster: str, region: str) -> list[str]:
 
 
 def require_cluster(cluster: str, region: str) -> None:
-    """Raise UsageError with the command that makes a cluster where there is none of that name."""
+    """Raise UsageError that says how a cluster is made where there is none of that name."""
     there = aws("eks", "list-clusters", region=region).get("clusters", [])
     if cluster not in there:
-        raise UsageError(f"there is no EKS cluster {cluster}, and nothing here makes what costs "
-                         "money", found=", ".join(there) or "none in this region",
-                         run=_creation(cluster, region))
+        raise UsageError(f"there is no EKS cluster {cluster}",
+                         found=", ".join(there) or "none in this region",
+                         hint=_creation(cluster, region))
 
 
 def _creation(cluster: str, region: str) -> str:
-    return commands.shell("eksctl", "create", "cluster", "--name", cluster,
-                          *(["--region", region] if region else []),
-                          "--node-type", "g5.8xlarge", "--nodes", 4)
+    """Return how a cluster is made, as a hint: it costs money, and its nodes are a choice."""
+    command = commands.shell("eksctl", "create", "cluster", "--name", cluster,
+                             *(["--region", region] if region else []),
+                             "--node-type", "g5.8xlarge", "--nodes", 4)
+    return f"a cluster costs money, so nothing here makes one; for example: {command}"
 
 
 def check(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
