@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from transformers import PreTrainedModel
+
 from lib.core import log, units
 from lib.models import architecture
 from lib.parallel import parallelize
+from lib.planning.apart import NoAnswer, apart
 from lib.planning.memory import ESTIMATED_FROM, Estimates
 from lib.planning.trace import Case
 
 _GPUS = (1, 8, 64)
 _GPU_BYTES = 80 << 30  # stage 04's default for --plan-gpu-memory
 _LONGEST = 1024  # stage 04's default for --seq-length
+_PATIENCE_S = 120
 
 
 class Advice(NamedTuple):
@@ -27,7 +31,7 @@ class Advice(NamedTuple):
         """Return it for full training in bf16, nothing recomputed, samples of stage 04's length.
 
         There are no figures for a model so small that libraries take more, nor for one that cannot
-        be traced.
+        be traced, or takes too long for it.
         """
         model = architecture.build_on_meta(model_dir, trust_code=trust_code)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -35,12 +39,9 @@ class Advice(NamedTuple):
         if model.num_parameters() < ESTIMATED_FROM:
             return cls(tokens, {})
         try:
-            estimates = Estimates(model)
-            whole = parallelize.may_stay_gathered(model, _GPU_BYTES)
-            return cls(tokens, {n: estimates.step(Case(
-                n, n, 1, tokens, "bf16", "none", keep_gathered=whole)).total for n in _GPUS})
-        except Exception as error:  # stage 04 may train what cannot be traced
-            log.info(f"memory could not be estimated: {type(error).__name__}")
+            return cls(tokens, apart(_per_gpu, model, tokens, patience_s=_PATIENCE_S))
+        except NoAnswer as error:  # stage 04 may train what cannot be traced
+            log.info(f"memory could not be estimated: {error}")
             return cls(tokens, {})
 
     def summary(self) -> dict[str, int]:
@@ -55,3 +56,10 @@ class Advice(NamedTuple):
         return {"to train": f"{', '.join(shown)} or {last} GPUs, each with 1 × {self.tokens:,} "
                             "tokens, by the plan of stage 04:",
                 "": "bf16, float32 masters, AdamW, nothing recomputed; not CUDA itself"}
+
+
+def _per_gpu(model: PreTrainedModel, tokens: int) -> dict[int, int]:
+    estimates = Estimates(model)
+    whole = parallelize.may_stay_gathered(model, _GPU_BYTES)
+    return {n: estimates.step(Case(n, n, 1, tokens, "bf16", "none", keep_gathered=whole)).total
+            for n in _GPUS}

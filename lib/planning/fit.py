@@ -19,7 +19,8 @@ from lib.core.errors import UsageError
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import compiling
 from lib.planning import bound, capacity, memory
-from lib.planning.memory import RECOMPUTE_OPTION, USABLE, Estimates, Result, Turn
+from lib.planning.apart import NoAnswer, Result, apart
+from lib.planning.memory import RECOMPUTE_OPTION, USABLE, Estimates, Turn
 from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import Bytes
 
@@ -32,6 +33,7 @@ _USABLE = {True: (USABLE, 0), False: (0.85, 200 << 20)}
 # Of a trace, at most: on a GPU what tests/gpu allows; a CPU always takes more than is traced, as
 # measured (benchmarks/results/train.md).
 _ERROR = {True: 1.1, False: 1.0}
+_PATIENCE_S = 180  # with all the traces of a choice, of some seconds each
 _DOUBT = 4  # times what the shape of a model says of its activations: a trace is worth its seconds
 
 
@@ -41,7 +43,7 @@ class Fit:
 
     swap: bytes of the room that a run may take but is not chosen for. compiled: the trace is of
     code that is not, and says somewhat too much. known: what was traced already. estimates: those
-    of a process that may trace, see `apart`.
+    of a process that may trace, see `apart`. unanswered: why nothing more is traced.
     """
 
     model: PreTrainedModel
@@ -52,6 +54,7 @@ class Fit:
     known: dict[Case, StepMemory] = field(default_factory=dict)
     estimates: Estimates | None = None
     swap: float = 0.0
+    unanswered: str = ""
 
     @classmethod
     def here(cls, model: PreTrainedModel, compile_: bool | None) -> Fit:
@@ -62,8 +65,17 @@ class Fit:
                    swap=capacity.swap(device))
 
     def apart(self, method: Callable[..., Result], *arguments: Any) -> Result:
-        """Return what one of the methods returns that trace, from a process of its own."""
-        result, known = memory.apart(_worked_out, self, method, arguments)
+        """Return what one of the methods returns that trace, from a process of its own.
+
+        Raises NoAnswer where that fails, and from then on at once: it may have taken minutes.
+        """
+        if self.unanswered:
+            raise NoAnswer(self.unanswered)
+        try:
+            result, known = apart(_worked_out, self, method, arguments, patience_s=_PATIENCE_S)
+        except NoAnswer as error:
+            self.unanswered = str(error)
+            raise
         self.known |= known
         return result
 
@@ -101,10 +113,9 @@ class Fit:
             return {}
         try:
             step = self.known.get(case) or self.apart(Fit.traced, case)
-        except Exception as error:  # a family that cannot be traced may fit all the same
+        except NoAnswer as error:  # a family that cannot be traced may fit all the same
             if log.rank() == 0:
-                log.warn("whether this run fits in memory could not be estimated: "
-                         f"{type(error).__name__}")
+                log.warn(f"whether this run fits in memory could not be estimated: {error}")
             return {}
         is_like_it = not self.compiled or case.recompute == "full"  # whose blocks keep their input
         if is_like_it and step.total > _ERROR[self.on_gpu] * self.room:
@@ -144,14 +155,17 @@ class Fit:
         whole: samples of a step, which stay as many. begun: see _turned. auto: recomputation is
         open, so that no command needs to name it.
         """
-        near, wide = self.apart(Fit.nearest, case, begun)
-        hints = []
+        near, wide, hints = None, None, []
+        try:
+            near, wide = self.apart(Fit.nearest, case, begun)
+        except NoAnswer as error:
+            hints.append(f"which setting would fit could not be estimated: {error}")
         if wide:
             devices = "GPUs like this" if self.on_gpu else \
                 "ranks, on machines with as much memory for each"
             words = " ".join(wide.words(without=RECOMPUTE_OPTION * auto))
             hints.append(f"it fits on {wide.case.ranks} {devices}{words and f', with {words}'}")
-        if not near:
+        if not near and not self.unanswered:
             largest = USABLE * self.place(case) / sum(self.states(case).values()) \
                 * self.model.num_parameters()
             hints.append("no option makes it fit on these ranks; a model of well below "

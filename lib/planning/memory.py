@@ -9,14 +9,13 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -37,20 +36,6 @@ _NAMED = 0.005  # the share of the whole from which on a kind of memory is named
 ESTIMATED_FROM = 20e6  # parameters
 _PATIENCE_S = 30  # of processor time; a trace takes a few seconds of it
 _GIB = 1 << 30
-
-Result = TypeVar("Result")
-
-
-def apart(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Return what a function returns that traces, worked out by a process of its own.
-
-    A trace is of rank 0 of a group that is none, and torch remembers shards by meshes, which are
-    equal whichever rank asks: in a process that trains, others would take rank 0's for theirs.
-    """
-    kind = "spawn" if torch.cuda.is_initialized() else "fork"
-    with ProcessPoolExecutor(1, multiprocessing.get_context(kind)) as process:
-        return process.submit(function, *arguments).result()
-
 
 class Estimates:
     """Tells the memory of a model's steps, traced where needed and remembered.

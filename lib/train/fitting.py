@@ -18,6 +18,7 @@ from lib.optim.registry import OPTIMIZERS
 from lib.parallel import recompute
 from lib.parallel.layout import ParallelLayout, gather
 from lib.planning import capacity, choice
+from lib.planning.apart import NoAnswer
 from lib.planning.fit import Fit
 from lib.planning.memory import USABLE
 from lib.planning.trace import Case
@@ -190,13 +191,18 @@ def _chosen(config: Config, fit: Fit, ranks: int, has: float, kept: str = "",
             for kind in kinds]
     most = rows[0][-1]
     is_clear = len(kinds) == len(batches) == 1 or fit.is_easy(most)
-    case, said = most if is_clear else fit.apart(choice.choose, rows), []
+    said: list[str] = []
+    try:
+        case = most if is_clear else fit.apart(choice.choose, rows)
+    except NoAnswer as error:
+        case = rows[-1][0]  # what takes the least
+        said = [f"the memory that this run takes could not be estimated: {error}"]
     if config.activation_checkpointing == AUTO:
         config = config.settled("earlier launch" if case.recompute == kept else "memory plan",
                                 activation_checkpointing=case.recompute)
         if case.recompute != kinds[0]:
-            said = [f"--activation-checkpointing auto: {case.recompute}, since less recomputation "
-                    f"is not sure to fit in {units.memory(fit.room)} by the memory plan"]
+            said += [f"--activation-checkpointing auto: {case.recompute}, since less recomputation "
+                     f"is not sure to fit in {units.memory(fit.room)} by the memory plan"]
     if config.batch_size == AUTO:
         said.append(_why(config, fit, ranks, batches, case.batch))
         config = config.settled("memory plan", batch_size=case.batch)

@@ -1,0 +1,59 @@
+"""Traces in a process of their own, which may take so long and no longer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class NoAnswer(Exception):
+    """Says why there is no estimate."""
+
+
+def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -> Result:
+    """Return what a function returns that traces, worked out by a process of its own.
+
+    A trace is of rank 0 of a group that is none, and torch remembers shards by meshes, which are
+    equal whichever rank asks: in a process that trains, others would take rank 0's for theirs.
+    Raises NoAnswer when that fails, when the system ends the process, and when it takes too long:
+    a family that goes through a sample token by token, as Mamba without its kernels, takes minutes.
+    """
+    context: SpawnContext | ForkContext = multiprocessing.get_context("spawn") \
+        if torch.cuda.is_initialized() else multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_work, args=(theirs, patience_s, function, arguments),
+                            daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(patience_s):
+            raise NoAnswer(f"it takes longer than {patience_s:g} s")
+        failure, result = ours.recv()
+    except EOFError:
+        raise NoAnswer("its process was killed") from None
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+    if failure:
+        raise NoAnswer(failure)
+    return result
+
+
+def _work(answer: Connection, patience_s: float, function: Callable[..., Result],
+          arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 2 * patience_s)  # when nobody is left to end it
+    try:
+        answer.send(("", function(*arguments)))
+    except Exception as error:  # whatever it is, a run may go on
+        first, *_ = str(error).splitlines() or [""]
+        answer.send((f"{type(error).__name__}: {first[:200]}".removesuffix(": "), None))

@@ -1,0 +1,85 @@
+"""A trace that fails, or that takes too long, costs neither a download nor the start of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from lib.planning import advice, capacity, fit
+from lib.planning.apart import NoAnswer, apart
+from lib.planning.trace import Case
+from lib.train import fitting
+from tests.planning.test_memory import ASKED, on_meta
+
+LARGE = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=8,
+                    num_attention_heads=4, vocab_size=40000)
+
+
+class Endless:
+    """Estimates as of a family that goes through a sample token by token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def step(self, case: Case) -> None:
+        time.sleep(60)
+
+
+def refuse() -> None:
+    raise ValueError("no such operator\nand more")
+
+
+def end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("function", "why"), [
+    (refuse, "ValueError: no such operator"), (end, "its process was killed"),
+    (lambda: time.sleep(60), "it takes longer than 1 s")])
+def test_what_gives_no_answer_ends(function: Callable[[], None], why: str) -> None:
+    assert apart(sum, (1, 2), patience_s=30) == 3
+    began = time.monotonic()
+    with pytest.raises(NoAnswer) as error:
+        apart(function, patience_s=1)
+    assert str(error.value) == why and time.monotonic() - began < 10
+
+
+def test_stage_03_goes_on_without_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pipeline")
+    LARGE.save_pretrained(tmp_path)
+    monkeypatch.setattr(advice, "Estimates", Endless)
+    monkeypatch.setattr(advice, "_PATIENCE_S", 0.1)
+    found = advice.Advice.of(tmp_path)
+    assert found.summary() == {} and found.rows() == {}
+    assert "memory could not be estimated: it takes longer than 0.1 s" in caplog.text
+
+
+def test_stage_04_takes_the_safest_and_asks_once(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pipeline")
+    monkeypatch.setattr(fit, "Estimates", Endless)
+    monkeypatch.setattr(fit, "_PATIENCE_S", 1)
+    model = on_meta()
+    states = 16 * model.num_parameters()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("room", "total"):
+        monkeypatch.setattr(capacity, name, lambda device: round(1.2 * states))
+    monkeypatch.setattr(capacity, "swap", lambda device: 0)
+    given = replace(ASKED, batch_size="auto", seq_length=1024, activation_checkpointing="auto")
+    began = time.monotonic()
+    config, found = fitting.settle(given, Namespace(recomputed=""), model)
+    assert (config.batch_size, config.activation_checkpointing) == (1, "full")
+    assert found.excess(fitting.case_here(config, model)) == {}
+    assert time.monotonic() - began < 10
+    assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
