@@ -6,13 +6,13 @@ import csv
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _TIMEOUT_S = 10
 PROC, DEV = Path("/proc/driver/nvidia"), Path("/dev")
-
-
+_NO_GPU = "No devices were found"
 _LOAD = "index,utilization.gpu,memory.used,memory.total,power.draw,power.limit,temperature.gpu"
 
 
@@ -54,6 +54,8 @@ def query(fields: str, what: str = "gpu") -> list[list[str]]:
     """Return a row of cells for each GPU, as nvidia-smi prints fields; Missing as `answer`."""
     printed = answer("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines()) if row]
+    if printed.strip() == _NO_GPU:  # not every driver's fails then
+        raise Missing("nvidia-smi finds no GPU")
     if not rows or any(len(row) != len(fields.split(",")) for row in rows):
         raise Missing("nvidia-smi says something else than was asked for")
     return rows
@@ -69,16 +71,12 @@ def number(text: str) -> float | None:
 
 def driver() -> str:
     """Return the version of the driver, "" where there is none."""
-    try:
-        return query("driver_version")[0][0]
-    except Missing:
-        pass
-    try:
-        text = (PROC / "version").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
-    return found[0] if found else ""
+    for source in (lambda: query("driver_version")[0][0],  # which may be [N/A]
+                   lambda: (PROC / "version").read_text(encoding="ascii", errors="replace")):
+        with suppress(Missing, OSError):
+            if found := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", source()):
+                return found[0]
+    return ""
 
 
 def names() -> list[str]:

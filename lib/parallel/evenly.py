@@ -18,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from lib.models.sharded import ROWS, Padded
 
 _EVEN = 1.15  # what the largest shard of a parameter may be of the mean
+
+
 def sharded_dim(shape: Sequence[int], ranks: int) -> int:
     """Return the dimension along which so many ranks share a parameter.
 
-    Matrices are shared by their rows in any case: one of few rows is small.
+    Matrices are shared by their rows in any case: one of few rows is small. Of more dimensions the
+    second is taken where that is more even: a convolution of [channels, 1, width] has it no more.
     """
-    return ROWS if len(shape) > 2 and unevenness(shape, ranks) > _EVEN else 0
+    return ROWS if len(shape) > 2 and \
+        unevenness(shape, ranks) > max(_EVEN, unevenness(shape, ranks, ROWS)) else 0
 
 
 def unevenness(shape: Sequence[int], ranks: int, dim: int = 0) -> float:

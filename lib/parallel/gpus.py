@@ -148,7 +148,7 @@ def _said_by_torch() -> Reason:
         torch.cuda.init()
         said = "torch counts no GPU"
     except Exception as error:  # of whatever kind: it says why
-        said = str(error).strip().splitlines()[0]
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
     if (visible := os.environ.get(_VISIBLE)) is not None:
         return Reason(f"{said}, with {_VISIBLE}={visible}",
                      f"name GPUs that are here in {_VISIBLE}, or unset it")
@@ -158,7 +158,8 @@ def _said_by_torch() -> Reason:
 
 def _without_code() -> Iterator[Reason]:
     """Yield the cause where torch's build holds no code for the GPU of this rank."""
-    known = torch.cuda.get_arch_list()
+    known = [arch for arch in torch.cuda.get_arch_list()
+             if arch.startswith(("sm_", "compute_"))]  # AMD's are gfx942 and the like
     major, minor = torch.cuda.get_device_capability(_device())
     if known and not any(_runs(arch, major, minor) for arch in known):
         yield Reason(f"torch {torch.__version__} holds no code for its compute capability "

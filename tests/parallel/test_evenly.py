@@ -44,6 +44,12 @@ def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
             assert held <= 1.15 * whole / ranks, ranks
 
 
+def test_what_has_few_rows_is_shared_as_before() -> None:
+    assert [evenly.sharded_dim(shape, 64) for shape in (
+        (96, 1, 4), (1, 1, 512), (8, 14336, 4096), (32, 20, 8), (4, 64))] == [0, 0, 1, 0, 0]
+    assert evenly.sharded_dim((40, 60, 8), 64) == 1
+
+
 def test_neither_weights_nor_states_have_padding() -> None:
     """All ranks together hold what one holds; what is padding is zero and in no checkpoint."""
     with torch.device("meta"):

@@ -129,11 +129,21 @@ def test_without_gpus_or_where_the_cpu_is_meant_nothing_is_said(
     assert gpus.unusable() is None
 
 
+def test_what_nvidia_smi_says_instead_of_a_gpu(node: Node, tmp_path: Path) -> None:
+    node(driver="580.65.06")
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '[N/A]'\n")
+    assert nvidia.driver() == "580.65.06"
+    smi.write_text("#!/bin/sh\necho 'No devices were found'\n")
+    assert nvidia.driver() == "580.65.06" and nvidia.names() == []
+
+
 @pytest.mark.parametrize(("capability", "known", "runs"), [
     ((9, 0), ["sm_75", "sm_80", "sm_90"], True), ((8, 9), ["sm_80", "sm_86"], True),
     ((7, 0), ["sm_75", "sm_80", "sm_90"], False), ((12, 0), ["sm_80", "sm_90"], False),
     ((12, 0), ["sm_90", "compute_90"], True), ((9, 0), ["sm_90a"], True),
-    ((10, 3), ["sm_100a"], False), ((10, 3), ["sm_100f"], True), ((8, 0), ["sm_86"], False)])
+    ((10, 3), ["sm_100a"], False), ((10, 3), ["sm_100f"], True), ((8, 0), ["sm_86"], False),
+    ((9, 4), ["gfx90a", "gfx942"], True)])
 def test_a_build_of_torch_without_code_for_the_gpu(
         monkeypatch: pytest.MonkeyPatch, capability: tuple, known: list, runs: bool) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
