@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.bundling import bundle as bundle_module
 from launch.bundling import unpacking, wheelhouse
 from lib.core.errors import UsageError
+from lib.core.torch_builds import Torch
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -414,6 +416,16 @@ def with_driver(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> 
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{said}\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("cuda", ["12.6", "12.8", "13.0", ""])
+def test_a_build_without_code_for_blackwell_is_told(cuda: str,
+                                                    caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pipeline")
+    told = bundle_module._torch_facts(Torch("2.11.0", cuda))
+    assert told == {"version": f"2.11.0{Torch('2.11.0', cuda).local}", "cuda": cuda,
+                    "driver": "" if not cuda else "580" if cuda == "13.0" else "525"}
+    assert ("Blackwell GPUs (B200, RTX 50), which --cuda cu128" in caplog.text) == (cuda == "12.6")
 
 
 @pytest.mark.skipif(unpacking.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")

@@ -113,6 +113,9 @@ def _torch_facts(torch: Torch | None) -> dict[str, str] | None:
     driver = torch.oldest_driver
     log.info(f"wheels of torch {torch}, " + (f"for NVIDIA driver {driver} or newer on the far side "
              "(--driver-version packs those for an older one)" if driver else "for CPUs alone"))
+    if torch.cuda == torch_builds.WITHOUT_BLACKWELL:
+        log.info(f"  they have no code for Blackwell GPUs (B200, RTX 50), which --cuda "
+                 f"{torch_builds.BLACKWELL} packs")
     return {"version": str(torch), "cuda": torch.cuda, "driver": driver}
 
 

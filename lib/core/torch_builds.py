@@ -32,6 +32,9 @@ RELEASES = {
 # Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1
 # (docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html).
 OLDEST_DRIVERS = {"12": "525", "13": "580"}
+# The one without code for Blackwell (10.0, 12.0), and what has it for drivers older than 580.
+# Source: RELEASE.md of PyTorch, "PyTorch CUDA support matrix".
+WITHOUT_BLACKWELL, BLACKWELL = "12.6", "cu128"
 NO_CUDA = "none"
 _PIN = re.compile(r"^torch==(\d+\.\d+)(\.\d+)(?:\+(\w+))?[^\n]*$", re.MULTILINE)
 

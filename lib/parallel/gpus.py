@@ -16,7 +16,7 @@ import torch
 
 from lib.core import commands, log, nvidia, units
 from lib.core.errors import UsageError
-from lib.core.torch_builds import Torch, build_for, driver_problem
+from lib.core.torch_builds import BLACKWELL, Torch, build_for, driver_problem
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE_MEANT = "-1"  # what a person types for the CPU; schedulers leave it empty
@@ -164,8 +164,9 @@ def _without_code() -> Iterator[Reason]:
     if known and not any(_runs(arch, major, minor) for arch in known):
         yield Reason(f"torch {torch.__version__} holds no code for its compute capability "
                     f"{major}.{minor}, only for {', '.join(known)}",
-                    "an older GPU needs a build of torch for an older CUDA (+cu126), a newer one a "
-                    "newer torch")
+                    "a newer GPU needs a newer torch, or a build for a newer CUDA: Blackwell with "
+                    f"a driver older than 580 torch 2.11.0+{BLACKWELL}" if major >= 10 else
+                    "an older GPU needs a build of torch for an older CUDA (+cu126)")
 
 
 def _runs(arch: str, major: int, minor: int) -> bool:

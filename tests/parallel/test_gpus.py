@@ -153,6 +153,7 @@ def test_a_build_of_torch_without_code_for_the_gpu(
     found = gpus.unusable()
     assert (found is None) == runs
     assert runs or f"{capability[0]}.{capability[1]}, only for {known[0]}" in found.problem
+    assert runs or ("+cu128" if capability[0] >= 10 else "+cu126") in found.hint
 
 
 def test_preflight_and_validate_tell_it_too(node: Node, monkeypatch: pytest.MonkeyPatch,
