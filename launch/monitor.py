@@ -110,14 +110,14 @@ def page(run: RunFiles, width: int) -> list[str]:
 
 def _gpus() -> list[str]:
     """Return a line for each GPU of this machine, none where nvidia-smi lists none."""
-    lines = []
+    lines, degrees = [], "°C" if _is_unicode() else "C"
     for load in nvidia.loads():
-        memory = f"{units.memory((load.used or 0) * _MIB)} of {units.memory(load.total * _MIB)}" \
-            if load.total else ""
+        memory = f"{units.memory(load.used * _MIB)} of {units.memory(load.total * _MIB)}" \
+            if load.total and load.used is not None else ""
         limit = "" if load.limit is None else f" of {load.limit:.0f}"
         said = ["" if load.busy is None else f"busy {load.busy:.0f} %", memory,
                 "" if load.watts is None else f"{load.watts:.0f}{limit} W",
-                "" if load.celsius is None else f"{load.celsius:.0f} °C"]
+                "" if load.celsius is None else f"{load.celsius:.0f} {degrees}"]
         lines.append(_line(f"GPU {load.gpu}", ", ".join(filter(None, said)) or "tells nothing"))
     return ["", _line("GPUs", f"of {platform.node()}, now"), *lines] if lines else []
 

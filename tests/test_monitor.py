@@ -109,6 +109,7 @@ def test_what_the_gpus_of_this_machine_do(run: Path, monkeypatch: pytest.MonkeyP
     shown = {}
     for name, cells in (("two", "0, 97, 61234, 81559, 641.35, 700.00, 61\\n1, 0, 4, 81559, 70.1, "
                                 "[N/A], 31"), ("silent", "0" + ", [N/A]" * 6),
+                        ("some", "0, [N/A], [N/A], 81559, [N/A], 700.00, 45"),
                         ("broken", "Failed to initialize NVML: Driver/library version mismatch")):
         tool.write_text(f"#!/bin/sh\necho '{cells}'\n".replace("\\n", "\n"))
         with held(run):
@@ -116,6 +117,11 @@ def test_what_the_gpus_of_this_machine_do(run: Path, monkeypatch: pytest.MonkeyP
     assert re.search(r"GPUs +of \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
                      r"61 °C\nGPU 1 +busy 0 %, 4.\S* MiB of 79.6 GiB, 70 W, 31 °C", shown["two"])
     assert re.search("GPU 0 +tells nothing", shown["silent"])
+    assert re.search("GPU 0 +45 °C$", shown["some"], re.MULTILINE)
+    tool.write_text("#!/bin/sh\necho 0, 9, 1, 2, 3, 4, 61\n")
+    with held(run):
+        plain = once(run, PYTHONIOENCODING="ascii")
+    assert "4 W, 61 C" in plain and plain.isascii() and "\\" not in plain
     assert "GPU" not in shown["broken"] + "\n".join(monitor.page(files, 100))  # nobody holds it
     tool.unlink()
     with held(run):
