@@ -21,6 +21,9 @@ def take_part(prepares_s: str) -> None:
     """Prepare for some seconds, meet, and write down what a process group would."""
     meeting.SILENCE_S, meeting.BEAT_S = SILENCE_S, 0.1
     me = meeting.Meeting()
+    while not me._shared.check([f"alive/{me.rank}"]):  # `wait` would keep the store to itself
+        time.sleep(0.01)
+    print("begun", flush=True)
     time.sleep(float(prepares_s))
     store = me.join()
     key = f"address/{me.rank}"
@@ -60,13 +63,17 @@ def launch(tmp_path: Path):
     del store
 
 
+def wait_for(word: str, *logs: Path) -> None:
+    deadline = time.monotonic() + 60
+    while any(word not in said.read_text() for said in logs):
+        assert time.monotonic() < deadline, [said.read_text() for said in logs]
+        time.sleep(0.02)
+
+
 def test_a_life_meets_in_a_store_where_another_has_been(launch):
     for _ in range(3):
         life = launch(0, 0)
-        deadline = time.monotonic() + 60
-        while any("alive" not in said.read_text() for _, said in life):
-            assert time.monotonic() < deadline, [said.read_text() for _, said in life]
-            time.sleep(0.02)
+        wait_for("alive", *(said for _, said in life))
         for one, said in life:
             assert "nobody's" in said.read_text() and "alive True" in said.read_text()
             one.kill()
@@ -80,7 +87,7 @@ def test_a_rank_may_prepare_longer_than_it_may_be_silent(launch):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_is_lost_while_it_prepares_is_named(launch, lost: int):
     life = launch(*(30 if rank == lost else 0.1 for rank in range(2)))
-    time.sleep(1.0)
+    wait_for("begun", life[lost][1])
     life[lost][0].signal(signal.SIGSTOP)
     other, said = life[1 - lost]
     assert other.wait()[0] > 0
