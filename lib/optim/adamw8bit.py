@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lib.core import log
-from lib.core.errors import UsageError
 from lib.models.sharded import local_tensor, plain
 
 BLOCK = 256  # numbers
@@ -234,20 +233,11 @@ def _zeros(parameter: Tensor, dtype: torch.dtype, per_block: bool = False) -> Te
     zeros = torch.zeros(shape(local), dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
-    _require_whole_blocks(parameter, local)
+    is_cut = plain(parameter).shape != parameter.shape or local.shape[1:].numel() % BLOCK
+    assert not (is_cut and any(p.dim for p in parameter.placements if isinstance(p, Shard))), \
+        "blocks are cut"  # see OptimizerSpec.block
     whole = shape(parameter)
     strides = tuple(math.prod(whole[i + 1:]) for i in range(len(whole)))
     # Not `from_local`, which would move what is offloaded back to the mesh's device.
     return DTensor(zeros, DTensorSpec(parameter.device_mesh, parameter.placements,
                                       TensorMeta(whole, strides, dtype)), requires_grad=False)
-
-
-def _require_whole_blocks(parameter: DTensor, local: Tensor) -> None:
-    """Raise UsageError where ranks share rows such that a block would lie on two of them."""
-    dims = {p.dim for p in parameter.placements if isinstance(p, Shard)} - {0}
-    if dims and (plain(parameter).shape != parameter.shape or local.shape[1:].numel() % BLOCK):
-        raise UsageError(
-            f"--optimizer adamw8bit cannot be shared by {parameter.device_mesh.size(-1)} ranks",
-            found=f"parameters of {' × '.join(map(str, plain(parameter).shape))}, of which ranks "
-                  f"share the rows of each expert: blocks of {BLOCK} numbers would be cut",
-            hint="--shard-size N with no more ranks than experts, or --optimizer adamw")

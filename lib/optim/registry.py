@@ -24,10 +24,12 @@ class OptimizerSpec(NamedTuple):
     state_bytes: of its states, per parameter. build: (groups, lr, betas, wrap) → the optimizer,
     which has `new_state(parameter)`, sharded like the parameter but for `step`; where its
     `found_inf` is set, `step()` changes no weight, state or count, and no one waits for the device.
+    block: numbers of a row that have to lie on one rank.
     """
 
     state_bytes: float
     build: Callable[[Groups, float, Betas, Wrap | None], Optimizer]
+    block: int = 1
 
 
 def _adamw(groups: Groups, lr: float, betas: Betas, wrap: Wrap | None) -> Optimizer:
@@ -41,7 +43,7 @@ def _adamw8bit(groups: Groups, lr: float, betas: Betas, wrap: Wrap | None) -> Op
 
 
 OPTIMIZERS = {"adamw": OptimizerSpec(8.0, _adamw),
-              "adamw8bit": OptimizerSpec(2 * (1 + 4 / 256), _adamw8bit)}
+              "adamw8bit": OptimizerSpec(2 * (1 + 4 / 256), _adamw8bit, block=256)}
 
 
 def build(kind: str, model: nn.Module, lr: float, betas: Betas, weight_decay: float,

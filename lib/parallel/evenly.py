@@ -35,6 +35,15 @@ def unevenness(shape: Sequence[int], ranks: int, dim: int = 0) -> float:
     return math.ceil(shape[dim] / ranks) * ranks / shape[dim]
 
 
+def cuts_blocks(shape: Sequence[int], ranks: int, block: int) -> bool:
+    """Tell whether ranks share the rows of experts such that blocks of an expert's numbers are cut.
+
+    block: numbers. Padding counts as a cut: the blocks behind it would begin elsewhere.
+    """
+    return sharded_dim(shape, ranks) == ROWS and bool(
+        shape[ROWS] % ranks or shape[ROWS] // ranks * math.prod(shape[ROWS + 1:]) % block)
+
+
 def pad(model: nn.Module, ranks: int) -> None:
     """Pad the parameters of a model on the meta device that the ranks cannot share evenly.
 

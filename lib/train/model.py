@@ -18,8 +18,10 @@ from lib.core.paths import Experiment
 from lib.models import adapters, architecture, directory
 from lib.models.sharded import Placement
 from lib.models.weights import initialise, load_pretrained
+from lib.optim.registry import OPTIMIZERS
 from lib.parallel import attention, attention_kernel, parallelize
 from lib.parallel.compiling import Compiler
+from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout
 from lib.planning import capacity
 from lib.train import earlier, plan, precision
@@ -57,6 +59,7 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
     elif config.fp8_recipe != "tensorwise":
         raise UsageError(f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
                          found=f"--precision {config.precision}")
+    _require_whole_blocks(config, model)
     if not (config.plan_gpus or config.prepare_only):  # for a run on other machines, perhaps
         precision.warn_if_emulated(config.precision)
         batch = plan.divide(config, 0, plan.launched_size()).global_batch
@@ -64,6 +67,21 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
                                   config.identity(inputs.fingerprints, batch))
         _require_writable(experiment.root)
     return config, model
+
+
+def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
+    """Raise UsageError when ranks would share what an optimizer keeps together."""
+    block = OPTIMIZERS[config.optimizer].block
+    here = [] if config.prepare_only else [plan.launched_size()]
+    for ranks in config.plan_gpus or here:
+        shard_size = min(config.shard_size or ranks, ranks)
+        cut = [p.shape for p in model.parameters() if cuts_blocks(p.shape, shard_size, block)]
+        if block > 1 and cut:
+            raise UsageError(
+                f"--optimizer {config.optimizer} cannot be shared by {shard_size} ranks",
+                found=f"parameters of {' × '.join(map(str, cut[0]))}, of which ranks share the "
+                      f"rows of each expert: blocks of {block} numbers would be cut",
+                hint="--shard-size N with no more ranks than experts, or --optimizer adamw")
 
 
 def _require_writable(directory: Path) -> None:
