@@ -15,8 +15,9 @@ from lib.train import plan
 from tests.planning.test_memory import ASKED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [
-    pytest.param(MixtralConfig(), id="Mixtral 8x7B", marks=pytest.mark.slow),
+    pytest.param(MixtralConfig(), id="Mixtral 8x7B"),
     pytest.param(LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
                              max_position_embeddings=512), id="small Llama")])
 def test_both_stages_say_the_same(tmp_path: Path, config: PretrainedConfig) -> None:
