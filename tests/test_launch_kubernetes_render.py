@@ -262,6 +262,7 @@ def test_what_config_names_goes_into_the_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (("render", *ASKED, "--nodess", "2", *TRAIN), "the nearest is --nodes"),
+    (("render", *ASKED, "--image_urii", "i", *TRAIN), "the nearest is --image-uri"),
     (("render", *ASKED, "--", "-d", "c4", "--max-step", "2"), "the nearest is --max-steps"),
     (("render", *ASKED, "--", "-m", "org/model"), "no dataset is named"),
     (("render", *ASKED, "--instance-type", "p9", *TRAIN), "--gpus-per-node"),

@@ -24,6 +24,9 @@ def nearest(flag: str, ours: Collection[str]) -> tuple[str, str]:
     near = [name for name in options if words <= set(name.split("-"))]  # --epochs
     if len(near) != 1:
         near = difflib.get_close_matches(flag.lstrip("-"), options, n=1, cutoff=SIMILAR)
+    if not near:  # perhaps a name that is taken for one
+        options = {name.lstrip("-"): name for name in elsewhere.spellings(ours)}
+        near = difflib.get_close_matches(flag.lstrip("-"), options, n=1, cutoff=SIMILAR)
     return f"; the nearest is {options[near[0]]}" if near else "", ""
 
 
