@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from lib.core import log
+
 Result = TypeVar("Result")
+_TELL_AFTER_S = 15.0
 
 
 class NoAnswer(Exception):
@@ -34,7 +37,9 @@ def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -
     child.start()
     theirs.close()
     try:
-        if not ours.poll(patience_s):
+        if not ours.poll(min(_TELL_AFTER_S, patience_s)) and log.rank() == 0:
+            log.info(f"estimating memory still goes on, for at most {patience_s:g} s")
+        if not ours.poll(max(0.0, patience_s - _TELL_AFTER_S)):
             raise NoAnswer(f"it takes longer than {patience_s:g} s")
         failure, result = ours.recv()
     except EOFError:
