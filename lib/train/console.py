@@ -78,4 +78,7 @@ def _percent(share: float) -> str:
 
 
 def _short(value: float) -> Any:
+    """Return four digits of a figure, all of a count or a rank."""
+    if isinstance(value, int):
+        return value
     return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
