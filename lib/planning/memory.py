@@ -37,6 +37,7 @@ ESTIMATED_FROM = 20e6  # parameters
 _PATIENCE_S = 30  # of processor time; a trace takes a few seconds of it
 _GIB = 1 << 30
 
+
 class Estimates:
     """Tells the memory of a model's steps, traced where needed and remembered.
 
