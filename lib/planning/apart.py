@@ -26,16 +26,22 @@ def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -
 
     A trace is of rank 0 of a group that is none, and torch remembers shards by meshes, which are
     equal whichever rank asks: in a process that trains, others would take rank 0's for theirs.
-    Raises NoAnswer when that fails, when the system ends the process, and when it takes too long:
-    a family that goes through a sample token by token, as Mamba without its kernels, takes minutes.
+    Raises NoAnswer when that fails, when the system has no room for the process or ends it, and
+    when it takes too long: a family that goes through a sample token by token, as Mamba without its
+    kernels, takes minutes.
     """
     context: SpawnContext | ForkContext = multiprocessing.get_context("spawn") \
         if torch.cuda.is_initialized() else multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(theirs, patience_s, function, arguments),
                             daemon=True)
-    child.start()
-    theirs.close()
+    try:
+        child.start()
+    except OSError as error:  # no room for another process, but for a run there may be
+        ours.close()
+        raise NoAnswer(str(error)) from error
+    finally:
+        theirs.close()
     try:
         if not ours.poll(min(_TELL_AFTER_S, patience_s)) and log.rank() == 0:
             log.info(f"estimating memory still goes on, for at most {patience_s:g} s")

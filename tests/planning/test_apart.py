@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -83,3 +84,12 @@ def test_stage_04_takes_the_safest_and_asks_once(
     assert found.excess(fitting.case_here(config, model)) == {}
     assert time.monotonic() - began < 10
     assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
+
+
+def test_no_room_for_another_process_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "fork", full)
+    with pytest.raises(NoAnswer, match="Cannot allocate memory"):
+        apart(refuse, patience_s=5.0)
