@@ -62,7 +62,8 @@ class ChatEncoder:
         self._template, self._encode, self._bos, self._policy = template, encode, bos, policy
         self._has_marks = bool(_MARKED.search(template.source))
         longest_first = sorted(filter(None, special), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        tokens = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._special, self._tail = re.compile(tokens), re.compile(rf"(?:{tokens}|\s)+\Z")
         self._closing: str | None = None
         self.stops: set[str] = set()
 
@@ -84,7 +85,7 @@ class ChatEncoder:
         if self._has_marks and (len(whole.marks) == len(answers) or trained == answers):
             return [self._sample(self._marked(conversation, whole, answers, trained))]
         turns = [self._turn(conversation, i) for i in trained]
-        if all(whole.text.startswith(turn.text) for turn in turns):
+        if all(whole.text.startswith(turn.text[:turn.spans[0][1]]) for turn in turns):
             return [self._sample(_Turn(whole.text, [turn.spans[0] for turn in turns]))]
         return list(map(self._sample, turns))
 
@@ -119,12 +120,12 @@ class ChatEncoder:
     def _end(self, text: str, start: int) -> int:
         """Return where an answer ends that goes on from `start`: behind its closing token.
 
-        White space behind that is the template's, and no part of the answer.
+        White space and further tokens behind that are the template's, and no part of the answer.
         """
-        closings = list(self._special.finditer(text, start))
-        if closings and not text[closings[-1].end():].strip():
-            self.stops.add(closings[-1][0])
-            return closings[-1].end()
+        end = start + len(self._tail.sub("", text[start:]))
+        if found := self._special.search(text, end):
+            self.stops.add(found[0])
+            return found.end()
         return len(text)
 
     def _sample(self, turn: _Turn) -> ChatSample:
