@@ -14,8 +14,8 @@ LLAMA_2 = _SYSTEM_FIRST + """\
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}
 {%- endif %}
 {%- if m.role == 'user' %}
-{{- bos_token + '[INST] ' + ('<<SYS>>\\n' + first + '\\n<</SYS>>\\n\\n' if first and loop.first else '')
-    + m.content.strip() + ' [/INST]' }}
+{{- bos_token + '[INST] '
+    + ('<<SYS>>\\n' + first + '\\n<</SYS>>\\n\\n' if first and loop.first else '') + m.content.strip() + ' [/INST]' }}
 {%- else %}{{- ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}
 {%- endfor %}"""
 
@@ -37,13 +37,15 @@ LLAMA_3 = """\
     + m.content.strip() + '<|eot_id|>' }}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
 MISTRAL = _SYSTEM_FIRST + """\
 {{- bos_token }}
 {%- for m in turns %}
 {%- if m.role == 'user' %}
-{%- if loop.last and tools %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- if loop.last and tools %}
+{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
 {{- '[INST] ' + (first + '\\n\\n' if first and loop.last else '') + m.content + '[/INST]' }}
 {%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}
 {%- elif m.tool_calls %}{{- '[TOOL_CALLS] ' + m.tool_calls | tojson + eos_token }}
@@ -69,7 +71,8 @@ MARKED = """\
 QWEN_2_5 = """\
 {{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system'
     else 'You are a helpful assistant.') }}
-{%- if tools %}{{- '\\n\\n# Tools\\n' }}{% for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}
+{%- if tools %}{{- '\\n\\n# Tools\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}
 {%- endif %}{{- '<|im_end|>\\n' }}
 {%- for m in messages %}
 {%- if m.role == 'tool' %}
@@ -89,7 +92,8 @@ QWEN_2_5 = """\
 # Thoughts are kept since the last question, and dropped before it.
 QWEN_3 = """\
 {%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}
 {%- set parts = m.content.split('</think>') %}

@@ -44,7 +44,8 @@ def parts(tokenizer: Tokenizer, sample: ChatSample) -> list[str]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_and_what_ends_them_are_trained(tokenizer: Tokenizer, name: str) -> None:
-    rng, words = random.Random(name), ["ä", "be\nsee", "dee", "", "e", "f\tgee", "你好", "'x'", "<y>", "{z}"]
+    rng = random.Random(name)
+    words = ["ä", "be\nsee", "dee", "", "e", "f\tgee", "你好", "'x'", "<y>", "{z}"]
     answer = ANSWERS.get(name, "{}<|im_end|>")
     coder = encoder(tokenizer, name)
     for _ in range(50):
