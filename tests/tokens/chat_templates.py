@@ -15,7 +15,8 @@ LLAMA_2 = _SYSTEM_FIRST + """\
 {%- endif %}
 {%- if m.role == 'user' %}
 {{- bos_token + '[INST] '
-    + ('<<SYS>>\\n' + first + '\\n<</SYS>>\\n\\n' if first and loop.first else '') + m.content.strip() + ' [/INST]' }}
+    + ('<<SYS>>\\n' + first + '\\n<</SYS>>\\n\\n' if first and loop.first else '')
+    + m.content.strip() + ' [/INST]' }}
 {%- else %}{{- ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}
 {%- endfor %}"""
 
