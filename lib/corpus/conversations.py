@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from lib.core.conversation import Conversation
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -35,14 +37,6 @@ class Refused(Exception):
         self.kind = kind
 
 
-class Found(NamedTuple):
-    """Holds a conversation. weights: of each message, None where all count alike."""
-
-    messages: Messages
-    tools: list[Any] | None
-    weights: list[float] | None
-
-
 def shape_of(record: Any) -> str:
     """Return which of the shapes a record has, "" for none."""
     if not isinstance(record, Mapping):
@@ -50,7 +44,7 @@ def shape_of(record: Any) -> str:
     return next((name for name, (keys, _) in _SHAPES.items() if keys <= record.keys()), "")
 
 
-def read(record: Any) -> Found:
+def read(record: Any) -> Conversation:
     """Return the conversation of a record; Refused where it is none."""
     shape = shape_of(record)
     if not shape:
@@ -58,7 +52,7 @@ def read(record: Any) -> Found:
         raise Refused("no conversation", f"none of {', '.join(_SHAPES)} in it ({keys})")
     messages = _SHAPES[shape][1](record)
     _require_order(messages)
-    return Found(messages, _tools(record.get("tools")), _weights(record, messages))
+    return Conversation(messages, _tools(record.get("tools")), _weights(record, messages))
 
 
 def _of_messages(record: Mapping[str, Any]) -> Messages:
@@ -66,7 +60,7 @@ def _of_messages(record: Mapping[str, Any]) -> Messages:
 
 
 def _of_prompt(record: Mapping[str, Any]) -> Messages:
-    parts = []
+    parts: list[Any] = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
         part = record[key]
         parts += [{"role": role, "content": part}] if isinstance(part, str) else _list(part, key)

@@ -10,26 +10,56 @@ sample of its own, rendered as the model would see it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from lib.tokens.template import Message, Rendered, Span, Template
+from lib.core.conversation import Conversation
+from lib.tokens.encode import Encoder
+from lib.tokens.template import Rendered, Span, Template, TemplateError
 
-ASSISTANT = "assistant"
-POLICIES = (ASSISTANT, "all", "last")
+ASSISTANT, LAST, ALL = TRAIN_ON = ("assistant", "last", "all")
+DROP, SPLIT = TOO_LONG = ("drop", "split")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Encode = Callable[[Sequence[str]], list[np.ndarray]]  # texts → uint32 [tokens] of each, none added
+
+class ChatPolicy(NamedTuple):
+    """Says how conversations become samples.
+
+    template: in Jinja. train_on: of TRAIN_ON. too_long: of TOO_LONG, for what has more tokens than
+    `longest`.
+    """
+
+    template: str
+    train_on: str
+    too_long: str
+    longest: int
 
 
-class Conversation(NamedTuple):
-    """Holds messages (role, content, …), tools as JSON schemas, and a weight for each message."""
+class Dropped(NamedTuple):
+    """Names a conversation that gave no sample. number: its place in what was to be encoded."""
 
-    messages: Sequence[Message]
-    tools: Sequence[Message] | None = None
-    weights: Sequence[float] | None = None
+    number: int
+    kind: str
+    message: str
+
+
+class EncodedChats(NamedTuple):
+    """Holds samples, one after the other.
+
+    tokens: uint32 [N]. trained: bool [N], never the first token of a sample. lengths: int64
+    [samples]. owners: int64 [samples], the number of the conversation that each is from. stops: how
+    many samples end in each token, of those that end in a special token which is trained.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    lengths: np.ndarray
+    owners: np.ndarray
+    dropped: list[Dropped]
+    stops: Counter[int]
 
 
 class ChatSample(NamedTuple):
@@ -49,23 +79,49 @@ class Unmaskable(Exception):
 
 
 class ChatEncoder:
-    """Encodes conversations by a template.
+    """Encodes conversations as a policy says; UsageError where its template cannot be compiled."""
 
-    encode: gives the ids of texts, with special tokens read as such. bos: its id where the
-    tokenizer itself puts one in front of a text. special: the texts of special tokens. policy: of
-    POLICIES.
-    stops: the special tokens that ended answers so far.
-    """
-
-    def __init__(self, template: Template, encode: Encode, bos: int | None,
-                 special: Sequence[str], policy: str = ASSISTANT) -> None:
-        self._template, self._encode, self._bos, self._policy = template, encode, bos, policy
-        self._has_marks = bool(_MARKED.search(template.source))
+    def __init__(self, policy: ChatPolicy, encoder: Encoder) -> None:
+        self._policy, self._encoder, self._bos = policy, encoder, encoder.bos
+        special = [str(token) for token in encoder.tokenizer.added_tokens_decoder.values()
+                   if token.special]
+        self._template = Template(policy.template, encoder.tokenizer.special_tokens_map)
+        self._has_marks = bool(_MARKED.search(policy.template))
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         tokens = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._special, self._tail = re.compile(tokens), re.compile(rf"(?:{tokens}|\s)+\Z")
         self._closing: str | None = None
-        self.stops: set[str] = set()
+        self._stops = {encoder.tokenizer.convert_tokens_to_ids(text) for text in special}
+
+    def encode(self, conversations: Sequence[Conversation]) -> EncodedChats:
+        """Return the samples of some conversations, and which of them gave none."""
+        samples: list[ChatSample] = []
+        owners: list[int] = []
+        dropped: list[Dropped] = []
+        for number, each in enumerate(conversations):
+            try:
+                found = self.samples(each)
+            except TemplateError as error:
+                dropped.append(Dropped(number, "template", str(error)))
+                continue
+            except Unmaskable as error:
+                dropped.append(Dropped(number, "no boundary", f"{error}: {error.first!r} and "
+                                                              f"{error.second!r}"))
+                continue
+            if any(len(sample.tokens) > self._policy.longest for sample in found):
+                dropped.append(Dropped(number, "too long", "it has more tokens than a sample"))
+                continue
+            if not found:
+                dropped.append(Dropped(number, "nothing trained", "no answer of it is trained"))
+            samples += found
+            owners += [number] * len(found)
+        stops = Counter(int(sample.tokens[at[-1]]) for sample in samples
+                        if len(at := np.flatnonzero(sample.trained))
+                        and int(sample.tokens[at[-1]]) in self._stops)
+        lengths = np.fromiter((len(sample.tokens) for sample in samples), np.int64, len(samples))
+        empty = ChatSample(np.empty(0, np.uint32), np.empty(0, bool))
+        tokens, trained = (np.concatenate(parts) for parts in zip(empty, *samples, strict=True))
+        return EncodedChats(tokens, trained, lengths, np.array(owners, np.int64), dropped, stops)
 
     def samples(self, conversation: Conversation) -> list[ChatSample]:
         """Return one sample, or one per answer where the template rewrites earlier turns.
@@ -75,10 +131,10 @@ class ChatEncoder:
         """
         messages, tools, weights = conversation
         whole = self._template.render(messages, tools)
-        if self._policy == "all":
+        if self._policy.train_on == ALL:
             return [self._sample(_Turn(whole.text, [(0, len(whole.text))]))]
         answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-        chosen = answers[-1:] if self._policy == "last" else answers
+        chosen = answers[-1:] if self._policy.train_on == LAST else answers
         trained = [i for i in chosen if weights is None or weights[i]]
         if not trained:
             return []
@@ -124,7 +180,6 @@ class ChatEncoder:
         """
         end = start + len(self._tail.sub("", text[start:]))
         if found := self._special.search(text, end):
-            self.stops.add(found[0])
             return found.end()
         return len(text)
 
@@ -132,7 +187,9 @@ class ChatEncoder:
         """Return the tokens; raises Unmaskable where a boundary lies within one."""
         text, spans = turn
         cuts = sorted({place for span in spans for place in span} - {0, len(text)})
-        ids, *parts = self._encode([text, *(text[:cut] for cut in cuts)])
+        flat, lengths = self._encoder.encode_bare([part.encode() for part in (
+            text, *(text[:cut] for cut in cuts))])
+        ids, *parts = np.split(flat, np.cumsum(lengths)[:-1])
         at = {0: 0, len(text): len(ids)}
         for cut, part in zip(cuts, parts, strict=True):
             if not np.array_equal(ids[:len(part)], part):
@@ -148,6 +205,7 @@ class ChatEncoder:
             trained = np.concatenate([[False], trained])
         elif self._bos is not None and list(ids[:2]) == [self._bos] * 2:
             raise Unmaskable("it writes two BOS tokens in front", text[:80])
+        trained[:1] = False  # nothing stands before it
         return ChatSample(ids, trained)
 
 

@@ -1,15 +1,21 @@
-"""The column `text` of Arrow files, a batch of rows at a time."""
+"""The columns of Arrow files that are trained on, a batch of rows at a time."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lib.core import arrow_files
+from lib.core.conversation import CALLS, Conversation, Place
 from lib.core.errors import ArtifactError, is_of_disk
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _STRINGS = ("string", "large_string")
 
@@ -31,6 +37,24 @@ def texts(column: Any) -> list[bytes]:
 
     binary = column.cast(pyarrow.large_string()).cast(pyarrow.large_binary())
     return [text or b"" for text in binary.to_pylist()]
+
+
+def conversations(rows: pa.RecordBatch) -> list[tuple[Conversation, Place]]:
+    """Return the rows of a chat dataset."""
+    flat = rows.column("messages").flatten()  # of these rows alone
+    names = [field.name for field in flat.type]
+    columns = [column.to_pylist() for column in flat.flatten()]
+    calls = names.index(CALLS)
+    columns[calls] = list(map(_load, columns[calls]))
+    turns = [{name: value for name, value in zip(names, values, strict=True) if value is not None}
+             for values in zip(*columns, strict=True)]
+    lengths = rows.column("messages").value_lengths().to_pylist()
+    ends = list(accumulate(lengths, initial=0))
+    tools, weights, source, line, offset = (rows.column(name).to_pylist() for name in (
+        "tools", "weights", "source", "line", "offset"))
+    return [(Conversation(turns[first:end], _load(tools[row]), weights[row]),
+             Place(source[row], line[row], offset[row]))
+            for row, (first, end) in enumerate(pairwise(ends))]
 
 
 def lack(shard: Path) -> str:
@@ -63,3 +87,7 @@ def _batches(reader: Any) -> Iterator[Any]:
     if hasattr(reader, "num_record_batches"):
         return (reader.get_batch(number) for number in range(reader.num_record_batches))
     return iter(reader)
+
+
+def _load(text: str | None) -> Any:
+    return json.loads(text) if text else None

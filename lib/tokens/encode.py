@@ -156,6 +156,11 @@ class Encoder:
         np.add.at(per_text, owners, lengths)
         return self._framed(ids, per_text)
 
+    def encode_bare(self, texts: Sequence[bytes]) -> Ids:
+        """Return the ids of texts and how many each has, none added; spelled special tokens are
+        read as such."""
+        return self._engine.encode(texts)
+
     def _leading_bos(self) -> int | None:
         ids = self.tokenizer("a")["input_ids"]
         bos = self.tokenizer.bos_token_id

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
+from lib.core.conversation import Message
 from lib.core.errors import UsageError
 
-Message = Mapping[str, Any]
 Span = tuple[int, int]  # of characters, the end exclusive
 
 _SECONDS = 5.0  # for one conversation
