@@ -23,6 +23,7 @@ import numpy as np
 
 from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
+from lib.tokens.chat_counts import ChatFacts
 from lib.tokens.dataset import SPLITS, Dataset
 from lib.tokens.encode import Encoder, tokenizer_fingerprint
 
@@ -78,7 +79,7 @@ class Split:
 class TokenStore:
     """Holds a finished store. vocab_size: of the tokenizer. splits: name → its tokens.
 
-    reads: how its files are read, and those of indexes over it.
+    reads: how its files are read, and those of indexes over it. chat: None for a dataset of text.
     """
 
     path: Path
@@ -87,6 +88,7 @@ class TokenStore:
     summary: dict[str, Any]
     splits: dict[str, Split]
     reads: str
+    chat: ChatFacts | None = None
 
 
 def identity(dataset: Dataset, tokenizer_dir: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lib.core import log
 from lib.tokens import build, mixture, packing, store
 from lib.tokens.batches import DataStream, SampleStream
+from lib.tokens.chat_counts import ChatFacts
 from lib.tokens.encode import Encoder
 from lib.tokens.mixture import HeldOut
 from lib.tokens.raw_shards import RawShards
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run learns from, and what its validation loss is measured on."""
+    """What a run learns from, and what its validation loss is measured on.
+
+    chat: what its chat datasets were prepared with, None where there are none.
+    """
 
     train: Samples | RawDocuments
     held_out: list[HeldOut]
+    chat: ChatFacts | None = None
 
     @property
     def samples(self) -> int | None:
