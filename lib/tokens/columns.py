@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,18 +17,31 @@ from lib.core.errors import ArtifactError, is_of_disk
 if TYPE_CHECKING:
     import pyarrow as pa
 
+TEXT, CHAT = "text", "chat"
+CHAT_COLUMNS = ("messages", "tools", "weights", *Place._fields)
+# Of conversations in the formats that stage 02 reads.
+_OF_CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 _STRINGS = ("string", "large_string")
 
 
-def read(shards: Sequence[Path], mapped: bool) -> Iterator[Any]:
-    """Yield the text of some files, an Arrow array per batch of rows; ArtifactError when damaged.
+def format_of(names: Collection[str]) -> str:
+    """Return the format of a dataset with columns of these names, empty where it has none."""
+    return TEXT if "text" in names else CHAT if set(CHAT_COLUMNS) <= set(names) else ""
+
+
+def hold_chats(names: Collection[str]) -> bool:
+    """Tell whether columns of these names hold conversations, in a format that stage 02 reads."""
+    return any(each <= set(names) for each in _OF_CHATS)
+
+
+def read(shards: Sequence[Path], mapped: bool) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of some files, as many at a time as they hold; ArtifactError when damaged.
 
     mapped: only what is looked at is read, for a look at a small part.
     """
     for shard in shards:
         with _opened(shard, mapped) as reader:
-            for batch in _batches(reader):
-                yield batch.column("text")
+            yield from _batches(reader)
 
 
 def texts(column: Any) -> list[bytes]:
@@ -41,15 +54,14 @@ def texts(column: Any) -> list[bytes]:
 
 def conversations(rows: pa.RecordBatch) -> list[tuple[Conversation, Place]]:
     """Return the rows of a chat dataset."""
-    flat = rows.column("messages").flatten()  # of these rows alone
+    flat = _messages(rows)
     names = [field.name for field in flat.type]
     columns = [column.to_pylist() for column in flat.flatten()]
     calls = names.index(CALLS)
     columns[calls] = list(map(_load, columns[calls]))
     turns = [{name: value for name, value in zip(names, values, strict=True) if value is not None}
              for values in zip(*columns, strict=True)]
-    lengths = rows.column("messages").value_lengths().to_pylist()
-    ends = list(accumulate(lengths, initial=0))
+    ends = _ends(rows)
     tools, weights, source, line, offset = (rows.column(name).to_pylist() for name in (
         "tools", "weights", "source", "line", "offset"))
     return [(Conversation(turns[first:end], _load(tools[row]), weights[row]),
@@ -57,10 +69,44 @@ def conversations(rows: pa.RecordBatch) -> list[tuple[Conversation, Place]]:
             for row, (first, end) in enumerate(pairwise(ends))]
 
 
-def lack(shard: Path) -> str:
-    """Return what a file has instead of a column `text` of strings, empty where it has one."""
+def contents(rows: pa.RecordBatch) -> list[list[bytes]]:
+    """Return the words of each conversation as UTF-8: contents, thoughts and calls of its turns."""
+    columns = [column.to_pylist() for column in _words(rows)]
+    turns = [[text.encode() for text in values if text] for values in zip(*columns, strict=True)]
+    return [[text for turn in turns[first:end] for text in turn]
+            for first, end in pairwise(_ends(rows))]
+
+
+def content_bytes(rows: pa.RecordBatch) -> int:
+    """Return how many bytes of UTF-8 `contents` has, from the offsets alone."""
+    import pyarrow.compute
+    return sum(pyarrow.compute.sum(pyarrow.compute.binary_length(column)).as_py() or 0
+               for column in _words(rows))
+
+
+def _messages(rows: pa.RecordBatch) -> pa.StructArray:
+    return rows.column("messages").flatten()  # of these rows alone
+
+
+def _ends(rows: pa.RecordBatch) -> list[int]:
+    """Return where each conversation begins in `_messages`, and where the last one ends."""
+    lengths = rows.column("messages").value_lengths().to_pylist()
+    return list(accumulate((length or 0 for length in lengths), initial=0))
+
+
+def _words(rows: pa.RecordBatch) -> list[Any]:
+    messages = _messages(rows)
+    return [messages.field(name) for name in ("content", "reasoning_content", CALLS)]
+
+
+def kinds(shard: Path) -> dict[str, str]:
+    """Return the names and types of a file's columns."""
     with _opened(shard, mapped=False) as reader:
-        kinds = dict(zip(reader.schema.names, map(str, reader.schema.types), strict=True))
+        return dict(zip(reader.schema.names, map(str, reader.schema.types), strict=True))
+
+
+def lack(kinds: Mapping[str, str]) -> str:
+    """Return what a file has instead of a column `text` of strings, empty where it has one."""
     if "text" not in kinds:
         return f"columns {', '.join(kinds) or 'none'}"
     return "" if kinds["text"] in _STRINGS else f"`text` of {kinds['text']}"

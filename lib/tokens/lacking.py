@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from lib.core import commands, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
-from lib.tokens import raw_shards
+from lib.tokens import columns, raw_shards
 
 DATASETS_ROOT = Path("hf_datasets")
 OPTION = ("-d", "--dataset-name")
@@ -56,6 +56,31 @@ def raw(path: Path, problem: str, found: str = "") -> UsageError:
         hint, run = "stage 02 makes one of a directory of raw text", ""
     return UsageError(problem, found=found, expected="a dataset that stage 02 has made, Arrow "
                       "files, or with --streaming JSON Lines or Parquet", hint=hint, run=run)
+
+
+def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
+    """Return the error for an Arrow dataset that has other columns, named here, than `text`."""
+    if not columns.hold_chats(names):
+        return UsageError(problem, found=found, hint=(
+            "stage 02 makes a dataset of it with --fields NAME" if path.is_file() else
+            "rename one with `dataset.rename_column`, or make it by stage 02 with --fields"))
+    folder = path.parent if path.is_file() else path
+    dataset = folder.parent if folder.name in ("train", "validation") else folder
+    target = DATASETS_ROOT / f"{dataset.resolve().name}-chat"
+    make = commands.script("02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target,
+                           "--format", "chat")
+    return UsageError(f"{dataset} holds conversations, and was not made by stage 02", found=found,
+                      hint="make a chat dataset of it:",
+                      run=f"{make}\n{_with_other(dataset, path, target)}")
+
+
+def _with_other(dataset: Path, path: Path, target: Path) -> str:
+    """Return the command that was typed with another dataset, however this one was named."""
+    org, _, name = dataset.name.partition("--")
+    for given in (dataset, path, dataset.name, f"{org}/{name}"):
+        if (command := commands.replaced(OPTION, given, target)) != commands.as_typed():
+            return command
+    return commands.as_typed()
 
 
 def _is_of_the_hub(path: Path) -> bool:

@@ -24,7 +24,8 @@ import numpy as np
 from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
 from lib.tokens.chat_counts import ChatFacts
-from lib.tokens.dataset import SPLITS, Dataset
+from lib.tokens.dataset import Dataset
+from lib.tokens.dataset_files import SPLITS
 from lib.tokens.encode import Encoder, tokenizer_fingerprint
 
 KIND = "tokens/1"
