@@ -322,7 +322,7 @@ def test_dockerfile_takes_what_build_image_passes_and_ends_as_a_user_without_rig
     for python in image_versions.PYTHONS.values():
         assert python.count(".") == 2
     ignored = (ROOT / "launch" / "Dockerfile.dockerignore").read_text().splitlines()
-    for copied in ("lib", "launch", "recipes", "requirements.txt", "LICENSE"):
+    for copied in ("lib", "launch", "recipes", "chat_templates", "requirements.txt", "LICENSE"):
         assert (ROOT / copied).exists()
         assert re.search(rf"^COPY .*{re.sub('[.-].*', '', copied)}", text, re.MULTILINE)
         assert any(fnmatch(copied, line.removeprefix("!")) for line in ignored if line[:1] == "!")

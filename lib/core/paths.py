@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"  # in the name of a directory that is not finished
 OUTPUTS = Path("outputs")
+CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "chat_templates"  # those of the project
 RAW_RECORD = ".hub"  # in a directory of raw text: what was fetched; hidden, so not taken as text
 
 

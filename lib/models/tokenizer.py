@@ -3,7 +3,8 @@
 The trained one is byte-level BPE, so any string survives a round trip. It puts
 `<|begin_of_text|>` before each text; `<|end_of_text|>` is for whoever joins documents. Text
 that merely looks like one of the two is tokenised as text (`split_special_tokens`): a document
-cannot forge a boundary.
+cannot forge a boundary. One that is trained on conversations also has the two tokens of ChatML and
+its template, and reads special tokens in text as what they are: templates write them so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, log, manifest, records, units
+from lib.core import hashing, log, manifest, paths, records, units
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.models import training_text
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+TURN = ("<|im_start|>", "<|im_end|>")  # around a turn, by chat_templates/chatml.jinja
 SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
 SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; this much trains in a minute
 
+CHAT_TEMPLATE = "chat_template.jinja"
 # Every file that transformers reads a tokenizer from; none of them is a pickle or runs as code.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
          "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt",
-         "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json")
+         "merges.txt", "tekken.json", CHAT_TEMPLATE, "chat_template.json")
 ONE_OF = {"tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
           "vocab.json", "vocab.txt", "tekken.json"}
 _CONFIG = "tokenizer_config.json"
@@ -83,11 +86,14 @@ def train(corpora: Sequence[Path], vocabulary: int, context: int | None, destina
     from tokenizers.trainers import BpeTrainer
 
     tokenizer, alphabet = _make_untrained()
-    trainer = BpeTrainer(vocab_size=vocabulary, special_tokens=[BOS, EOS], show_progress=False,
+    found = training_text.read(corpora) if corpora else None
+    is_chat = found is not None and found.is_chat
+    trainer = BpeTrainer(vocab_size=vocabulary, show_progress=False,
+                         special_tokens=_special_tokens(is_chat, vocabulary),
                          initial_alphabet=sorted(alphabet))
     sample = Sample(0, 0, 0, 0)
-    if corpora:
-        dataset = training_text.read(corpora)
+    if found:
+        dataset = found.texts
         there = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
         sample = Sample(0, len(dataset), 0, there.as_py() or 0)
         with Progress("text for the tokenizer", min(limit, sample.bytes_there), "B",
@@ -101,7 +107,9 @@ def train(corpora: Sequence[Path], vocabulary: int, context: int | None, destina
     manifest.write_json(destination / _CONFIG, {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
         **_make_limit(context), "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True})
+        "split_special_tokens": not is_chat})
+    if is_chat:
+        shutil.copyfile(paths.CHAT_TEMPLATES / "chatml.jinja", destination / CHAT_TEMPLATE)
     log.info(f"tokenizer: {vocabulary:,} tokens from {sample}" if corpora else
              "tokenizer: a token for each byte, since there is no dataset to train one on")
     if made < vocabulary and corpora:
@@ -209,6 +217,15 @@ def _draw_batches(dataset: Dataset, sample: Sample, limit: int, progress: Progre
         yield texts
         if sample.bytes_used >= limit:
             return
+
+
+def _special_tokens(is_chat: bool, vocabulary: int) -> list[str]:
+    """Return the special tokens, for which and every byte a vocabulary must have room."""
+    if is_chat and vocabulary < SMALLEST_VOCABULARY + len(TURN):
+        raise UsageError(f"{vocabulary} tokens are too few for a tokenizer of conversations",
+                         expected=f"{SMALLEST_VOCABULARY + len(TURN)} or more: every byte and four "
+                                  "special tokens")
+    return [BOS, EOS, *(TURN if is_chat else ())]
 
 
 def _make_untrained() -> tuple[Tokenizer, list[str]]:

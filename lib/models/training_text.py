@@ -1,10 +1,13 @@
-"""The text that a tokenizer is trained on: train splits of datasets, and what identifies them."""
+"""The text that a tokenizer is trained on: train splits of datasets, and what identifies them.
+
+Of a chat dataset it is what the messages say.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lib.core import arrow_files, commands, hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
@@ -50,11 +53,20 @@ def _fingerprint_one(corpus: Path) -> str:
                                 for name, size in shards.items()] + [state])
 
 
-def read(corpora: Sequence[Path]) -> Dataset:
+class TrainingText(NamedTuple):
+    """Holds a column `text`. is_chat: some of it is from conversations."""
+
+    texts: Dataset
+    is_chat: bool
+
+
+def read(corpora: Sequence[Path]) -> TrainingText:
     """Return the texts of the train splits; UsageError or ArtifactError when there are none."""
     from datasets import concatenate_datasets
 
-    return concatenate_datasets([_open_split(corpus) for corpus in corpora])
+    opened = [_open_split(corpus) for corpus in corpora]
+    return TrainingText(concatenate_datasets(list(map(_texts, opened))),
+                        any(map(_is_chat, opened)))
 
 
 def _plain_files(corpus: Path) -> list[Path]:
@@ -86,18 +98,41 @@ def _open_split(corpus: Path) -> Dataset:
     except (OSError, ValueError, KeyError) as error:
         raise ArtifactError(f"the dataset {corpus} does not open", found=str(error)) from None
     kind = getattr(dataset.features.get("text"), "dtype", None)
+    if len(dataset) and _is_chat(dataset):
+        return dataset
     if kind not in ("string", "large_string"):
         raise UsageError(f"{corpus} has no column of strings called `text`",
                          found=f"columns {', '.join(dataset.column_names) or '(none)'}")
     if len(dataset) == 0:
         raise UsageError(f"{corpus} has no documents to train a tokenizer on")
-    return dataset.select_columns("text").with_format(None)
+    return dataset.with_format(None)
+
+
+def _is_chat(dataset: Dataset) -> bool:
+    """Tell whether a dataset is one that stage 02 makes of conversations."""
+    return "messages" in dataset.features and "text" not in dataset.features
+
+
+def _texts(dataset: Dataset) -> Dataset:
+    """Return the texts of a dataset, or what the messages of its conversations say, a row each."""
+    import pyarrow
+    import pyarrow.compute
+    from datasets import Dataset
+    from datasets.table import InMemoryTable  # of pages that are mapped, and read when needed
+
+    if _is_chat(dataset):
+        turns = pyarrow.compute.list_flatten(dataset.data.column("messages"))
+        texts = pyarrow.compute.struct_field(turns, "content").drop_null()
+    else:
+        texts = dataset.data.column("text")
+    # One kind of string for all; what a cast makes anew is where each begins, not the text.
+    return Dataset(InMemoryTable(pyarrow.table({"text": texts.cast(pyarrow.large_string())})))
 
 
 def _open_file(path: Path) -> Dataset:
     import pyarrow
     from datasets import Dataset
-    from datasets.table import InMemoryTable  # of pages that are mapped, and read when needed
+    from datasets.table import InMemoryTable
 
     is_file = arrow_files.has_file_format(path)
     opened = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(

@@ -7,10 +7,13 @@ import random
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
+from lib.core.conversation import Conversation, Place
 from lib.core.errors import ArtifactError, UsageError
+from lib.corpus import chat_rows
 from lib.models import scratch, tokenizer, training_text
 
 HARD = ["", " ", "  a  ", "\n\n\r\n\t ", "\x00\x01\x7f\x1b[0m", "don't 'S 12345",
@@ -174,3 +177,25 @@ def test_one_that_normalises_is_lossy_and_one_that_garbles_is_broken(trained, tm
     with pytest.raises(UsageError, match="does not give back") as caught:
         tokenizer.find_losses(tokenizer.load(where), where)
     assert "ĠquickĠ" in caught.value.found
+
+
+def test_conversations_give_their_words_and_a_template(tmp_path: Path, corpus: Path) -> None:
+    said = ["Where does the heron stand?", "In the reeds by the water."]
+    turns = [{"role": role, "content": text}
+             for role, text in zip(("user", "assistant"), said, strict=True)]
+    calls = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    rows = [(Conversation([*turns, calls]), Place("a", n)) for n in range(50)]
+    chat = datasets.Dataset(pyarrow.Table.from_batches([chat_rows.batch(rows)]))
+    chat.save_to_disk(tmp_path / "chat")
+
+    train(tmp_path / "chat", tmp_path / "it", 300)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "it", local_files_only=True)
+    assert "Ġheron" in loaded.get_vocab()
+    ids = loaded.apply_chat_template(turns)["input_ids"]
+    assert ids.count(loaded.convert_tokens_to_ids("<|im_end|>")) == 2
+    assert tokenizer.TURN[0] + "assistant\n" + said[1] in loaded.decode(ids)
+
+    found = training_text.read([corpus, tmp_path / "chat"])  # strings, and large strings
+    assert found.is_chat and len(found.texts) == 402 + 100
+    with pytest.raises(UsageError, match="too few for a tokenizer of conversations"):
+        train(tmp_path / "chat", tmp_path / "small", 259)
