@@ -214,7 +214,7 @@ def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     checks.require_room(config, plan.total_steps, has_begun=bool(inputs.begun))
     plan.require_alike(layout)
     journal = Journal(experiment, layout.rank)
-    stack.enter_context(claim(config, experiment, plan, inputs, journal, launch, layout))
+    stack.enter_context(claim(config, experiment, plan, inputs, data.chat, journal, launch, layout))
     log.add_file(experiment.rank_log(layout.rank))
     return layout, plan, journal, estimate
 

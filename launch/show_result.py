@@ -31,6 +31,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT",
                         help="beginning of a text; may be repeated "
                              f"(default: {' and '.join(map(repr, PROMPTS))})")
+    parser.add_argument("--question", action="append", default=[], metavar="TEXT",
+                        help="what a user asks, to be answered by the chat template instead; may "
+                             "be repeated (default: none)")
     parser.add_argument("--tokens", type=options.positive_int, default=60, metavar="N",
                         help="tokens to generate per prompt")
     arguments = parser.parse(argv)
@@ -47,6 +50,9 @@ def main(argv: list[str]) -> None:
         print(f"validation loss  {first['eval/loss']:.3f} at step {first['step']} → "
               f"{last['eval/loss']:.3f} at step {last['step']}")
     print(f"plot             {experiment.plot}")
+    if arguments.question:
+        show_answers(arguments.model, arguments.question, arguments.tokens)
+        return
     for prompt, text in generate(arguments.model, arguments.prompt or PROMPTS, arguments.tokens):
         print(f"\n--- {prompt!r} continued by {arguments.model} (transformers)\n{text}")
     print("""
@@ -78,6 +84,23 @@ def generate(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str
                              pad_token_id=tokenizer.eos_token_id)
         texts.append((prompt, tokenizer.decode(ids[0], skip_special_tokens=True)))
     return texts
+
+
+def show_answers(model_dir: Path, questions: list[str], tokens: int) -> None:
+    """Print what the model answers to each question, and whether it ends by itself."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False)
+    for question in questions:
+        inputs = tokenizer.apply_chat_template([{"role": "user", "content": question}],
+                                               add_generation_prompt=True, return_tensors="pt",
+                                               return_dict=True)
+        ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False,
+                             pad_token_id=tokenizer.eos_token_id)[0, inputs["input_ids"].shape[1]:]
+        cut = "" if int(ids[-1]) in model.generation_config.eos_token_id else " … (cut)"
+        print(f"\n--- {question}\n{tokenizer.decode(ids, skip_special_tokens=True)}{cut}")
 
 
 if __name__ == "__main__":

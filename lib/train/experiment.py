@@ -14,8 +14,9 @@ from lib.core import hashing, launcher, log, manifest, stamps
 from lib.core.errors import EXIT_BUG, Preempted, UsageError
 from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
-from lib.models import remote_code
+from lib.models import chat_files, remote_code
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
+from lib.tokens.chat_counts import ChatFacts
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.train.config import Config
 from lib.train.inputs import Inputs
@@ -28,11 +29,13 @@ _MODEL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", 
 
 
 @contextmanager
-def claim(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs, journal: Journal,
-          launch: Launch, layout: ParallelLayout) -> Iterator[None]:
+def claim(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs,
+          chat: ChatFacts | None, journal: Journal, launch: Launch, layout: ParallelLayout,
+          ) -> Iterator[None]:
     """Hold the directory for the while, and see that every rank means the same one by it.
 
-    All ranks must call this. Raises ExperimentHeld when another launch is at work there.
+    chat: what the conversations were prepared with that the run learns from. All ranks must call
+    this. Raises ExperimentHeld when another launch is at work there.
     """
     leases: list[Lease] = []
 
@@ -42,7 +45,7 @@ def claim(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs, jo
             leases.pop().release()
             _set_aside(experiment)
             leases.append(_lease(experiment))
-        return _describe(config, experiment, plan, inputs, journal, launch)
+        return _describe(config, experiment, plan, inputs, chat, journal, launch)
 
     start = on_rank_0(write, layout.control)
     _require_shared(experiment, start, layout)
@@ -62,8 +65,8 @@ def claim(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs, jo
                 lease.release()
 
 
-def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs, journal: Journal,
-              launch: Launch) -> str:
+def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs,
+              chat: ChatFacts | None, journal: Journal, launch: Launch) -> str:
     """Write what stands in the directory from the start; return the mark of this start (rank 0)."""
     old = inputs.stop_request  # one that has come since is meant for this launch
     if not launch.has_begun and old and old == stamps.take(old):
@@ -76,6 +79,8 @@ def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs
     manifest.remove_temporary(experiment.root, [path.name for path in (
         experiment.config, experiment.state, experiment.metrics)])
     _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
+    if chat:
+        chat_files.write(experiment.model, chat.template, chat.stops)
     inputs.require_unchanged()
     if left := commit.clean(experiment.checkpoints):
         journal.event("clean", 0, paths=left)
