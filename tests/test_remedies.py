@@ -41,7 +41,7 @@ from lib.models import architecture, directory, float8, remote_code, sharded, te
 from lib.models.design import Design
 from lib.models.directory import CODE_DIGESTS
 from lib.parallel import attention, compiling, gpus, layout
-from lib.tokens import build
+from lib.tokens import build, split_writer
 from lib.train import checks, precision, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
@@ -426,7 +426,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     Path("words/tokenizer.json").touch()
     yield lambda: Design("1M", None, None, (), Path("words")).require_same({}, "other")
     yield lambda: build.require_same(Path("words"), "of another one")
-    sink = object.__new__(build._Sink)
+    sink = object.__new__(split_writer.Sink)
     sink.path, sink.bytes, sink._hasher = Path("words/sink"), 1, hashing.new("sha256")
     sink._file = sink.path.open("wb")
     yield sink.close

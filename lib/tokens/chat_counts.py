@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from lib.core import units
+
+_NAMED = 4  # stop tokens, at most
 
 
 @dataclass
@@ -13,6 +17,8 @@ class ChatCounts:
     """Counts the conversations of a split, and the samples that came of them.
 
     dropped: by cause. stops: by token id, samples whose last trained token is that special token.
+    first: by cause, what is said of the first conversation that was dropped. unprompted: samples
+    that are trained from their second token on, so that nothing of them is a prompt.
     """
 
     conversations: int = 0
@@ -20,8 +26,10 @@ class ChatCounts:
     samples: int = 0
     tokens: int = 0
     trained: int = 0
+    unprompted: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     stops: Counter[int] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
 
     @property
     def trained_share(self) -> float:
@@ -35,8 +43,22 @@ class ChatCounts:
 
     def add(self, other: ChatCounts) -> None:
         """Add what another part of the dataset counted."""
-        for name in ("conversations", "turns", "samples", "tokens", "trained", "dropped", "stops"):
+        for name in vars(self).keys() - {"first"}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first = {**other.first, **self.first}
+
+    def rows(self, names: Mapping[int, str]) -> dict[str, str]:
+        """Return it in words, a line for each thing that it tells; names: of tokens."""
+        ends = ", ".join(f"{names[token]} {100 * count / max(1, self.samples):.3g} %"
+                         for token, count in self.stops.most_common(_NAMED))
+        causes = ", ".join(f"{count:,} {cause}" for cause, count in self.dropped.most_common())
+        return {
+            "conversations": f"{self.conversations:,} with {units.counted(self.turns, 'turn')}",
+            "samples": f"{self.samples:,}, {100 * self.ended_share:.3g} % of them end in a stop "
+                       f"token{f' ({ends})' if ends else ''}",
+            "tokens": f"{self.tokens:,}, {self.trained:,} of them trained "
+                      f"({100 * self.trained_share:.3g} %)",
+            "dropped": causes or "none"}
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
@@ -48,9 +70,11 @@ class ChatCounts:
         """Return it from JSON; TypeError or ValueError where that is not what `record` gives."""
         stops = {int(token): count for token, count in record["stops"].items()}
         made = cls(**{**record, "dropped": Counter(record["dropped"]), "stops": Counter(stops)})
-        counts = [made.conversations, made.turns, made.samples, made.tokens, made.trained,
-                  *made.dropped.values(), *made.stops.values()]
-        if not all(type(count) is int and count >= 0 for count in counts):
+        counts = [count for name, count in vars(made).items()
+                  if name not in ("dropped", "stops", "first")]
+        counts += [*made.dropped.values(), *made.stops.values()]
+        if not all(type(count) is int and count >= 0 for count in counts) \
+                or not isinstance(made.first, dict):
             raise ValueError("a count that is none")
         return made
 
@@ -58,20 +82,35 @@ class ChatCounts:
 class ChatFacts(NamedTuple):
     """Says what chat datasets were prepared with, and what came of them.
 
-    template: in Jinja. stops: the token ids that end samples, the most frequent one first.
+    template: in Jinja. stops: the tokens that end samples by their ids, the most frequent first.
     counts: by split.
     """
 
     template: str
-    stops: list[int]
+    stops: dict[int, str]
     counts: dict[str, ChatCounts]
 
+    def rows(self) -> dict[str, str]:
+        """Return the report of the preparation, a line for each thing that it tells."""
+        rows: dict[str, str] = {}
+        for name, counts in self.counts.items():
+            prefix = "" if len(self.counts) == 1 else f"{name}: "
+            rows |= {prefix + key: text for key, text in counts.rows(self.stops).items()}
+        return rows
 
-def facts(template: str, counts: Iterable[Mapping[str, ChatCounts]]) -> ChatFacts:
-    """Return the facts of one or several datasets that share a template; counts: of each."""
+
+def facts(every: Sequence[ChatFacts]) -> ChatFacts | None:
+    """Return the facts of several datasets that share a template as one; None of none."""
     sums: dict[str, ChatCounts] = {}
-    for of_dataset in counts:
-        for name, count in of_dataset.items():
-            sums.setdefault(name, ChatCounts()).add(count)
-    stops = sum((count.stops for count in sums.values()), Counter())
-    return ChatFacts(template, [token for token, _ in stops.most_common()], sums)
+    names: dict[int, str] = {}
+    for each in every:
+        names |= each.stops
+        for split, counts in each.counts.items():
+            sums.setdefault(split, ChatCounts()).add(counts)
+    return ChatFacts(every[0].template, in_order(sums, names), sums) if every else None
+
+
+def in_order(counts: Mapping[str, ChatCounts], names: Mapping[int, str]) -> dict[int, str]:
+    """Return the names of the tokens that end samples, the most frequent one first."""
+    stops = sum((each.stops for each in counts.values()), Counter[int]())
+    return {token: names[token] for token, _ in stops.most_common()}

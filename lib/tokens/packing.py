@@ -40,12 +40,12 @@ class Packs(Samples):
     """Makes sample p of the pieces of pack p, one after the other, and padding.
 
     Positions restart at each piece and in the padding, the last token of a document and the
-    padding carry no label.
+    padding carry no label, nor does a token that the store has no label for.
     """
 
     def __init__(self, split: Split, index: dict[str, Numbers], seq_length: int) -> None:
         self.tokens, self.seq_length, self._index = split.tokens, seq_length, index
-        self._documents = len(split.ends)
+        self._labels, self._documents = split.labels, len(split.ends)
 
     def __len__(self) -> int:
         return max(0, len(self._index["packs"]) - 1)
@@ -66,7 +66,9 @@ class Packs(Samples):
                 place = slice(filled, filled + length)
                 piece = self.tokens[start:start + length + (not is_end)].astype(np.int64)
                 inputs[row, place], positions[row, place] = piece[:length], np.arange(length)
-                labels[row, filled:filled + len(piece) - 1] = piece[1:]
+                after = piece[1:] if self._labels is None else \
+                    np.where(self._labels[start + 1:start + len(piece)], piece[1:], IGNORED)
+                labels[row, filled:filled + len(after)] = after
                 filled += length
             positions[row, filled:] = np.arange(self.seq_length - filled)
         return Rows(inputs, labels, positions)
@@ -80,10 +82,12 @@ class Packs(Samples):
     def means(self) -> tuple[float, float]:
         """Return the label tokens and the tokens without padding of a sample on average.
 
-        All but the last token of a document have a label. Reads nothing of the index.
+        Where all tokens are labels, that is all but the first of a document. Reads nothing of the
+        index.
         """
         tokens, samples = len(self.tokens), max(1, len(self))
-        return (tokens - self._documents) / samples, tokens / samples
+        labels = tokens - self._documents if self._labels is None else self._labels.total
+        return labels / samples, tokens / samples
 
     def _pieces(self, pack: int) -> Iterator[tuple[int, int, bool]]:
         """Yield start, length and whether a document ends there, which its negative length says."""
@@ -222,13 +226,18 @@ def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str
     order = np.lexsort((starts, bins))
     count = int(bins.max()) + 1 if len(bins) else 0
     packs = np.searchsorted(bins[order], np.arange(count + 1))
-    labels = np.bincount(bins, lengths - is_end, minlength=count)
+    labels = np.bincount(bins, _labels_of(split, starts, lengths - is_end), minlength=count)
     # The sign tells a piece at whose end the document ends, so its last token has no label.
     signed = np.where(is_end, -lengths, lengths)
     figures = {"packs": count, "padding": 1 - lengths.sum() / max(1, count * capacity),
                "cut": float((per_document > 1).mean()) if len(ends) else 0.0}
     return {"starts": starts[order], "lengths": signed[order], "packs": packs,
             "labels": labels}, figures
+
+
+def _labels_of(split: Split, starts: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return the label tokens of each piece, of the `after` tokens that follow its first one."""
+    return after if split.labels is None else split.labels.counts(starts + 1, starts + 1 + after)
 
 
 def _open(target: Path, name: str, reads: str) -> dict[str, Numbers]:

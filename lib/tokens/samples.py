@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.tokens import order
-from lib.tokens.store import Numbers
+from lib.tokens.store import Labels, Numbers
 
 IGNORED = -100  # the label that no loss is computed for
 
@@ -60,20 +60,23 @@ class Windows(Samples):
 
     Sample i is tokens [i·T, i·T + T], T + 1 of them: T inputs and the token after each.
 
-    tokens: uint16|uint32 [N]. len() is the number of whole samples; the tail that fills no
-    window is left out.
+    tokens: uint16|uint32 [N]; labels: of them, None where each is one. len() is the number of
+    whole samples; the tail that fills no window is left out.
     """
 
-    def __init__(self, tokens: Numbers, seq_length: int) -> None:
-        self.tokens, self.seq_length = tokens, seq_length
+    def __init__(self, tokens: Numbers, seq_length: int, labels: Labels | None = None) -> None:
+        self.tokens, self.seq_length, self._labels = tokens, seq_length, labels
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.seq_length)
 
     def rows(self, samples: np.ndarray) -> Rows:
-        """Return the samples as inputs and labels, two views of the same tokens."""
+        """Return the samples as inputs and labels, two views of the same tokens without a mask."""
         tokens = self.take(samples)
-        return Rows(tokens[:, :-1], tokens[:, 1:], None)
+        if self._labels is None:
+            return Rows(tokens[:, :-1], tokens[:, 1:], None)
+        return Rows(tokens[:, :-1], np.where(self._are_labels(samples), tokens[:, 1:], IGNORED),
+                    None)
 
     def take(self, samples: np.ndarray) -> np.ndarray:
         """Return int64 [len(samples), T + 1]."""
@@ -83,7 +86,17 @@ class Windows(Samples):
         return taken
 
     def counts(self, samples: np.ndarray) -> tuple[int, int]:
-        return len(samples) * self.seq_length, len(samples) * self.seq_length
+        tokens = len(samples) * self.seq_length
+        return tokens if self._labels is None else int(self._are_labels(samples).sum()), tokens
 
     def means(self) -> tuple[float, float]:
-        return self.seq_length, self.seq_length
+        share = 1.0 if self._labels is None else self._labels.total / max(1, len(self.tokens))
+        return self.seq_length * share, self.seq_length
+
+    def _are_labels(self, samples: np.ndarray) -> np.ndarray:
+        """Return bool [len(samples), T]: whether the token after each is a label."""
+        assert self._labels is not None
+        found = np.empty((len(samples), self.seq_length), bool)
+        for row, start in zip(found, (samples * self.seq_length + 1).tolist(), strict=True):
+            row[:] = self._labels[start:start + self.seq_length]
+        return found

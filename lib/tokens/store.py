@@ -7,9 +7,14 @@
         manifest.json           written last: dtype, counts, BOS/EOS policy, digests
 
 The key is made of the dataset's content and the tokenizer's files. Little-endian throughout.
-The manifest's `label_mask` is null: every token is a label of the one before it. It is the place
-to name a further file per split, uint8 [tokens], 0 for a token that no loss is computed for; until
-this module reads such a file, it refuses the store rather than have those tokens trained on.
+The manifest's `label_mask` is null: every token is a label of the one before it. The store of a
+chat dataset has further files, which `label_mask` says, and its key is also made of the template
+and of what decides which of its tokens are trained. A document is a sample there:
+
+        train.labels.bin        uint8 [tokens ÷ 8], a bit per token from the lowest on: 1 where it
+                                is a label; never the first of a document
+        errors.jsonl            the conversations that gave no sample, as stage 02 lists them
+        chat_template.jinja     what the conversations were rendered by
 """
 
 from __future__ import annotations
@@ -23,12 +28,16 @@ import numpy as np
 
 from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
-from lib.tokens.chat_counts import ChatFacts
+from lib.tokens.chat import ChatPolicy
+from lib.tokens.chat_counts import ChatCounts, ChatFacts, in_order
 from lib.tokens.dataset import Dataset
 from lib.tokens.dataset_files import SPLITS
 from lib.tokens.encode import Encoder, tokenizer_fingerprint
 
 KIND = "tokens/1"
+LABEL_MASK = "labels.bin"  # of a store whose labels are told by bits
+TEMPLATE, ERRORS = "chat_template.jinja", "errors.jsonl"
+_CHUNK = 1 << 22  # tokens whose bits are counted at a time
 
 
 class FileNumbers:
@@ -68,12 +77,48 @@ class FileNumbers:
 Numbers = np.ndarray | FileNumbers
 
 
+class Labels:
+    """Tells which tokens are labels, from a bit for each.
+
+    packed: uint8 [N ÷ 8], the lowest bit first; length: N; total: how many are labels.
+    """
+
+    def __init__(self, packed: Numbers, length: int, total: int) -> None:
+        self._packed, self._length, self.total = packed, length, total
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        """Return bool for each token of a range."""
+        start, stop, _ = wanted.indices(self._length)
+        first = start // 8
+        bits = np.unpackbits(np.asarray(self._packed[first:-(-stop // 8)]), bitorder="little")
+        return bits[start - 8 * first:stop - 8 * first].view(bool)
+
+    def counts(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return how many labels each of some ranges holds; int64, both in ascending order."""
+        found = np.zeros(len(starts), np.int64)
+        first = 0
+        while first < len(starts):
+            last = max(first + 1, int(np.searchsorted(ends, starts[first] + _CHUNK, "right")))
+            base = int(starts[first])
+            before = np.concatenate([[0], np.cumsum(self[base:int(ends[last - 1])])])
+            found[first:last] = before[ends[first:last] - base] - before[starts[first:last] - base]
+            first = last
+        return found
+
+
 @dataclass(frozen=True)
 class Split:
-    """Holds a split of a store. tokens: uint16|uint32 [N]; ends: int64 [documents]."""
+    """Holds a split of a store. tokens: uint16|uint32 [N]; ends: int64 [documents].
+
+    labels: None where every token is one.
+    """
 
     tokens: Numbers
     ends: Numbers
+    labels: Labels | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +137,18 @@ class TokenStore:
     chat: ChatFacts | None = None
 
 
-def identity(dataset: Dataset, tokenizer_dir: Path) -> dict[str, Any]:
-    """Return what decides a store's content, in the form that identity.py compares."""
-    return {"options": {}, "inputs": {"dataset": dataset.fingerprint,
-                                      "tokenizer": tokenizer_fingerprint(tokenizer_dir)}}
+def identity(dataset: Dataset, tokenizer_dir: Path, chat: ChatPolicy | None = None,
+             ) -> dict[str, Any]:
+    """Return what decides a store's content, in the form that identity.py compares.
+
+    chat: of a chat dataset, how its conversations become samples.
+    """
+    inputs: dict[str, Any] = {"dataset": dataset.fingerprint,
+                              "tokenizer": tokenizer_fingerprint(tokenizer_dir)}
+    if chat:
+        inputs |= {"chat template": hashing.fingerprint(chat.template), "train_on": chat.train_on,
+                   "too_long": chat.too_long, "seq_length": chat.longest}
+    return {"options": {}, "inputs": inputs}
 
 
 def directory(cache_dir: Path, dataset: Dataset, identity_: dict[str, Any]) -> Path:
@@ -106,12 +159,19 @@ def directory(cache_dir: Path, dataset: Dataset, identity_: dict[str, Any]) -> P
     return there[0] if there else root / f"{dataset.path.resolve().name}-{key}"
 
 
-def summarise(dtype: str, encoder: Encoder, counts: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Return what the manifest of a store says beside its files; counts: by split."""
-    return {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
-            "bos": encoder.bos, "eos": encoder.eos,
-            "policy": "[bos] document [eos], ends exclusive in *.ends.bin",
-            "label_mask": None}
+def summarise(dtype: str, encoder: Encoder, counts: dict[str, dict[str, int]],
+              chat: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what the manifest of a store says beside its files.
+
+    counts: by split. chat: of a chat dataset, what became of its conversations.
+    """
+    summary = {"dtype": dtype, "vocab_size": encoder.vocab_size, "splits": counts,
+               "bos": encoder.bos, "eos": encoder.eos,
+               "policy": "[bos] document [eos], ends exclusive in *.ends.bin", "label_mask": None}
+    if chat is None:
+        return summary
+    return {**summary, "policy": "a sample as its template writes it, ends exclusive in *.ends.bin",
+            "label_mask": LABEL_MASK, "chat": chat}
 
 
 def open_store(path: Path, reads: str = "mmap") -> TokenStore:
@@ -122,27 +182,50 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     content = manifest.read(path, KIND, "the token store")
     manifest.check(path, content, "the token store", run=commands.remade(path))
     summary = content["summary"]
-    if summary.get("label_mask") is not None:
+    if summary.get("label_mask") not in (None, LABEL_MASK):
         raise ArtifactError(f"{path} has a label mask, which this version cannot read",
                             found=str(summary["label_mask"]),
                             hint="update the code, or make the store anew:",
                             run=commands.remade(path))
-    if not _is_sound(summary):
+    is_chat = summary.get("label_mask") == LABEL_MASK
+    try:
+        chat = _read_chat(path, summary["chat"]) if is_chat else None
+        sound = _is_sound(summary)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        sound, chat = False, None
+    if not sound:
         raise ArtifactError(f"{path / paths.MANIFEST} is damaged", run=commands.remade(path),
                             expected="the manifest that a finished token store has")
-    splits = {name: Split(open_file(path / f"{name}.tokens.bin", summary["dtype"], reads),
-                          open_file(path / f"{name}.ends.bin", "int64", reads))
-              for name in summary["splits"]}
+    splits = {name: _open_split(path, name, summary["dtype"], counts, reads)
+              for name, counts in summary["splits"].items()}
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
     fingerprint = hashing.fingerprint(content["identity"].get("inputs"))
-    return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits, reads)
+    return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits, reads, chat)
+
+
+def _open_split(path: Path, name: str, dtype: str, counts: dict[str, int], reads: str) -> Split:
+    tokens = open_file(path / f"{name}.tokens.bin", dtype, reads)
+    labels = None if "labels" not in counts else Labels(
+        open_file(path / f"{name}.{LABEL_MASK}", "uint8", reads), len(tokens), counts["labels"])
+    return Split(tokens, open_file(path / f"{name}.ends.bin", "int64", reads), labels)
+
+
+def _read_chat(path: Path, chat: dict[str, Any]) -> ChatFacts:
+    """Return the facts of a chat store; KeyError, TypeError or ValueError where they are damaged.
+    """
+    counts = {name: ChatCounts.of_record(record) for name, record in chat["splits"].items()}
+    names = {int(token): str(word) for token, word in chat["stop_tokens"].items()}
+    template = (path / TEMPLATE).read_text(encoding="utf-8")
+    return ChatFacts(template, in_order(counts, names), counts)
 
 
 def _is_sound(summary: dict[str, Any]) -> bool:
     """Tell whether a summary has the form in which it is written."""
     splits = summary.get("splits")
     return isinstance(splits, dict) and "train" in splits and splits.keys() <= {*SPLITS} \
-        and all(isinstance(counts, dict) for counts in splits.values()) \
+        and all(isinstance(counts, dict) and (summary.get("label_mask") is None
+                                              or type(counts.get("labels")) is int)
+                for counts in splits.values()) \
         and summary.get("dtype") in ("uint16", "uint32") \
         and type(summary.get("vocab_size")) is int and summary["vocab_size"] > 0
 

@@ -96,7 +96,8 @@ def _split(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
     """Return the samples of one corpus by split."""
     if config.packing == "documents":
         return packing.prepare(tokens, config.seq_length)
-    return {name: Windows(split.tokens, config.seq_length) for name, split in tokens.splits.items()}
+    return {name: Windows(split.tokens, config.seq_length, split.labels)
+            for name, split in tokens.splits.items()}
 
 
 def shards_of_rank(config: Config, found: RawShards) -> RawDocuments:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from lib.core import lease, log
-from lib.tokens import build
+from lib.tokens import build, split_writer
 from lib.tokens import dataset as datasets
 
 
@@ -22,9 +22,9 @@ def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = ""
         lease._machine = lambda: node
         lease.BEAT_S, lease.PATIENCE_S, lease.SETTLE_S, lease._POLL_S = 0.1, 2.0, 0.3, 0.2
     if float(pause):
-        datasets._BATCH_ROWS, build._SAVE_PROGRESS_S = 5, 0
-        write = build._Sink.write
-        build._Sink.write = lambda self, array: (print("writing", flush=True),
+        datasets._BATCH_ROWS, split_writer._SAVE_PROGRESS_S = 5, 0
+        write = split_writer.Sink.write
+        split_writer.Sink.write = lambda self, array: (print("writing", flush=True),
                                                  time.sleep(float(pause)), write(self, array))
     print(build.prepare(datasets.open_dataset(Path(dataset)), Path(tokenizer), Path(cache),
                         100_000, 1, False))

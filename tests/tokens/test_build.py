@@ -17,7 +17,7 @@ import pytest
 
 from lib.core import reading, records
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.tokens import build, dataset, store
+from lib.tokens import build, dataset, split_writer, store
 from lib.tokens.dataset import Dataset, open_dataset
 from lib.tokens.samples import Windows
 from tests import forks
@@ -189,7 +189,7 @@ def test_a_disk_that_fails_to_read_costs_no_work(tmp_path: Path, of_stage_02: Pa
                                                  tokenizer: Path, caplog, monkeypatch) -> None:
     """What was tokenised before stays, as does a note of progress that cannot be read."""
     monkeypatch.setattr(dataset, "_BATCH_ROWS", 5)
-    monkeypatch.setattr(build, "_SAVE_PROGRESS_S", 0)
+    monkeypatch.setattr(split_writer, "_SAVE_PROGRESS_S", 0)
     monkeypatch.setattr(reading, "_PAUSES_S", ())
     cache, documents, read = tmp_path / ".cache", Dataset.documents, records.read_json
 
@@ -298,14 +298,14 @@ def test_what_is_on_the_disk_is_hashed_before_it_is_published(
         tmp_path: Path, of_stage_02: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch,
         ) -> None:
     """Another process wrote into the same file, which keeps its size."""
-    sync = build._Sink.sync
+    sync = split_writer.Sink.sync
 
-    def disturbed(sink: build._Sink) -> None:
+    def disturbed(sink: split_writer.Sink) -> None:
         sync(sink)
         if sink.bytes > 8:
             with sink.path.open("r+b") as file:
                 file.write(bytes(8))
-    monkeypatch.setattr(build._Sink, "sync", disturbed)
+    monkeypatch.setattr(split_writer.Sink, "sync", disturbed)
     with pytest.raises(ArtifactError, match="does not read back as it was written"):
         prepare(of_stage_02, tokenizer, tmp_path / ".cache")
     assert not list((tmp_path / ".cache/tokens").iterdir())
@@ -362,13 +362,13 @@ def test_a_dataset_made_elsewhere_that_changed_is_begun_anew(
     text = ["a" * 30_000 + f" {n}" for n in range(100)]
     path, cache = tmp_path / "foreign", tmp_path / ".cache"
     datasets.Dataset.from_dict({"text": text}).save_to_disk(str(path))
-    run = build._SplitWriter.run
+    run = split_writer.TextWriter.run
 
     def killed(*arguments: object) -> None:
         run(*arguments)
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build._SplitWriter, "run", killed)
+        patch.setattr(split_writer.TextWriter, "run", killed)
         prepare(path, tokenizer, cache)
     shard = next(path.glob("*.arrow"))
     data = bytearray(shard.read_bytes())

@@ -1,0 +1,100 @@
+"""The token store of a chat dataset: what it holds beside tokens, written and summed up."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.core import hashing, manifest
+from lib.core.progress import Progress
+from lib.tokens import chat_checks, chat_workers, columns
+from lib.tokens.chat import ChatPolicy
+from lib.tokens.chat_counts import ChatCounts
+from lib.tokens.chat_writer import ChatWriter
+from lib.tokens.dataset import Dataset
+from lib.tokens.encode import Encoder
+from lib.tokens.split_writer import Written
+from lib.tokens.store import ERRORS, TEMPLATE
+
+SAMPLED_TEXTS, SAMPLED_BYTES = 200, 4000  # to choose the engine by, in each process
+_SAMPLED_CHATS = 200  # for an estimate
+_EXAMPLES = 2
+
+
+def write(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, policy: ChatPolicy,
+          num_workers: int, bar: Progress) -> Written:
+    """Write the splits of a chat dataset; UsageError when they cannot be trained on."""
+    counts: dict[str, dict[str, int]] = {}
+    chats: dict[str, ChatCounts] = {}
+    files: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        workers = stack.enter_context(chat_workers.started(
+            num_workers, encoder.directory, policy, dataset.sample(SAMPLED_TEXTS, SAMPLED_BYTES)))
+        for name in dataset.splits:
+            writer = ChatWriter(directory, name, dtype, dataset)
+            writer.run(workers, bar)
+            dataset.require_same()
+            files += writer.close()[:-1]  # but the errors, which are put together
+            counts[name], chats[name] = writer.counts(), writer.chats
+            if name == "train":
+                chat_checks.require_trainable(writer.chats, policy, dataset.path,
+                                              _examples(directory, name, dtype, encoder))
+    _join_errors(directory / ERRORS, list(dataset.splits))
+    (directory / TEMPLATE).write_text(policy.template, encoding="utf-8")
+    files += [manifest.file_entry(directory, directory / name, hashing.FAST)
+              for name in (ERRORS, TEMPLATE)]
+    return Written(counts, files, _summary(chats, policy, encoder))
+
+
+def estimated_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) -> int:
+    """Return about how many tokens the training split gives, from some of its conversations.
+
+    Raises UsageError when the template suits none of these.
+    """
+    import pyarrow
+
+    rows = [row.select(list(columns.CHAT_COLUMNS)) for row in dataset.spread(_SAMPLED_CHATS)]
+    if not rows:
+        return 0
+    [batch] = pyarrow.Table.from_batches(rows).combine_chunks().to_batches()
+    with chat_workers.started(1, tokenizer_dir, policy, []) as workers:
+        [(samples, _)] = chat_workers.encoded(workers, iter([batch]))
+    if samples.counts.samples == 0 and "too long" not in samples.counts.dropped:
+        chat_checks.require_some(samples.counts, dataset.path)
+    size = dataset.extent()[1]
+    return round(size * samples.counts.tokens / max(1, columns.content_bytes(batch)))
+
+
+def _join_errors(path: Path, splits: list[str]) -> None:
+    """Write the errors of all splits, one after the other."""
+    with path.open("wb") as file:
+        for name in splits:
+            part = path.with_name(f"{name}.{ERRORS}")
+            with part.open("rb") as errors:
+                shutil.copyfileobj(errors, file)
+
+
+def _summary(chats: dict[str, ChatCounts], policy: ChatPolicy, encoder: Encoder) -> dict[str, Any]:
+    stops = sorted({token for counts in chats.values() for token in counts.stops})
+    words = encoder.tokenizer.convert_ids_to_tokens(stops)
+    return {"train_on": policy.train_on, "too_long": policy.too_long, "seq_length": policy.longest,
+            "stop_tokens": {str(token): str(word)
+                            for token, word in zip(stops, words, strict=True)},
+            "splits": {name: counts.record() for name, counts in chats.items()}}
+
+
+def _examples(directory: Path, name: str, dtype: str, encoder: Encoder) -> list[str]:
+    """Return the first samples of a split in words."""
+    ends = np.fromfile(directory / f"{name}.ends.bin", "<i8", _EXAMPLES).tolist()
+    if not ends:
+        return []
+    tokens = np.fromfile(directory / f"{name}.tokens.bin", np.dtype(dtype).newbyteorder("<"),
+                         ends[-1])
+    bits = np.fromfile(directory / f"{name}.labels.bin", np.uint8, -(-ends[-1] // 8))
+    trained = np.unpackbits(bits, bitorder="little").astype(bool)
+    return [chat_checks.shown(encoder.tokenizer, tokens[begin:end], trained[begin:end])
+            for begin, end in zip([0, *ends], ends, strict=False)]

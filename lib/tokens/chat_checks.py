@@ -1,0 +1,95 @@
+"""Whether what became of conversations can be trained on: refused, or told, with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.core import log, units
+from lib.core.errors import UsageError
+from lib.tokens.chat import ASSISTANT, ChatPolicy
+from lib.tokens.chat_counts import ChatCounts
+
+SPLIT_OPTION = "--too-long split"
+_LOOKED_AT = 1000  # conversations after which a template is given up that suits none of them
+_OF_TEMPLATE = ("template", "no boundary")  # causes that lie in the template
+_FEWEST = 0.01  # of the tokens, trained
+_MOST_END = 0.5  # of the samples, in a stop token
+_LONGEST = 60  # characters of a part of a sample that is shown, and so many parts
+_PARTS = 5
+_MORE = {"too long": f"a larger --seq-length keeps them whole, and {SPLIT_OPTION} cuts them",
+         "nothing trained": "--train-on all trains on what others say as well"}
+_OTHER = "--chat-template FILE takes another template, and --train-on all needs no mask"
+
+
+def require_maskable(chats: ChatCounts, path: Path) -> None:
+    """Raise UsageError when so many conversations show that a template suits none of them."""
+    if not chats.samples and chats.conversations >= _LOOKED_AT and \
+            sum(chats.dropped[cause] for cause in _OF_TEMPLATE) == chats.conversations:
+        require_some(chats, path)
+
+
+def require_some(chats: ChatCounts, path: Path) -> None:
+    """Raise UsageError when there is no sample."""
+    if not chats.conversations:
+        raise UsageError(f"{path} holds no conversation")
+    if chats.samples:
+        return
+    cause = chats.dropped.most_common(1)[0][0] if chats.dropped else ""
+    raise UsageError(
+        f"the chat template gives no sample of {path}" if cause in _OF_TEMPLATE else
+        f"no conversation of {path} gives a sample",
+        found="\n".join([f"{units.counted(chats.conversations, 'conversation')}, of which all are "
+                         "dropped", *(f"{count:,} {kind}, the first: {chats.first.get(kind, '')}"
+                                      for kind, count in chats.dropped.most_common())]),
+        hint=_MORE.get(cause, _OTHER))
+
+
+def require_trainable(chats: ChatCounts, policy: ChatPolicy, path: Path,
+                      examples: Sequence[str]) -> None:
+    """Raise UsageError when there is no sample, or a mask of the assistant's words is implausible.
+
+    examples: samples in words, what is trained in «…».
+    """
+    require_some(chats, path)
+    share, found = chats.trained_share, "\n".join([
+        f"{chats.trained:,} of {units.counted(chats.tokens, 'token')} are trained in "
+        f"{units.counted(chats.samples, 'sample')}, such as", *examples])
+    if policy.train_on != ASSISTANT:
+        return
+    if chats.unprompted == chats.samples:
+        raise UsageError(f"every token of {path} would be trained, and not the assistant's alone",
+                         found=found, expected="what others say and what the template writes "
+                         "around it outside of the assistant's turns",
+                         hint="its `{% generation %}` marks may stand around all of the chat "
+                              "template; --train-on all means all of it")
+    if share < _FEWEST:
+        raise UsageError(f"only {100 * share:.2g} % of the tokens of {path} would be trained",
+                         expected=f"{100 * _FEWEST:g} % or more with --train-on {ASSISTANT}",
+                         found=found, hint="the chat template may leave answers out, or the "
+                         "answers are very short beside what is asked; --train-on all trains on "
+                         "all of it")
+
+
+def warn(name: str, chats: ChatCounts) -> None:
+    """Tell what is odd about the samples of a split; name: of the dataset."""
+    if chats.samples and chats.ended_share < _MOST_END:
+        log.warn(f"{name}: {100 * chats.ended_share:.3g} % of the samples end in a token that "
+                 "would end an answer: a model that is trained on them may not stop. See the chat "
+                 "template: what it writes behind an answer should be a special token")
+
+
+def shown(tokenizer: Any, tokens: np.ndarray, trained: np.ndarray) -> str:
+    """Return a sample in words, on one line: what is trained in «…», long parts cut short."""
+    cuts = np.flatnonzero(np.diff(trained)) + 1
+    parts = []
+    for ids, is_trained in zip(np.split(tokens, cuts), np.split(trained, cuts), strict=True):
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        text = text if len(text) <= _LONGEST else \
+            f"{text[:_LONGEST // 2]}…{text[-_LONGEST // 2:]}"
+        text = text.replace("\n", "\\n")
+        parts.append(f"«{text}»" if is_trained[:1].any() else text)
+    return "".join(parts[:_PARTS]) + "…" * (len(parts) > _PARTS)

@@ -1,0 +1,119 @@
+"""Processes that make samples of conversations: each renders, tokenises and masks a few rows.
+
+A template is text of others that runs here, and Jinja holds one core at most. So it runs in
+processes of its own, with a limit of memory, and their answers come in the order of the rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lib.core.workers import Worker
+from lib.tokens import columns
+from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens.chat_counts import ChatCounts
+from lib.tokens.encode import Encoder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from lib.core.conversation import Place
+
+
+class DroppedChat(NamedTuple):
+    """Names a conversation of a dataset that gave no sample, and says why."""
+
+    place: Place
+    kind: str
+    message: str
+
+
+class PreparedChats(NamedTuple):
+    """Holds what became of some rows. tokens: uint32 [N]; trained: bool [N]; lengths: int64
+    [samples]."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    lengths: np.ndarray
+    counts: ChatCounts
+    dropped: list[DroppedChat]
+
+
+@contextmanager
+def started(count: int, tokenizer_dir: Path, policy: ChatPolicy, sample: Sequence[bytes],
+            ) -> Iterator[list[Worker]]:
+    """Start processes that answer rows, and end them. sample: of the text, see Encoder.tune."""
+    workers: list[Worker] = []
+    try:
+        for number in range(count):
+            workers.append(Worker(f"conversations {number}", _prepare, tokenizer_dir, policy,
+                                  list(sample)))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def encoded(workers: Sequence[Worker], rows: Iterator[pa.RecordBatch],
+            ) -> Iterator[tuple[PreparedChats, int]]:
+    """Yield what became of rows, in their order, and how many bytes they have in memory."""
+    busy: deque[tuple[Worker, int]] = deque()
+    free = deque(workers)
+    for batch in rows:
+        if not free:
+            worker, size = busy.popleft()
+            yield worker.receive(), size
+            free.append(worker)
+        worker = free.popleft()
+        worker.send(_packed(batch))
+        busy.append((worker, batch.nbytes))
+    for worker, size in busy:
+        yield worker.receive(), size
+
+
+def _packed(batch: pa.RecordBatch) -> bytes:
+    """Return rows as a stream of Arrow, which leaves out what a slice does not show."""
+    import pyarrow
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def _prepare(tokenizer_dir: Path, policy: ChatPolicy, sample: list[bytes],
+             ) -> Callable[[bytes], PreparedChats]:
+    """Return what answers rows; in a worker."""
+    import pyarrow
+
+    encoder = Encoder(tokenizer_dir, 1)
+    encoder.tune(sample)
+    chats = ChatEncoder(policy, encoder)
+
+    def answer(data: bytes) -> PreparedChats:
+        with pyarrow.ipc.open_stream(data) as reader:
+            return _encode(chats, reader.read_next_batch(), policy.longest)
+    return answer
+
+
+def _encode(chats: ChatEncoder, rows: pa.RecordBatch, longest: int) -> PreparedChats:
+    """Return what becomes of rows; RuntimeError where it is not what the store promises."""
+    placed = columns.conversations(rows)
+    made = chats.encode([chat for chat, _ in placed])
+    begins = np.cumsum(made.lengths) - made.lengths
+    if len(begins) and (made.trained[begins].any() or made.lengths.max() > longest
+                        or not np.logical_or.reduceat(made.trained, begins).all()):
+        raise RuntimeError("a sample has no label, begins with one, or is too long")
+    counts = ChatCounts(
+        len(placed), sum(len(chat.messages) for chat, _ in placed), len(made.lengths),
+        len(made.tokens), int(made.trained.sum()), int(made.trained[begins + 1].sum()),
+        Counter(one.kind for one in made.dropped), made.stops,
+        {one.kind: one.message for one in reversed(made.dropped)})
+    return PreparedChats(made.tokens, made.trained, made.lengths, counts,
+                         [DroppedChat(placed[one.number][1], one.kind, one.message)
+                          for one in made.dropped])

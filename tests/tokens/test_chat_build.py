@@ -1,0 +1,214 @@
+"""The token store of a chat dataset: labels, what is refused, and what a kill or damage leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib.core.errors import ArtifactError, UsageError
+from lib.tokens import build, chat_workers, dataset, split_writer, store
+from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens.dataset import open_dataset
+from lib.tokens.encode import Encoder
+from tests.tokens import chats
+
+FILES = [f"{split}.{kind}.bin" for split in ("train", "validation")
+         for kind in ("tokens", "ends", "labels")] + [store.ERRORS, store.TEMPLATE]
+
+
+class Here:
+    """Answers at once in this process, as a worker process does."""
+
+    def __init__(self, name: str, prepare: object, *arguments: object) -> None:
+        self._answer, self._found = prepare(*arguments), None
+
+    def send(self, task: object) -> None:
+        assert self._found is None
+        self._found = self._answer(task)
+
+    def receive(self) -> object:
+        found, self._found = self._found, None
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no processes started."""
+    monkeypatch.setattr(chat_workers, "Worker", Here)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    talks = [chats.talk(seed) for seed in range(90)]
+    talks[20] = chats.talk(20, turns=40)  # too long
+    talks[21] = talks[21]._replace(weights=[0.0] * len(talks[21].messages))
+    return chats.save(tmp_path_factory.mktemp("c") / "talks", rows=7, train=talks[:80],
+                      validation=talks[80:])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chats.save_tokenizer(tmp_path_factory.mktemp("t") / "tokenizer")
+
+
+def policy(template: str = chats.CHATML, train_on: str = "assistant", longest: int = 700,
+           ) -> ChatPolicy:
+    return ChatPolicy(template, train_on, "drop", longest)
+
+
+def prepare(corpus: Path, tokenizer: Path, cache: Path, workers: int = 1,
+            how: ChatPolicy | None = None) -> Path:
+    return build.prepare(open_dataset(corpus), tokenizer, cache, 100_000, workers, False,
+                         chat=how or policy())
+
+
+def test_a_store_holds_the_samples_and_a_bit_for_each_label(
+        corpus: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:
+    path = prepare(corpus, tokenizer, tmp_path)
+    opened, encoder = store.open_store(path), ChatEncoder(policy(), Encoder(tokenizer, 1))
+    for name, split in opened.splits.items():
+        placed = [row for rows in open_dataset(corpus).conversations(name) for row in rows]
+        made = encoder.encode([chat for chat, _ in placed])
+        assert np.array_equal(split.tokens, made.tokens) and len(split.labels) == len(made.tokens)
+        assert np.array_equal(split.ends, np.cumsum(made.lengths))
+        for part in (slice(0, None), slice(3, 50), slice(8, 16), slice(15, 17), slice(5, 5)):
+            assert np.array_equal(split.labels[part], made.trained[part])
+        assert split.labels.total == made.trained.sum() == opened.chat.counts[name].trained
+        ends = np.asarray(split.ends)
+        counts = split.labels.counts(ends - made.lengths, ends)
+        assert counts.tolist() == [made.trained[end - length:end].sum() for end, length
+                                   in zip(ends, made.lengths, strict=True)]
+    facts = opened.chat
+    assert facts.template == chats.CHATML and facts.stops == {3: "<|im_end|>"}
+    train = facts.counts["train"]
+    assert (train.conversations, train.samples) == (80, 78)
+    assert train.dropped == {"too long": 1, "nothing trained": 1} and train.ended_share == 1
+    errors = [json.loads(line) for line in (path / store.ERRORS).read_text().splitlines()]
+    assert [(one["path"], one["line"], one["offset"], one["kind"], one["action"])
+            for one in errors] == [("train.jsonl", 21, 2000, "too long", "dropped"),
+                                   ("train.jsonl", 22, 2100, "nothing trained", "dropped")]
+    assert sorted(file.name for file in path.iterdir()) == sorted([*FILES, "manifest.json"])
+    assert store.open_store(path, "pread").splits["train"].labels[3:50].tolist() == \
+        opened.splits["train"].labels[3:50].tolist()
+
+
+def test_what_decides_the_samples_makes_another_store(
+        corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+    opened = open_dataset(corpus)
+    ways = [policy(), policy(chats.CHATML.replace("|", "/")), policy(train_on="last"),
+            policy(longest=600), policy()._replace(too_long="split"), None, policy()]
+    assert len({store.directory(tmp_path, opened, store.identity(opened, tokenizer, how))
+                for how in ways}) == 6
+
+
+def same(one: Path, other: Path) -> bool:
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in FILES)
+
+
+def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
+        corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_writer, "_SAVE_PROGRESS_S", 0)
+    monkeypatch.setattr(dataset, "_CHAT_ROWS", 5)
+    whole = prepare(corpus, tokenizer, tmp_path / "whole", 2)
+    monkeypatch.setattr(chat_workers, "Worker", Here)
+    assert same(whole, prepare(corpus, tokenizer, tmp_path / "one"))
+    cache, append = tmp_path / "killed", split_writer.SplitWriter.append
+    left = iter(())
+
+    def killed(writer: split_writer.SplitWriter, *arguments: np.ndarray) -> None:
+        append(writer, *arguments)
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+    for batches in (0, 1, 4, 7):
+        left = iter(range(batches))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(split_writer.SplitWriter, "append", killed)
+            prepare(corpus, tokenizer, cache)
+    path = prepare(corpus, tokenizer, cache, 3)
+    assert same(whole, path)
+    assert (path / "manifest.json").read_text().count("conversations") == 2
+    assert json.loads((path / "manifest.json").read_text())["summary"] == \
+        json.loads((whole / "manifest.json").read_text())["summary"]
+
+
+@pytest.mark.parametrize(("talks", "how", "words"), [
+    ([], policy(), "holds no conversation"),
+    ([chats.talk(0, 30)], policy(longest=30), "no conversation of .* gives a sample"),
+    ([chats.talk(n) for n in range(9)], policy("{{ messages|length }} turns"),
+     "the chat template gives no sample"),
+    ([chats.talk(n) for n in range(9)], policy("{{ raise_exception('no') }}"),
+     "the chat template gives no sample"),
+    ([chats.talk(n) for n in range(9)],
+     policy("{% generation %}" + chats.CHATML.partition("{% if")[0] + "{% endgeneration %}"),
+     "every token .* would be trained|gives no sample"),
+    ([chats.talk(1)._replace(messages=[{"role": "user", "content": "word " * 900},
+                                       {"role": "assistant", "content": "a"}])],
+     policy(longest=9999), r"only 0\.\d+ % of the tokens"),
+], ids=["nothing", "too long", "no mask", "raises", "all", "too little"])
+def test_what_cannot_be_trained_on_is_refused_and_nothing_is_left(
+        talks: list, how: ChatPolicy, words: str, tokenizer: Path, tmp_path: Path, here: None,
+        ) -> None:
+    corpus = chats.save(tmp_path / "d", train=talks)
+    with pytest.raises(UsageError, match=words) as caught:
+        prepare(corpus, tokenizer, tmp_path / "c", how=how)
+    assert not list((tmp_path / "c/tokens").iterdir())
+    if talks:
+        assert caught.value.found and caught.value.hint
+    if "would be" in caught.value.problem:
+        assert "«" in caught.value.found
+
+
+def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:
+    path = prepare(corpus, tokenizer, tmp_path)
+    kept = Path(shutil.copytree(path, tmp_path / "kept"))
+
+    def restored() -> None:
+        shutil.rmtree(path)
+        shutil.copytree(kept, path)
+    for name in ("train.labels.bin", "validation.labels.bin", store.TEMPLATE, store.ERRORS):
+        data = bytearray((path / name).read_bytes())
+        (path / name).write_bytes(data[:-1])
+        with pytest.raises(ArtifactError, match=r"token store .* is damaged"):
+            store.open_store(path)
+        data[len(data) // 2] ^= 4
+        (path / name).write_bytes(data)
+        with pytest.raises(ArtifactError, match=r"token store .* is damaged"):
+            prepare(corpus, tokenizer, tmp_path)
+        restored()
+    for part, value in (("label_mask", "*.bits"), ("chat", None), ("chat", {"splits": {}}),
+                        ("splits", {"train": {"tokens": 1}})):
+        content = json.loads((path / "manifest.json").read_text())
+        content["summary"][part] = value
+        (path / "manifest.json").write_text(json.dumps(content))
+        with pytest.raises(ArtifactError):
+            store.open_store(path)
+        restored()
+
+
+def test_a_note_of_progress_that_is_torn_begins_anew(
+        corpus: Path, tokenizer: Path, tmp_path: Path, here: None,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = prepare(corpus, tokenizer, tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build.chat_build.ChatWriter, "close", _interrupt)
+        prepare(corpus, tokenizer, tmp_path / "c")
+    [note] = (tmp_path / "c/tokens").glob("*/content/train.progress.json")
+    content = json.loads(note.read_text())
+    for damaged in ({"bits": "x"}, {"counts": {"conversations": 1}}, {"errors": -5}):
+        note.write_text(json.dumps(content | {"chat": content["chat"] | damaged}))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(build.chat_build.ChatWriter, "close", _interrupt)
+            prepare(corpus, tokenizer, tmp_path / "c")
+        assert json.loads(note.read_text())["chat"] == content["chat"]
+    assert same(whole, prepare(corpus, tokenizer, tmp_path / "c"))
+
+
+def _interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
