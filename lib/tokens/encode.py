@@ -70,7 +70,7 @@ class HuggingFace:
 class Gigatoken:
     """Encodes by gigatoken (dozens of times as fast), for tokenizers that it gets right.
 
-    Texts in which a special token is spelled out go to the Hugging Face tokenizer: whether they
+    Texts in which a `special` token is spelled out go to the Hugging Face tokenizer: whether they
     count as that token is a setting of each tokenizer. Raises whatever gigatoken raises for a
     tokenizer.json that it does not support.
     """
@@ -139,9 +139,12 @@ class Encoder:
         self._engine: Engine = HuggingFace(self.tokenizer)
         self._may_cut = False
 
-    def tune(self, sample: Sequence[bytes]) -> None:
-        """Take the fastest way that gives the tokenizer's ids on a sample of the corpus."""
-        self._engine = _choose_engine(self.directory, self.tokenizer, sample)
+    def tune(self, sample: Sequence[bytes], spelled: bool = False) -> None:
+        """Take the fastest way that gives the tokenizer's ids on a sample of the corpus.
+
+        spelled: its texts spell special tokens that are meant, so they have to be read alike too.
+        """
+        self._engine = _choose_engine(self.directory, self.tokenizer, sample, spelled)
         self._may_cut = self._cutting_is_harmless(sample)
 
     def encode(self, texts: Sequence[bytes]) -> Ids:
@@ -230,15 +233,21 @@ def _cut(text: bytes, at_least: int) -> list[bytes]:
     return [*pieces, text[start:]]
 
 
-def _choose_engine(directory: Path, tokenizer: Any, sample: Sequence[bytes]) -> Engine:
+def _choose_engine(directory: Path, tokenizer: Any, sample: Sequence[bytes], spelled: bool
+                   ) -> Engine:
     """Return the fastest engine whose ids equal the Hugging Face tokenizer's on a sample.
 
-    sample: texts of the corpus at hand. The choice and its reason are logged.
+    sample: texts of the corpus at hand. spelled: the engine has to read special tokens, too. The
+    choice and its reason are logged.
     """
     reference = HuggingFace(tokenizer)
     if not (directory / "tokenizer.json").is_file():
         return reference
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if spelled:
+        sample = [*sample, *(f"a {token}b {token}\n {token}{token} \nc".encode()
+                             for token in special)]
+        special = []
     try:
         fast = Gigatoken(directory, reference, special)
         if _equal(fast.encode(sample), reference.encode(sample)):

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lib.core.conversation import Conversation
-from lib.tokens.chat import ChatEncoder, ChatPolicy, ChatSample
+from lib.tokens.chat import ChatEncoder, ChatPolicy, EncodedChats
 from lib.tokens.encode import Encoder
 from tests.tokens.chat_templates import ANSWERS, SPECIAL, TEMPLATES, WITHOUT_BOS
 from tests.tokens.conftest import save_tokenizer
@@ -38,11 +38,16 @@ def coder(encoders: dict[bool, Encoder], name: str, source: str = "", train_on: 
                        encoders[name not in WITHOUT_BOS])
 
 
-def parts(encoder: Encoder, sample: ChatSample) -> list[str]:
-    """Return the runs of trained tokens, decoded."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trained.astype(int), [0]])))
-    return [encoder.tokenizer.decode(sample.tokens[start:end].tolist(), skip_special_tokens=False)
-            for start, end in edges.reshape(-1, 2)]
+def parts(encoder: Encoder, encoded: EncodedChats) -> list[str]:
+    """Return the runs of trained tokens of all samples, decoded."""
+    found, ends = [], np.cumsum(encoded.lengths)
+    for begin, end in zip([0, *ends], ends, strict=False):
+        trained = encoded.trained[begin:end].astype(int)
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], trained, [0]])))
+        found += [encoder.tokenizer.decode(encoded.tokens[begin + start:begin + stop].tolist(),
+                                           skip_special_tokens=False)
+                  for start, stop in edges.reshape(-1, 2)]
+    return found
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -56,9 +61,8 @@ def test_answers_and_what_ends_them_are_trained(encoders: dict[bool, Encoder], n
         turns = [{"role": role, "content": text}
                  for role, text in zip(("user", "assistant") * 3, said, strict=True)]
         turns = [SYSTEM] * rng.randint(0, name != "mistral") + turns[:2 * rng.randint(1, 3)]
-        samples = it.samples(Conversation(turns))
-        found = [part for sample in samples for part in parts(encoders[True], sample)]
-        assert found == [answer.format(turn["content"]) for turn in turns
+        encoded = it.encode([Conversation(turns)])
+        assert parts(encoders[True], encoded) == [answer.format(turn["content"]) for turn in turns
                          if turn["role"] == "assistant"]
-        for sample in samples:
-            assert (sample.tokens[0] == 0) == (name not in WITHOUT_BOS)
+        begins = np.cumsum(encoded.lengths) - encoded.lengths
+        assert ((encoded.tokens[begins] == 0) == (name not in WITHOUT_BOS)).all()

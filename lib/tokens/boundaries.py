@@ -1,0 +1,141 @@
+"""From characters that are trained to tokens that are trained.
+
+A span may begin and end only where tokens do, also for who has seen nothing of what follows: the
+ids of the text up to there have to be the first ids of the whole. Special tokens always split a
+text, so it is enough to encode what stands between the last of them and the place, which is nearly
+always the same few words (`<|im_start|>assistant` and a line break).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lib.tokens.chat_mask import Marked, Unmaskable
+from lib.tokens.encode import Encoder
+
+# What tokenizers take for white space around a token that strips it.
+_SPACE = "[\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*"
+_SHORT, _MOST = 200, 1 << 14  # of the heads whose ids are remembered: characters, and how many
+
+
+class Coded(NamedTuple):
+    """Holds texts as tokens, one after the other.
+
+    ids: uint32 [N]. trained: bool [N]. lengths: int64 [texts]. wrong: what is to be said of texts
+    whose spans do not begin and end where tokens do, by their number.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    lengths: np.ndarray
+    wrong: dict[int, Unmaskable]
+
+    def begins(self) -> np.ndarray:
+        """Return where each text begins, int64 [texts]."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def labels(self) -> np.ndarray:
+        """Return how many tokens of each text are trained, int64 [texts]."""
+        before = np.concatenate([[0], np.cumsum(self.trained)])
+        return before[np.cumsum(self.lengths)] - before[self.begins()]
+
+    def chosen(self, are: np.ndarray) -> Coded:
+        """Return some of the texts; are: bool [texts]."""
+        if are.all():
+            return self
+        is_token = np.repeat(are, self.lengths)
+        return Coded(self.ids[is_token], self.trained[is_token], self.lengths[are], {})
+
+
+class _Cut(NamedTuple):
+    """Is a place in a text. at: a token's number in all texts, from which `head` leads there."""
+
+    number: int
+    at: int
+    head: str
+
+
+class Boundaries:
+    """Encodes texts and finds which tokens belong to their spans."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        splitting = {number: token for number, token in
+                     encoder.tokenizer.added_tokens_decoder.items()
+                     if token.special and not token.single_word and token.content}
+        self._is_special = np.zeros(encoder.vocab_size, bool)
+        self._is_special[list(splitting)] = True
+        longest_first = sorted(splitting.values(), key=lambda token: -len(token.content))
+        self._special = re.compile("|".join(map(_shape, longest_first)) or "(?!)")
+        self._known: dict[str, bytes] = {}
+
+    def encode(self, texts: Sequence[Marked]) -> Coded:
+        """Return the tokens of texts and which of them are trained."""
+        ids, lengths = self._encoder.encode_bare([text.encode("utf-8", "replace")
+                                                  for text, _ in texts])
+        begins = [0, *np.cumsum(lengths).tolist()]
+        cuts = self._cuts(texts, ids, begins)
+        heads = self._heads(cut.head for cut in cuts)
+        coded, size = ids.tobytes(), ids.itemsize
+        places, wrong = [], {}
+        for number, at, head in cuts:
+            known = heads[head]
+            place = at + len(known) // size
+            if coded[at * size:place * size] != known or place > begins[number + 1]:
+                line = head.rsplit("\n", 1)[-1]
+                wrong[number] = Unmaskable("an answer begins or ends within a token", line,
+                                           _line_with(texts[number], head))
+                place = begins[number]
+            places.append(place)
+        edges = np.zeros(len(ids) + 1, np.int64)
+        np.add.at(edges, places[0::2], 1)
+        np.add.at(edges, places[1::2], -1)
+        return Coded(ids, np.cumsum(edges[:-1]) > 0, lengths, wrong)
+
+    def _cuts(self, texts: Sequence[Marked], ids: np.ndarray, begins: list[int]) -> list[_Cut]:
+        """Return the beginnings and ends of all spans."""
+        specials = np.flatnonzero(self._is_special[ids])
+        firsts = np.searchsorted(specials, begins).tolist()
+        of_specials, cuts = specials.tolist(), []
+        for number, (text, spans) in enumerate(texts):
+            first, begin = firsts[number], begins[number]
+            starts = [found.start() for found in self._special.finditer(text)]
+            if len(starts) != firsts[number + 1] - first:  # a tokenizer that reads them otherwise
+                starts = []
+            for span in spans:
+                for place in span:
+                    last = bisect_left(starts, place) - 1
+                    cuts.append(_Cut(number, of_specials[first + last], text[starts[last]:place])
+                                if last >= 0 else _Cut(number, begin, text[:place]))
+        return cuts
+
+    def _heads(self, heads: Iterable[str]) -> dict[str, bytes]:
+        """Return the ids of texts, as bytes."""
+        if len(self._known) > _MOST:
+            self._known.clear()
+        found = {head: self._known.get(head) for head in heads}
+        new = [head for head, known in found.items() if known is None]
+        ids, lengths = self._encoder.encode_bare([head.encode("utf-8", "replace") for head in new])
+        coded, ends = ids.tobytes(), (np.cumsum(lengths) * ids.itemsize).tolist()
+        for head, begin, end in zip(new, [0, *ends], ends, strict=False):
+            found[head] = coded[begin:end]
+            if len(head) <= _SHORT:
+                self._known[head] = coded[begin:end]
+        return found  # type: ignore[return-value]
+
+
+def _shape(token: Any) -> str:
+    """Return the pattern of a special token, with the white space that it takes in."""
+    return (_SPACE if token.lstrip else "") + re.escape(token.content) + \
+        (_SPACE if token.rstrip else "")
+
+
+def _line_with(text: Marked, head: str) -> str:
+    """Return the line of a text in which the place behind `head` lies."""
+    place = text.text.find(head) + len(head)
+    return head.rsplit("\n", 1)[-1] + text.text[place:].split("\n", 1)[0]

@@ -1,0 +1,255 @@
+"""From a conversation to texts, and to which of their characters are trained.
+
+Which part is the assistant's is read from the template's `{% generation %}` marks, or found by
+rendering the turns up to an answer with and without it. Nothing is guessed: each text up to a
+boundary has to be a prefix of the one that goes on. Where a template rewrites earlier turns (a
+thinking model's, which drops thoughts), an answer becomes a sample of its own, rendered as the
+model would see it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lib.core.conversation import Conversation, Message
+from lib.core.errors import UsageError
+from lib.tokens.sandbox import TemplateError, TokenError
+from lib.tokens.template import Rendered, Span, Template
+
+ASSISTANT, LAST, ALL = ("assistant", "last", "all")
+# Tokens that an answer may spell although they are special: they stand around thoughts.
+_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+_WORD = "Kingfisher"  # an answer that no template changes
+_USER = {"role": "user", "content": "Which bird?"}
+_ANSWER = {"role": "assistant", "content": _WORD}
+_TRIED = ([_USER, _ANSWER], [_USER, _ANSWER, _USER, _ANSWER],
+          [{"role": "system", "content": "Be brief."}, _USER, _ANSWER])
+
+
+class Unmaskable(Exception):
+    """Says that a template does not show which text is the assistant's. lines: two that differ."""
+
+    def __init__(self, reason: str, first: str = "", second: str = "") -> None:
+        super().__init__(reason)
+        self.lines = (first, second)
+
+
+class ControlToken(Exception):
+    """Says that what somebody said in a conversation spells a token that controls the model."""
+
+
+class Marked(NamedTuple):
+    """Holds a text and the spans of characters in it that are trained."""
+
+    text: str
+    spans: list[Span]
+
+
+class Masker:
+    """Finds what is trained. special, added: the texts of the tokenizer's tokens of these kinds.
+
+    closing: the tokens that end an answer. Raises UsageError where the template cannot serve with
+    this tokenizer.
+    """
+
+    def __init__(self, template: Template, train_on: str, special: Sequence[str],
+                 added: Sequence[str], bos: str | None) -> None:
+        self._template, self._train_on = template, train_on
+        tried = list(self._try())
+        behind = [text.rpartition(_WORD)[2] for text in tried]
+        pattern = _alternatives(added)
+        written = {found for text in tried for found in pattern.findall(text)}
+        self.closing = {found[0] for text in behind if (found := pattern.match(text.lstrip()))}
+        if tried and not self.closing:
+            _refuse_closing(behind[0])
+        if bos and any(text.startswith(bos * 2) for text in tried):
+            raise UsageError("the chat template writes two BOS tokens in front",
+                             found=repr(tried[0][:len(bos) * 2 + 20]))
+        control = {*special, *written} - {""}
+        self._ends = tuple(sorted((token for token in control if not _THOUGHT.search(token)
+                                   or token in self.closing), key=len, reverse=True))
+        self._last_letters = {token[-1] for token in self._ends}
+        self._control = {True: _alternatives(self._ends), False: _alternatives(
+            {*self._ends, *special})}
+
+    def _try(self) -> Iterator[str]:
+        """Yield the texts of such conversations as every template takes, but for those it refuses.
+        """
+        for messages in _TRIED:
+            try:
+                yield self._template.render(messages).text
+            except TemplateError as error:
+                if isinstance(error, TokenError):
+                    raise UsageError(f"the chat template does not fit the tokenizer: {error}",
+                                     hint=_OTHERS) from None
+
+    def marked(self, conversation: Conversation) -> list[Marked]:
+        """Return the texts of a conversation: one, or more where the template rewrites turns.
+
+        There is none where no answer is trained. Raises TemplateError where the template refuses
+        the conversation, Unmaskable where it shows no boundary, ControlToken.
+        """
+        self._require_plain(conversation)
+        conversation = conversation._replace(messages=_with_thoughts(conversation.messages))
+        messages, tools, weights = conversation
+        answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if self._train_on == ALL:
+            return self._all(conversation)
+        chosen = answers[-1:] if self._train_on == LAST else answers
+        trained = [i for i in chosen if weights is None or weights[i]]
+        if not trained:
+            return []
+        messages = messages[:trained[-1] + 1]  # what comes later is context of nothing
+        whole = self._template.follow(messages, tools)
+        found: list[Marked] = []
+        for i in reversed(trained):
+            answer = self._answer(messages, tools, whole, answers, i)
+            end = max((span[1] for span in answer.spans), default=0)
+            if found and (answer.text is found[-1].text
+                          or found[-1].text.startswith(answer.text[:end])):
+                found[-1].spans.extend(answer.spans)
+            else:
+                found.append(answer)
+        return found[::-1]
+
+    def _all(self, conversation: Conversation) -> list[Marked]:
+        """Return the whole text, trained but for the turns of weight 0."""
+        messages, tools, weights = conversation
+        whole = self._template.follow(messages, tools)
+        spans, start = [], 0
+        for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
+            if whole.edges[i] < 0 or whole.edges[i + 1] < 0:
+                raise Unmaskable("it does not show where a turn of weight 0 begins and ends")
+            spans.append((start, whole.edges[i]))
+            start = whole.edges[i + 1]
+        return [Marked(whole.text, [*spans, (start, len(whole.text))])]
+
+    def _answer(self, messages: Sequence[Any], tools: Sequence[Any] | None, whole: Rendered,
+                answers: list[int], i: int) -> Marked:
+        """Return the text that ends with an answer, or a longer one, and where the answer is."""
+        begin, edge = whole.edges[i], whole.edges[i + 1]
+        if i == len(messages) - 1:
+            text, marks = whole.text, whole.marks
+        elif edge >= 0:
+            text = whole.text[:edge] + self._template.tails[0]
+            marks = [mark for mark in whole.marks if mark[1] <= edge]
+        else:
+            text, marks, _ = self._template.render(messages[:i + 1], tools)
+        if self._template.has_marks:
+            spans = self._of_marks(messages, tools, begin, text, marks, answers, i)
+        else:
+            start = self._start(messages, tools, begin, text, i)
+            spans = [(start, self._end(text, start))]
+        if edge >= 0 and all(end <= edge for _, end in spans):
+            text = whole.text
+        return Marked(text, spans)
+
+    def _start(self, messages: Sequence[Any], tools: Sequence[Any] | None, begin: int, text: str,
+               i: int) -> int:
+        """Return where an answer begins: behind what the template writes to have it begun."""
+        head = self._template.tails[1]
+        if begin >= 0 and text.startswith(head, begin):
+            return begin + len(head)
+        before = text[:begin] + head if begin >= 0 else \
+            self._template.render(messages[:i], tools, prompt=True).text
+        if not text.startswith(before):
+            raise Unmaskable("what it writes before an answer is not what stands there once the "
+                             "answer is given", *_differing_lines(before, text))
+        return len(before)
+
+    def _of_marks(self, messages: Sequence[Any], tools: Sequence[Any] | None, begin: int, text: str,
+                  marks: list[Span], answers: list[int], i: int) -> list[Span]:
+        """Return the marked parts of an answer, the last of them up to its closing token."""
+        if begin >= 0:
+            own = [mark for mark in marks if mark[0] >= begin]
+        elif len(marks) == answers.index(i) + 1:
+            own = marks[-1:]
+        else:
+            own = marks[len(self._template.render(messages[:i], tools).marks):]
+        own = [mark for mark in own if mark[0] < mark[1]]
+        if own:
+            start, end = own[-1]
+            closed = self._end(text, start)
+            if not text[min(end, closed):max(end, closed)].strip("".join(self._ends) + " \r\n\t"):
+                end = closed
+            own[-1] = (start, end)
+        return own
+
+    def _end(self, text: str, start: int) -> int:
+        """Return where an answer ends that goes on from `start`: behind its closing token.
+
+        White space and further tokens behind that are the template's, and no part of the answer.
+        """
+        at, found = len(text), []
+        while True:
+            while at > start and text[at - 1].isspace():
+                at -= 1
+            if at <= start or text[at - 1] not in self._last_letters:
+                break
+            token = next((each for each in self._ends if text.endswith(each, start, at)), None)
+            if token is None:
+                break
+            found.append((at, token))
+            at -= len(token)
+        if not found:
+            raise Unmaskable("no token ends an answer", text[start:].rsplit("\n", 1)[-1][-80:])
+        return next((end for end, token in reversed(found) if token in self.closing), found[-1][0])
+
+    def _require_plain(self, conversation: Conversation) -> None:
+        """Raise ControlToken where somebody spells a token that the template alone may write."""
+        for number, message in enumerate(conversation.messages, 1):
+            pattern = self._control[message["role"] == ASSISTANT]
+            for key, value in message.items():
+                if key != "role" and (spelled := _search(pattern, value)):
+                    raise ControlToken(f"turn {number} ({message['role']}) spells the token "
+                                       f"{spelled}")
+        if conversation.tools and (spelled := _search(self._control[False], conversation.tools)):
+            raise ControlToken(f"a tool spells the token {spelled}")
+
+
+def _with_thoughts(messages: Sequence[Message]) -> Sequence[Message]:
+    """Name thoughts as gpt-oss does too, as transformers has it."""
+    if not any("reasoning_content" in message for message in messages):
+        return messages
+    return [{"thinking": message["reasoning_content"], **message}
+            if "reasoning_content" in message else message for message in messages]
+
+
+_OTHERS = "chat_templates/plain.jinja needs nothing but an eos token (--chat-template)"
+
+
+def _refuse_closing(behind: str) -> None:
+    found = f"{behind.strip()!r} behind an answer, which is no token of the tokenizer" \
+        if behind.strip() else "nothing behind an answer"
+    raise UsageError("the chat template ends an answer with no token: a model would not learn to "
+                     "stop", found=found, hint=_OTHERS)
+
+
+def _alternatives(tokens: Sequence[str] | set[str]) -> re.Pattern[str]:
+    """Return what finds the longest of some texts wherever one stands."""
+    longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _search(pattern: re.Pattern[str], value: Any) -> str:
+    """Return what is found first in the strings of nested values."""
+    if isinstance(value, str):
+        found = pattern.search(value)
+        return found[0] if found else ""
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple)):
+        return next(filter(None, (_search(pattern, each) for each in value)), "")
+    return ""
+
+
+def _differing_lines(one: str, other: str) -> tuple[str, str]:
+    """Return the first line of each text that the other has not at its place."""
+    lines, others = one.split("\n"), other.split("\n")
+    for number, line in enumerate(lines):
+        beside = others[number] if number < len(others) else ""
+        if line != beside and not (number == len(lines) - 1 and beside.startswith(line)):
+            return line, beside
+    return "", ""
