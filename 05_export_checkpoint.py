@@ -249,6 +249,7 @@ def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.
     from lib.models import remote_code
     from lib.models.architecture import read_config, read_content
     from lib.models.directory import CODE_DIGESTS
+    from lib.models.tokenizer import CHAT_TEMPLATE
     from lib.train import journal
 
     out, config = build.dir, read_content(experiment.model)
@@ -270,7 +271,8 @@ def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.
     names = journal.read_config(experiment).get("options", {})
     facts = card.facts(checkpoint, experiment.metrics, names)
     manifest.write_text(out / card.FILE, card.text(
-        experiment.root.name, type(model).__name__, opts.dtype, model.num_parameters(), facts))
+        experiment.root.name, type(model).__name__, opts.dtype, model.num_parameters(), facts,
+        chats=(out / CHAT_TEMPLATE).exists()))
     return [manifest.file_entry(out, path, "sha256") for path in build.files()]
 
 

@@ -17,6 +17,13 @@ _OPTIONS = {"seq_length": "sequence length (tokens)", "global_batch_size": "glob
             "lr_scheduler": "schedule", "weight_decay": "weight decay", "precision": "computed in",
             "packing": "packing", "seed": "seed"}
 
+_CHAT = """
+chat = [{"role": "user", "content": "..."}]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt",
+                                       return_dict=True)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=500)[0]))
+"""
+
 
 def recorded(metrics: Path, key: str) -> dict[int, float]:
     """Return a figure of metrics.jsonl by step, where it is a number; torn lines are left out."""
@@ -63,8 +70,12 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
     return found | {label: options[key] for key, label in _OPTIONS.items() if key in options}
 
 
-def text(title: str, architecture: str, dtype: str, parameters: int, found: dict[str, Any]) -> str:
-    """Return the card as Markdown, with the front matter that the Hub reads."""
+def text(title: str, architecture: str, dtype: str, parameters: int, found: dict[str, Any],
+         chats: bool) -> str:
+    """Return the card as Markdown, with the front matter that the Hub reads.
+
+    chats: the model has a chat template.
+    """
     rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **found}
     table = "\n".join(f"| {label} | {_shown(value)} |" for label, value in rows.items()
                       if value is not None)
@@ -86,7 +97,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("<this directory>")
 tokenizer = AutoTokenizer.from_pretrained("<this directory>")
-```
+{_CHAT if chats else ""}```
 
 Nothing was measured here but the losses above. `manifest.json` holds the SHA-256 of every file.
 """

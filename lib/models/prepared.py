@@ -12,7 +12,8 @@ from lib.core.paths import MANIFEST, PARTIAL, models_root
 
 KIND = "model/1"
 HOW = "stage 03 fetches a model from the Hub (--model-name), or makes one (--from-scratch)"
-TRIAL_NAMES = ("demo", "test-quick")  # that the Makefile gives, to models no run is meant to take
+# What the Makefile calls models that no run is meant to take by itself.
+TRIAL_NAMES = ("demo", "demo-chat", "test-quick")
 
 
 def list_all(cache_dir: Path) -> list[Path]:
@@ -26,7 +27,7 @@ def list_all(cache_dir: Path) -> list[Path]:
 
 
 def is_trial(model_dir: Path) -> bool:
-    """Tell whether `make demo` or `make test-quick` made a model, whatever it is called now."""
+    """Tell whether the Makefile made a model for a trial, whatever it is called now."""
     content: Mapping[str, Any] = manifest.read_if_any(model_dir) or {}
     names = {model_dir.name, content.get("options", {}).get("model_name")}
     return not names.isdisjoint(TRIAL_NAMES)

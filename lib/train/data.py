@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import log
-from lib.tokens import build, mixture, packing, store
+from lib.tokens import build, mixture, packing, shown, store
 from lib.tokens.batches import DataStream, SampleStream
 from lib.tokens.chat_counts import ChatFacts
 from lib.tokens.encode import Encoder
@@ -81,6 +81,8 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
         log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
         stores.append(tokens)
+    if config.show_samples and log.rank() == 0:
+        shown.show(stores, config.show_samples, inputs.model_dir)
     return mix(config, inputs, stores)
 
 

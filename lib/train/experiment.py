@@ -80,7 +80,7 @@ def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs
         experiment.config, experiment.state, experiment.metrics)])
     _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
     if chat:
-        chat_files.write(experiment.model, chat.template, chat.stops)
+        chat_files.write(experiment.model, chat.template, list(chat.stops))
     inputs.require_unchanged()
     if left := commit.clean(experiment.checkpoints):
         journal.event("clean", 0, paths=left)

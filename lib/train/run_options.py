@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lib.core import options
 from lib.core.declared import Role, option
-from lib.core.options import positive_int
+from lib.core.options import count, positive_int
 from lib.models import scratch
 
 RESULT, ALIKE, LOCAL = Role
@@ -64,6 +64,10 @@ class RunOptions:
              " know; taken from the command line alone")
     prepare_only: bool = option(
         False, role=LOCAL, help="make the token store, or verify the one there, and stop")
+    show_samples: int = option(
+        0, role=LOCAL, parse=count,
+        help="print N samples of each dataset once its tokens are there, what is trained apart "
+             "from what is only read")
     streaming: bool = option(
         False, role=LOCAL,
         help="for trying things out: -d is a directory of raw JSON Lines or Parquet shards, "

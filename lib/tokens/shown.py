@@ -1,0 +1,78 @@
+"""Samples as a person looks at them before training: what is learned, and what is only read."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.core import log
+from lib.tokens.encode import Encoder
+from lib.tokens.store import TokenStore
+
+_TRAINED, _READ, _END = "\033[32m", "\033[90m", "\033[0m"  # green, grey
+_OPEN, _CLOSE = "⟦", "⟧"
+_LEGEND = {True: f"{_TRAINED}trained{_END}, {_READ}only read{_END}",
+          False: f"{_OPEN}trained{_CLOSE}, the rest is only read"}
+# Text is data: it must not move the cursor, or pass for another colour.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def render(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any, colour: bool) -> str:
+    """Return the text of a sample with its special tokens, and what is trained set apart.
+
+    tokens: int [T]; trained: bool [T]. colour: by colours of a terminal, else by brackets.
+    """
+    shown = []
+    for start, end in _runs(trained):
+        # Of a whole beginning: alone, some tokenizers drop the space that a run begins with.
+        before, text = (tokenizer.decode(tokens[:stop].tolist(), skip_special_tokens=False,
+                                         clean_up_tokenization_spaces=False)
+                        for stop in (start, end))
+        text = text[len(before):] if text.startswith(before) else tokenizer.decode(
+            tokens[start:end].tolist(), skip_special_tokens=False)
+        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+        if colour:  # line by line, as a pager shows them
+            paint = _TRAINED if trained[start] else _READ
+            text = "\n".join(f"{paint}{line}{_END}" if line else "" for line in text.split("\n"))
+        elif trained[start]:
+            text = f"{_OPEN}{text}{_CLOSE}"
+        shown.append(text)
+    return "".join(shown)
+
+
+def _runs(trained: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield where runs of tokens begin and end that are all trained, or all not."""
+    edges = np.flatnonzero(np.diff(trained)) + 1
+    bounds = [0, *edges.tolist(), len(trained)]
+    return pairwise(bounds) if len(trained) else iter(())
+
+
+def samples(store: TokenStore, count: int, tokenizer: Any, colour: bool) -> Iterator[str]:
+    """Yield documents that lie evenly over the training split, each below a line that says which.
+    """
+    split = store.splits["train"]
+    there = len(split.ends)
+    for number in (np.arange(min(count, there)) * there // max(1, min(count, there))).tolist():
+        start = int(split.ends[number - 1]) if number else 0
+        end = int(split.ends[number])
+        trained = np.arange(end - start) > 0 if split.labels is None else split.labels[start:end]
+        text = render(np.asarray(split.tokens[start:end]), trained, tokenizer, colour)
+        yield f"--- {number + 1:,} of {there:,} in {store.path.name}: {end - start:,} tokens, " \
+              f"{int(trained.sum()):,} trained\n{text}"
+
+
+def show(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path) -> None:
+    """Print some samples of each store, in colour on a terminal."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    tokenizer = Encoder(tokenizer_dir, 1).tokenizer
+    log.info(f"samples as they are trained on ({_LEGEND[colour]}):")
+    for store in stores:
+        for text in samples(store, count, tokenizer, colour):
+            log.info(text)
