@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Stage 02: turn files into an Arrow dataset with a `text` column, one row per document.
+"""Stage 02: turn files into an Arrow dataset, one row of text per document, or per conversation.
 
   python 02_build_hf_dataset.py
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
+  python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
   python 02_build_hf_dataset.py --only-splits 0-4   (on each of several machines, other numbers)
   python 02_build_hf_dataset.py --merge             (on one of them, when all are done)
@@ -10,8 +11,10 @@
 Reads the splits of stage 01, or any directory. Plain text of any suffix is one document; JSON is
 one per element of a top-level list (or per value), JSON Lines one per line, YAML one per YAML
 document, CSV and TSV one per row; each also as .gz .bz2 .xz .zst. The text of a structured document
-is every string value in it, joined by newlines. Writes a directory for datasets.load_from_disk, and
-in it errors.jsonl with everything that failed or gave nothing. Never goes online.
+is every string value in it, joined by newlines. With --format chat a record is a conversation:
+messages, prompt and completion, ShareGPT's conversations, or alpaca's instruction and output.
+Writes a directory for datasets.load_from_disk, and in it errors.jsonl with everything that failed
+or gave nothing. Never goes online.
 """
 
 from __future__ import annotations
@@ -24,14 +27,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.core import commands, log, options, publish, stage, units
-from lib.core.errors import Problems, UsageError
+from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, store, work
+from lib.corpus import inputs, pool, report, store, work
+from lib.corpus.chat_tally import ChatTally
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import Pool
 from lib.corpus.scan import identify
-from lib.corpus.tally import ERRORS, TRAIN, Shape, describe_other_fields, list_doubts
+from lib.corpus.tally import CHAT, ERRORS, FORMATS, TEXT, Shape
 
 STAGE, KIND = "02_build_hf_dataset.py", "dataset/1"
 
@@ -44,26 +48,31 @@ def parse(argv: Sequence[str]) -> options.Options:
         help="splits made by stage 01, or any directory of files")
     add("--save-dir", type=Path, default=Path("hf_datasets/corpus"), metavar="DIR",
         help="dataset directory to create")
+    add("--format", choices=FORMATS, default="text",
+        help="`text`: one row of text per document; `chat`: one conversation per record "
+             "(messages, prompt/completion, ShareGPT, alpaca), with its turns kept apart")
     add("--fields", type=_parse_names, action="extend", default=[], metavar="A,B.C",
         help="of structured documents keep only these (dotted) keys (default: every string)")
     add("--strings", choices=("joined", "rows"), default="joined",
         help="join the strings of a document by newlines, or make each a row of its own")
     add("--min-chars", type=options.count, default=0, metavar="N",
-        help="drop rows of fewer characters")
+        help="drop rows of fewer characters, counted in all turns of a conversation")
     add("--fallback-encoding", type=_parse_encoding, metavar="NAME",
         help="how to read what is neither UTF-8 nor UTF-16 with a byte order mark, cp1252 for "
              "example (default: replace what is not text by U+FFFD)")
     add("--dedup", choices=("none", "exact"), default="none",
-        help="drop rows whose text is that of an earlier row (about 25 bytes of memory per row)")
+        help="drop rows whose text, or turns and tools, are those of an earlier row (about 25 "
+             "bytes of memory per row)")
     add("--validation-percent", type=options.percent, default=0.0, metavar="P",
         help="percentage of the rows that become a validation split, drawn by a hash of their "
              "text (0: none)")
     add("--keep-source", action="store_true",
-        help="add a column `source` with the relative path of the file")
+        help="add a column `source` with the relative path of the file (with --format chat it is "
+             "always there)")
     add("--max-error-rate", type=options.fraction, default=1.0, metavar="F",
         help="fail when more than this fraction of the files could not be read in full "
              "(1: never)")
-    add("--only-splits", type=_parse_numbers, metavar="0-4",
+    add("--only-splits", type=store.parse_numbers, metavar="0-4",
         help="build only the parts of these splits of stage 01 (`0-4,7`), for --merge "
              "(default: all splits, in one go)")
     add("--merge", action="store_true",
@@ -89,19 +98,6 @@ def _parse_encoding(text: str) -> str:
         raise argparse.ArgumentTypeError(f"no encoding of text is called {text!r}") from None
 
 
-def _parse_numbers(text: str) -> list[int]:
-    """Return the numbers of `0-4,7`."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise argparse.ArgumentTypeError(f"expected numbers such as 0-4,7, got {text!r}")
-        if len(found := range(int(first), int(last or first) + 1)) == 0:
-            raise argparse.ArgumentTypeError(f"expected a range that rises, got {part!r}")
-        numbers += found
-    return numbers
-
-
 def check_options(opts: options.Options) -> None:
     """Raise UsageError when options contradict each other or input and output overlap."""
     folder, save_dir, problems = opts.data_folder, opts.save_dir, Problems()
@@ -109,6 +105,11 @@ def check_options(opts: options.Options) -> None:
     if opts.merge and opts.only_splits is not None:
         problems.add("--only-splits and --merge exclude each other",
                      expected="--only-splits on each machine, then --merge on one")
+    if opts.format == CHAT:
+        for option, is_given in (("--fields", opts.fields), ("--strings", opts.strings == "rows")):
+            if is_given:
+                problems.add(f"{option} and --format chat exclude each other",
+                             expected=f"no {option}: a conversation is taken whole")
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(f"--save-dir {save_dir} lies in --data-folder {folder}",
                      expected="a place where the dataset is not read as input again")
@@ -125,8 +126,10 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
         "read": f"{units.counted(len(files), 'file')}, {units.size(total)}, "
                 f"in {units.counted(count, 'unit')} by "
                 f"{units.counted(min(opts.num_workers, count), 'worker')}",
-        "rows": "one per document" if opts.strings == "joined" else "one per string",
-        "fields": ", ".join(opts.fields) or "every string value",
+        "rows": "one per conversation" if opts.format == CHAT else
+                "one per document" if opts.strings == "joined" else "one per string",
+        **({} if opts.format == CHAT else
+           {"fields": ", ".join(opts.fields) or "every string value"}),
         "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
                   if opts.validation_percent else "train",
         "room": f"about {units.size(needed)}",
@@ -135,7 +138,8 @@ def print_plan(opts: options.Options, files: Sequence[InputFile], count: int, ne
 
 def make_identity(opts: options.Options, files: Sequence[InputFile]) -> dict:
     """Return what decides the content of the dataset, on however many machines it is built."""
-    chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge")
+    since_chat = ["format"] if opts.format == TEXT else []  # datasets of text have no such option
+    chosen = options.identity(opts, "data_folder", "save_dir", "only_splits", "merge", *since_chat)
     return {"options": chosen, "inputs": identify(files)}
 
 
@@ -169,13 +173,20 @@ def build_split(opts: options.Options, build: publish.Build, files: Sequence[Inp
     with build:
         tasks = work.cut(opts.data_folder, files, build.dir, shape)
         total, rows, listed = sum(file.bytes for file in files), 0, []
+        chat, lines_before = ChatTally(), 0
         with Pool(min(opts.num_workers, len(tasks)), store.process) as workers, \
                 Progress(build.target.name, total, "B", not opts.no_progress) as bar:
             for done in workers.run(tasks):
                 work.require_unchanged(done)
                 listed += store.list_files(done)
                 rows += sum(done.rows.values())
+                lines_before = 0 if done.unit.begins else lines_before
+                chat.add(done.tally.chat, lines_before)
+                lines_before += done.lines_of_part
                 bar.advance(done.unit.bytes)
+        if error := chat.find_mixture():
+            build.resumable = False
+            raise error
         build.publish(stage=STAGE, options=options.resolved(opts), files=listed,
                       summary={"files": len(files), "bytes": total, "rows": rows})
     log.info(f"{build.target.name}: {units.counted(rows, 'row')} of "
@@ -204,58 +215,39 @@ def add_units(opts: options.Options, dataset: DatasetWriter, tasks: Sequence[wor
 def check_result(opts: options.Options, shape: Shape, dataset: DatasetWriter, files: int,
                  build: publish.Build) -> None:
     """Raise UsageError when there is no text, or too many files failed; warn of odd results."""
-    tally, kept = dataset.tally, None
-    problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
-    if not dataset.rows[TRAIN]:
-        kept = f"no document of {opts.data_folder} gave text for the split `train`"
-    elif opts.fields and not tally.fields_seen and tally.problems["no string"]:
-        kept = f"no document of {opts.data_folder} has --fields {','.join(opts.fields)}"
-    elif len(tally.failed) > opts.max_error_rate * files:
-        kept = f"{len(tally.failed):,} of {files:,} files failed, more than --max-error-rate " \
-               f"{opts.max_error_rate:g}"
-    if kept:
+    if error := report.find_refusal(dataset, shape, opts.data_folder, files, opts.max_error_rate):
         left = opts.save_dir.with_name(f"{opts.save_dir.name}.{ERRORS}")
         shutil.copyfile(dataset.errors, left)
         build.resumable = False  # other options or inputs are needed, so nothing goes on from here
-        raise UsageError(kept, found=f"{units.counted(tally.short, 'row')} below "
-                                     f"--min-chars; problems: "
-                                     f"{problems}{describe_other_fields(tally)}\nlisted in {left}; "
-                                     "nothing was published")
-    for text in list_doubts(tally, shape, dataset.rows, dataset.duplicates):
+        error.found += f"\nlisted in {left}; nothing was published"
+        raise error
+    for text in report.list_doubts(dataset.tally, shape, dataset.rows, dataset.duplicates,
+                                   opts.save_dir):
         log.warn(text)
 
 
-def print_summary(opts: options.Options, dataset: DatasetWriter, files: int, total: int, read: int,
-                  seconds: float) -> None:
+def print_summary(opts: options.Options, shape: Shape, dataset: DatasetWriter, files: int,
+                  total: int, read: int, seconds: float) -> None:
     """Print what went in, what came out, what did not, and what comes next.
 
     read: bytes that this launch took in `seconds`; the rest of `total` was done before.
     """
-    summary, tally = dataset.summary(), dataset.tally
-    rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
     earlier = f"; {units.size(total - read)} were done before" if read < total else ""
     log.info(f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s"
              f"{earlier}")
-    lines = {"in": f"{units.counted(files, 'file')}, {units.size(total)}, "
-                   f"{units.counted(tally.documents, 'document')}",
-             "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text"}
-    if tally.short:
-        lines["short"] = f"{units.counted(tally.short, 'row')} below --min-chars " \
-                         f"{opts.min_chars} dropped"
-    if dataset.duplicates:
-        lines["dedup"] = f"{units.counted(dataset.duplicates, 'row')} with the text of an " \
-                         "earlier one dropped"
-    if tally.problems:
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
-        lines["problems"] = f"{counts} ({units.counted(len(tally.failed), 'file')} failed), " \
-                           f"listed in {opts.save_dir}/{ERRORS}"
-    log.table(lines)
+    log.table(report.in_lines(dataset, shape, opts.save_dir, files, total))
     print_next(opts)
 
 
 def print_next(opts: options.Options) -> None:
     """Print the next command, with and without a model at hand."""
     fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
+    if opts.format == CHAT:
+        log.info(f"next: fetch a model, at best one with a chat template: {fetch}")
+        log.info("then: look at what of some samples is trained: " + commands.train(
+            "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3)
+            + "\n      and train: " + commands.train("-e", "first", "-d", opts.save_dir))
+        return
     made = commands.script("03_download_model.py", "--from-scratch", "--model-size", "tiny",
                            "--train-tokenizer", opts.save_dir)
     log.info(f"next: fetch a model: {fetch}\n      or make a small one from scratch: {made}")
@@ -274,7 +266,7 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # while this process still looks at its input
     files, skipped = inputs.find(opts.data_folder, progress)
     shape = Shape(tuple(opts.fields), opts.strings, opts.min_chars, opts.validation_percent,
-                  opts.keep_source, opts.dedup, opts.fallback_encoding or "")
+                  opts.keep_source, opts.dedup, opts.fallback_encoding or "", opts.format)
     if opts.only_splits is not None:
         build_splits(opts, files, shape)
         return
@@ -313,7 +305,7 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         store.remove(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, dataset, len(files), total, read, time.monotonic() - began)
+    print_summary(opts, shape, dataset, len(files), total, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def parse_lines(paths: list[Path]) -> None:
     """Parse JSON Lines and take the strings, with nothing around it."""
     import orjson
 
-    from lib.corpus.documents import extract_strings
+    from lib.corpus.text_documents import extract_strings
     for path in paths:
         with path.open("rb", buffering=1 << 20) as file:
             for line in file:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core.conversation import CALLS, TEXTS, Conversation, Place
+from lib.corpus import json_data, parts
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+ROLE, CONTENT, *_OTHERS = *TEXTS, CALLS
+_ROW_OVERHEAD, _TURN_OVERHEAD = 200, 80  # bytes that they take in memory besides their texts
 
 
 def schema() -> pa.Schema:
@@ -22,24 +24,122 @@ def schema() -> pa.Schema:
                       ("line", pa.int64()), ("offset", pa.int64())])
 
 
+class ChatPartWriter(parts.Part):
+    """Writes conversations."""
+
+    def __init__(self, file: BinaryIO, digests: BinaryIO | None = None) -> None:
+        super().__init__(file, schema(), digests)
+        self._columns = _Columns()
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows it has, those not written yet too."""
+        return self._written + self._columns.rows
+
+    def add(self, chat: Conversation, place: Place, digest: bytes = b"") -> None:
+        """Add a row, or nothing.
+
+        Raises UnicodeEncodeError where its text is not valid Unicode, json_data.Unwritable where
+        functions or their arguments cannot be kept.
+        """
+        encoded = _encode(chat)
+        if self._columns.size + encoded[-1] > parts.BATCH_BYTES and self._columns.rows:
+            self.flush()
+        self._columns.append(chat, place, encoded)
+        if self._digests is not None:
+            self._digests.write(digest)
+
+    def flush(self) -> None:
+        """Write the rows collected so far as one batch."""
+        if not self._columns.rows:
+            return
+        self._file.write(self._columns.batch().serialize())
+        self._written += self._columns.rows
+        self.text_bytes += sum(map(len, self._columns.contents))
+        self._columns = _Columns()
+
+
 def batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
-    """Return rows as Arrow holds them."""
+    """Return conversations as Arrow holds them; raises as ChatPartWriter.add does."""
+    columns = _Columns()
+    for chat, place in rows:
+        columns.append(chat, place, _encode(chat))
+    return columns.batch()
+
+
+# Contents, then what few turns have beside them (number of the turn, field, text), tools, bytes.
+_Encoded = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
+
+
+def _encode(chat: Conversation) -> _Encoded:
+    contents = [message[CONTENT].encode() for message in chat.messages]
+    size = sum(map(len, contents)) + _ROW_OVERHEAD + _TURN_OVERHEAD * len(contents)
+    others: list[tuple[int, str, bytes]] = []
+    for number, message in enumerate(chat.messages):
+        if len(message) > 2:
+            others += [(number, name, json_data.dump(message[name]) if name == CALLS
+                        else message[name].encode()) for name in _OTHERS if name in message]
+    tools = json_data.dump(chat.tools) if chat.tools else None
+    if tools or others:
+        size += len(tools or b"") + sum([len(text) for *_, text in others])
+    return contents, others, tools, size
+
+
+class _Columns:
+    """Collects conversations column by column, so that few objects wait in memory.
+
+    size: bytes that they take there. contents: of all turns.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.size = 0
+        self.contents: list[bytes] = []
+        self._roles: list[str] = []
+        self._ends = [0]  # turns up to the end of each row
+        # What few turns or rows have, by their numbers.
+        self._others: dict[str, dict[int, bytes]] = {name: {} for name in _OTHERS}
+        self._tools: dict[int, bytes] = {}
+        self._weights: dict[int, Sequence[float]] = {}
+        self._places: tuple[list[Any], ...] = ([], [], [])
+
+    def append(self, chat: Conversation, place: Place, encoded: _Encoded) -> None:
+        """Add a row."""
+        contents, others, tools, size = encoded
+        self._roles += [message[ROLE] for message in chat.messages]
+        for number, name, text in others:
+            self._others[name][len(self.contents) + number] = text
+        self.contents += contents
+        self._ends.append(len(self.contents))
+        if tools is not None:
+            self._tools[self.rows] = tools
+        if chat.weights is not None:
+            self._weights[self.rows] = chat.weights
+        for column, value in zip(self._places, place, strict=True):
+            column.append(value)
+        self.rows += 1
+        self.size += size
+
+    def batch(self) -> pa.RecordBatch:
+        """Return the rows as Arrow holds them."""
+        import pyarrow as pa
+        kinds = schema()
+        fields = [pa.array(self._roles, pa.large_string()), parts.join(self.contents),
+                  *(_sparse(found, len(self.contents)) for found in self._others.values())]
+        turn = kinds.field("messages").type.value_type
+        messages = pa.LargeListArray.from_arrays(
+            pa.array(self._ends, pa.int64()), pa.StructArray.from_arrays(fields, fields=list(turn)))
+        weights = pa.array(map(self._weights.get, range(self.rows)), kinds.field("weights").type,
+                           size=self.rows)
+        places = [pa.array(values, kinds.field(name).type)
+                  for name, values in zip(Place._fields, self._places, strict=True)]
+        return pa.record_batch([messages, _sparse(self._tools, self.rows), weights, *places],
+                               schema=kinds)
+
+
+def _sparse(texts: dict[int, bytes], count: int) -> pa.Array:
+    """Return texts by their numbers as a column, null elsewhere."""
     import pyarrow as pa
-    kinds = schema()
-    turns = [message for each, _ in rows for message in each.messages]
-    texts: list[Iterable[str | None]] = [[turn.get(name) for turn in turns] for name in TEXTS]
-    calls = [_dump(turn.get(CALLS)) for turn in turns]
-    struct = kinds.field("messages").type.value_type
-    fields = [pa.array(column, pa.large_string()) for column in (*texts, calls)]
-    ends = accumulate((len(each.messages) for each, _ in rows), initial=0)
-    lists = pa.LargeListArray.from_arrays(
-        pa.array(ends, pa.int64()), pa.StructArray.from_arrays(fields, fields=list(struct)))
-    others = {"tools": [_dump(each.tools) for each, _ in rows],
-              "weights": [each.weights for each, _ in rows],
-              **{name: [getattr(place, name) for _, place in rows] for name in Place._fields}}
-    arrays = [pa.array(values, kinds.field(name).type) for name, values in others.items()]
-    return pa.record_batch([lists, *arrays], schema=kinds)
-
-
-def _dump(value: Any) -> str | None:
-    return json.dumps(value, ensure_ascii=False) if value else None
+    if not texts:
+        return pa.nulls(count, pa.large_string())
+    return pa.array(map(texts.get, range(count)), pa.large_binary(), size=count).view(
+        pa.large_string())

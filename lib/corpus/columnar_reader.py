@@ -28,7 +28,7 @@ def read_parquet(raw: RawFile, documents: Documents) -> None:
         except (pa.ArrowException, OSError) as error:
             _note(documents, error, "Parquet", SKIPPED_FILE)
             return
-        names = [field.name for field in file.schema_arrow if _has_text(field.type)]
+        names = [field.name for field in file.schema_arrow if _is_wanted(field, documents)]
         before = sum(file.metadata.row_group(group).num_rows for group in range(raw.start))
         stop = file.num_row_groups if raw.stop is None else raw.stop
         for number in range(raw.start, stop):
@@ -107,7 +107,9 @@ def _hand_on(batches: Any, schema: pa.Schema, before: int, documents: Documents)
                     documents.note("syntax", f"row {place}: a value is not of the column's type",
                                    DROPPED)
                 else:
-                    documents.add_value(dict(zip(names, values, strict=True)), number=place)
+                    row = dict(zip(names, values, strict=True))
+                    documents.add_value(_without_nulls(row) if documents.as_data else row,
+                                        number=place)
         before += batch.num_rows
 
 
@@ -115,11 +117,11 @@ def _read_rows(batch: Any, schema: pa.Schema, start: int, count: int, documents:
                ) -> Iterator[tuple | None]:
     """Yield the values of each row, None for a row that cannot be converted.
 
-    What holds no text in a column's type is None without being looked at.
+    Columns that are not wanted are None without being looked at.
     """
     columns: list[Callable[[int], Any]] = []
     for field in schema:
-        if not _has_text(field.type):
+        if not _is_wanted(field, documents):
             columns.append(lambda row: None)
             continue
         is_only = len(batch.schema.get_all_field_indices(field.name)) == 1
@@ -143,6 +145,20 @@ def _repair(column: Any, documents: Documents) -> Callable[[int], Any]:
         cells = column.cast(pa.large_binary())
         return lambda row: documents.decode(cells[row].as_py()) if cells[row].is_valid else None
     return lambda row: column[row].as_py(maps_as_pydicts="lossy")
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without what is null in its structs, as each has the fields of all others."""
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items() if item is not None}
+        return list(map(clean, value)) if isinstance(value, list) else value
+    return {name: clean(value) for name, value in row.items()}
+
+
+def _is_wanted(column: pa.Field, documents: Documents) -> bool:
+    return _has_text(column.type) if documents.columns is None else \
+        column.name in documents.columns
 
 
 def _has_text(kind: Any) -> bool:

@@ -1,200 +1,258 @@
-"""Conversations out of the shapes in which people keep them.
+"""Conversations out of the formats in which people keep them.
 
     messages       [{role, content, tool_calls, …}], with `tools`; a `weight` each, or `weights`
+    conversations  [{from, value}], as ShareGPT has them
     prompt         and completion: a text each, or a list of messages each
-    conversations  [{from, value}], as ShareGPT has them, with `system` and `tools`
-    alpaca         instruction, input, output, with `system` and `history`
+    alpaca         instruction, input, output, with `history`
 
-All become messages with the roles of today's chat templates. What does not fit is refused by kind.
+Each may have a `system` prompt and `tools` of its own. All become messages with the roles of
+today's chat templates; what does not fit is refused by kind.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from lib.core.conversation import Conversation
+from lib.core.conversation import CALLS, Conversation, Message
+from lib.corpus import functions
+from lib.corpus.functions import Refused, in_words
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_ROLE_OF = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-            "bard": "assistant", "model": "assistant", "observation": "tool", "function": "tool",
-            "function_response": "tool", "function_call": "assistant"} | {r: r for r in ROLES}
+ROLE_OF = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
+           "bing": "assistant", "bard": "assistant", "model": "assistant", "bot": "assistant",
+           "ai": "assistant", "function_call": "assistant", "observation": "tool",
+           "function": "tool", "function_response": "tool", "ipython": "tool"
+           } | {role: role for role in ROLES}
 # What may stand before a turn; "" is the beginning.
 _FOLLOWS = {"user": ("", "system", "developer", "assistant", "tool"),
             "assistant": ("user", "tool"), "tool": ("assistant", "tool"),
             "system": ("",), "developer": ("", "system")}
-_KEPT = ("reasoning_content", "thinking", "reasoning", "name", "tool_call_id")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_KEPT = ("name", "tool_call_id")
+_WEIGHTS = ("weight", "train", "training")
+# How errors.jsonl names what does not fit.
+KINDS = ("empty answer", "empty turn", "unknown role", "no assistant turn", "roles out of order",
+         "content", "weights", "no conversation")
+_MOST_KEYS, _LONGEST_KEY = 8, 40  # of a record that are told
 
-Messages = list[dict[str, Any]]
-
-
-class Refused(Exception):
-    """Says why a record is no conversation. kind: as errors.jsonl names it."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+Record = dict[str, Any]
 
 
-def shape_of(record: Any) -> str:
-    """Return which of the shapes a record has, "" for none."""
-    if not isinstance(record, Mapping):
+def format_of(record: Any) -> str:
+    """Return the format of a record by its keys, "" where it is no conversation."""
+    if not isinstance(record, dict):
         return ""
-    return next((name for name, (keys, _) in _SHAPES.items() if keys <= record.keys()), "")
+    for name, first, last in _SIGNS:
+        if record.get(first) is not None and last in record:
+            return name
+    # Tables put together have the columns of all their formats, and no value in those of others.
+    return next((name for name, first, last in _SIGNS if first in record and last in record), "")
 
 
-def read(record: Any) -> Conversation:
-    """Return the conversation of a record; Refused where it is none."""
-    shape = shape_of(record)
-    if not shape:
-        keys = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-        raise Refused("no conversation", f"none of {', '.join(_SHAPES)} in it ({keys})")
-    messages = _SHAPES[shape][1](record)
-    _require_order(messages)
-    return Conversation(messages, _tools(record.get("tools")), _weights(record, messages))
+def read(record: Record, name: str) -> Conversation:
+    """Return the conversation of a record in a format; Refused where it does not fit."""
+    turns = _FORMATS[name].turns(record)
+    if (system := record.get("system")) and _role_name(turns[0] if turns else {}) != "system":
+        turns = [{"role": "system", "content": system}, *turns]
+    messages, are_plain = [], True
+    for number, turn in enumerate(turns, 1):
+        if (message := _plain_message(turn)) is None:
+            message, are_plain = _message(turn, number), False
+        messages.append(message)
+    if problem := _find_disorder(tuple([message["role"] for message in messages])):
+        raise Refused(*problem)
+    given, tools = record.get("weights"), record.get("tools") or record.get("functions")
+    return Conversation(messages, functions.list_tools(tools) if tools else None,
+                        None if are_plain and given is None else _list_weights(given, turns))
 
 
-def _of_messages(record: Mapping[str, Any]) -> Messages:
-    return _turns(record["messages"])
+def fits(record: Record, name: str) -> bool:
+    """Tell whether a record of a format is a conversation."""
+    try:
+        return bool(read(record, name))
+    except (Refused, RecursionError):
+        return False
 
 
-def _of_prompt(record: Mapping[str, Any]) -> Messages:
-    parts: list[Any] = []
-    for key, role in (("prompt", "user"), ("completion", "assistant")):
-        part = record[key]
-        parts += [{"role": role, "content": part}] if isinstance(part, str) else _list(part, key)
-    return _turns(parts)
+def describe(record: Any) -> str:
+    """Return the keys of a record, or what it is, in a few words."""
+    if not isinstance(record, dict):
+        return f"{in_words(record)}, and no record with keys"
+    keys = [str(key)[:_LONGEST_KEY] for key in record]
+    return f"the keys {', '.join(keys[:_MOST_KEYS])}" + ", …" * (len(keys) > _MOST_KEYS) \
+        if keys else "no key"
 
 
-def _of_sharegpt(record: Mapping[str, Any]) -> Messages:
-    turns = [{**turn, "role": turn.get("from"), "content": turn.get("value")}
-             if isinstance(turn, Mapping) and "from" in turn else turn
-             for turn in _list(record["conversations"], "conversations")]
-    return _turns([*_system(record), *turns])
+def _list_messages(record: Record) -> list[Any]:
+    return _list(record["messages"], "messages")
 
 
-def _of_alpaca(record: Mapping[str, Any]) -> Messages:
-    turns = _system(record)
-    for pair in record.get("history") or ():
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise Refused("no conversation", "history is not made of pairs")
-        turns += [{"role": role, "content": text}
-                  for role, text in zip(("user", "assistant"), pair, strict=True)]
+def _list_sharegpt(record: Record) -> list[Any]:
+    return _list(record["conversations"], "conversations")
+
+
+def _list_prompt(record: Record) -> list[Any]:
+    """Return the turns of a prompt, whose answers are given and not trained, and a completion."""
+    prompt, completion = record["prompt"], record["completion"]
+    if not isinstance(prompt, list):
+        turns: list[Any] = [{"role": "user", "content": prompt}]
+    else:
+        turns = [{**turn, "weight": 0} if isinstance(turn, dict)
+                 and ROLE_OF.get(_role_name(turn)) == "assistant" else turn for turn in prompt]
+    return turns + (completion if isinstance(completion, list) else
+                    [{"role": "assistant", "content": completion}])
+
+
+def _list_alpaca(record: Record) -> list[Any]:
+    turns: list[Any] = []
+    history = record.get("history")
+    for pair in _list(history, "history") if history else ():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise Refused("no conversation", "history is not a list of pairs of texts")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     asked = [part for part in (record["instruction"], record.get("input")) if part]
-    if not all(isinstance(part, str) for part in asked):
-        raise Refused("content", "instruction and input are not texts")
-    return _turns([*turns, {"role": "user", "content": "\n\n".join(asked)},
-                   {"role": "assistant", "content": record["output"]}])
+    for part in asked:
+        if not isinstance(part, str):
+            raise Refused("content", f"instruction or input is {in_words(part)}, and not a text")
+    return [*turns, {"role": "user", "content": "\n\n".join(asked)},
+            {"role": "assistant", "content": record["output"]}]
 
 
-_SHAPES: dict[str, tuple[frozenset[str], Callable[[Mapping[str, Any]], Messages]]] = {
-    "messages": (frozenset(["messages"]), _of_messages),
-    "conversations": (frozenset(["conversations"]), _of_sharegpt),
-    "prompt": (frozenset(["prompt", "completion"]), _of_prompt),
-    "alpaca": (frozenset(["instruction", "output"]), _of_alpaca)}
+class _Format(NamedTuple):
+    """Describes a format by the keys that all its records have, and what lists their turns."""
+
+    keys: tuple[str, ...]
+    turns: Callable[[Record], list[Any]]
 
 
-def _system(record: Mapping[str, Any]) -> Messages:
-    return [{"role": "system", "content": record["system"]}] if record.get("system") else []
+_FORMATS = {"messages": _Format(("messages",), _list_messages),
+            "ShareGPT conversations": _Format(("conversations",), _list_sharegpt),
+            "prompt/completion": _Format(("prompt", "completion"), _list_prompt),
+            "alpaca": _Format(("instruction", "output"), _list_alpaca)}
+_SIGNS = [(name, keys[0], keys[-1]) for name, (keys, _) in _FORMATS.items()]
+# All that is looked at in a record.
+KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
+    "input", "history", "system", "tools", "functions", "weights"}
 
 
 def _list(value: Any, name: str) -> list[Any]:
+    """Return a list of turns, which may be JSON in a text, as in a cell of CSV."""
+    if isinstance(value, str):
+        value = functions.parse(value, name)
     if not isinstance(value, list):
-        raise Refused("no conversation", f"{name} is no list of turns")
+        raise Refused("no conversation", f"{name} is {in_words(value)}, and not a list")
     return value
 
 
-def _turns(turns: Any) -> Messages:
-    return [_turn(turn, number) for number, turn in enumerate(_list(turns, "messages"), 1)]
+def _role_name(turn: Any) -> str:
+    """Return the role of a turn as it is written there, in small letters."""
+    name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    return name.lower() if isinstance(name, str) else ""
 
 
-def _turn(turn: Any, number: int) -> dict[str, Any]:
-    """Return a message with the role and the fields that templates know."""
-    if not isinstance(turn, Mapping):
-        raise Refused("no conversation", f"turn {number} is no object with a role and a content")
-    named = turn.get("role")
-    role = _ROLE_OF.get(named) if isinstance(named, str) else None
+def _plain_message(turn: Any) -> Message | None:
+    """Return a turn that has a role and a text, and nothing else; None for any other."""
+    if type(turn) is not dict or len(turn) != 2:
+        return None
+    role, content = turn.get("role"), turn.get("content")
     if role is None:
-        raise Refused("unknown role", f"turn {number} has the role {named!r}; known are "
-                                      f"{', '.join(_ROLE_OF)}")
-    content, calls = _text(turn.get("content"), number), turn.get("tool_calls")
-    if named == "function_call":  # ShareGPT's: the content is the call
-        content, calls = "", [_call(content, number)]
-    if isinstance(calls, str):
-        calls = _json(calls, f"the tool_calls of turn {number}")
-    message: dict[str, Any] = {"role": role, "content": content}
-    message |= {key: turn[key] for key in _KEPT if isinstance(turn.get(key), str)}
-    if calls:
-        message["tool_calls"] = calls
-    if not content.strip() and not calls and role in ("user", "assistant"):
-        kind = "empty answer" if role == "assistant" else "empty turn"
-        raise Refused(kind, f"turn {number} ({role}) has no text")
+        role, content = turn.get("from"), turn.get("value")
+    if type(role) is str and type(content) is str and content and not content.isspace() \
+            and role in ROLE_OF and role != "function_call":
+        return {"role": ROLE_OF[role], "content": content}
+    return None
+
+
+def _message(turn: Any, number: int) -> Message:
+    """Return a turn with the role and the fields that templates know. number: from 1."""
+    if not isinstance(turn, dict):
+        raise Refused("no conversation", f"turn {number} is {in_words(turn)}, and not an object "
+                                         "with a role and a content")
+    name = _role_name(turn)
+    role = ROLE_OF.get(name)
+    if role is None:
+        raise _refuse_role(turn, number)
+    content = turn.get("content", turn.get("value"))
+    if not isinstance(content, str):
+        content = _join_parts(content, number)
+    message: Message = {"role": role, "content": content}
+    if len(turn) > 2 or name == "function_call":
+        _add_others(message, turn, number, name == "function_call")
+    if role in ("user", "assistant") and (not content or content.isspace()) \
+            and CALLS not in message:
+        raise Refused("empty answer" if role == "assistant" else "empty turn",
+                      f"turn {number} ({role}) has no text")
     return message
 
 
-def _text(content: Any, number: int) -> str:
-    """Return the text of a content: itself, or its parts of text one after the other."""
+def _add_others(message: Message, turn: Record, number: int, is_call: bool) -> None:
+    """Add what a turn has beside role and content. is_call: ShareGPT's, the content is the call."""
+    for key in _KEPT:
+        if isinstance(value := turn.get(key), str):
+            message[key] = value
+    if thought := next((turn[key] for key in _THOUGHTS if isinstance(turn.get(key), str)), ""):
+        message["reasoning_content"] = thought
+    calls = turn.get(CALLS) or turn.get("function_call")
+    if is_call:
+        calls, message["content"] = message["content"], ""
+    if calls:
+        message[CALLS] = functions.list_calls(calls, f"turn {number}")
+
+
+def _refuse_role(turn: Record, number: int) -> Refused:
+    given = next((turn[key] for key in ("role", "from") if key in turn), None)
+    what = f"the role {given!r:.60}" if isinstance(given, str) else \
+        f"{in_words(given)} as its role"
+    return Refused("unknown role", f"turn {number} has {what}; known are {', '.join(ROLES)}, and "
+                                   "what other systems call these, such as human and gpt")
+
+
+def _join_parts(content: Any, number: int) -> str:
+    """Return the text of a content that is no string: its parts one after the other."""
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
     if isinstance(content, list) and all(
-            isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            isinstance(part, dict) and isinstance(part.get("text"), str)
             and part.get("type", "text") == "text" for part in content):
-        return "".join(part["text"] for part in content)
-    raise Refused("content", f"the content of turn {number} is not text alone")
+        return "".join([part["text"] for part in content])
+    what = "has parts that are not text" if isinstance(content, list) else f"is {in_words(content)}"
+    raise Refused("content", f"the content of turn {number} {what}")
 
 
-def _call(text: str, number: int) -> dict[str, Any]:
-    call = _json(text, f"the function call of turn {number}")
-    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        raise Refused("content", f"the function call of turn {number} names no function")
-    return {"type": "function", "function": {"name": call["name"],
-                                             "arguments": call.get("arguments", {})}}
+def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
+    """Return the weight of each turn, None where none is given: 0 is not trained.
 
-
-def _json(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise Refused("content", f"{what} is not JSON") from None
-
-
-def _tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str):
-        tools = _json(tools, "tools") if tools.strip() else None
-    if tools in (None, [], {}):
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise Refused("content", "tools is no list of JSON schemas")
-    return tools
-
-
-def _weights(record: Mapping[str, Any], messages: Messages) -> list[float] | None:
-    """Return the weight of each message: 0 is not trained."""
-    given: Iterable[Any] | None = record.get("weights")
-    turns = record.get("messages") or record.get("conversations") or ()
-    if given is None and any(isinstance(turn, Mapping) and turn.get("weight") is not None
-                             for turn in turns):
-        before = len(messages) - len(turns)  # a system message that stood apart
-        given = [1] * before + [1 if turn.get("weight") is None else turn["weight"]
-                                for turn in turns]
+    given: those of the record, for all turns or for all but a system prompt that stands apart.
+    """
     if given is None:
-        return None
-    weights = list(given)
-    if len(weights) != len(messages) or any(weight not in (0, 1) for weight in weights):
-        raise Refused("weights", "weights are not a 0 or a 1 for each turn")
-    return [float(weight) for weight in weights]
+        if not any(key in turn for turn in turns if len(turn) > 2 for key in _WEIGHTS):
+            return None
+        given = [next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1)
+                 for turn in turns]
+    if isinstance(given, str):
+        given = functions.parse(given, "weights")
+    if not isinstance(given, list) or any(
+            weight not in (0, 1) for weight in given if isinstance(weight, (int, float))) \
+            or not all(isinstance(weight, (int, float)) for weight in given):
+        raise Refused("weights", "a weight is neither 0 nor 1")
+    if len(given) == len(turns) - 1 and _role_name(turns[0]) == "system":
+        given = [1, *given]
+    if len(given) != len(turns):
+        raise Refused("weights", f"there are {len(given)} weights for {len(turns)} turns")
+    return [float(weight) for weight in given]
 
 
-def _require_order(messages: Messages) -> None:
-    before = ""
-    for number, message in enumerate(messages, 1):
-        role = message["role"]
+@lru_cache(maxsize=4096)
+def _find_disorder(roles: tuple[str, ...]) -> tuple[str, str] | None:
+    """Return the kind and the message of what is wrong with the order of roles, None if nothing."""
+    for number, (before, role) in enumerate(zip(("", *roles), roles, strict=False), 1):
         if before not in _FOLLOWS[role]:
-            raise Refused("roles out of order", f"turn {number} ({role}) follows "
-                                                f"{before or 'nothing'}")
-        before = role
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Refused("no assistant turn", f"{len(messages)} turns, and none of an assistant")
+            return "roles out of order", f"turn {number} ({role}) follows " \
+                                         f"{before or 'nothing'}"
+    if "assistant" not in roles:
+        what = f"the only role is {roles[0]}" if len(set(roles)) == 1 else \
+            f"the roles are {', '.join(dict.fromkeys(roles))}"
+        return "no assistant turn", what if roles else "there is no turn"
+    return None

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import shards, work
+from lib.corpus import chat_rows, parts, shards, work
 from lib.corpus.dedup import Seen
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
 from lib.corpus.scan import TreeEntry
 from lib.corpus.shards import Flusher, ShardWriter
-from lib.corpus.tally import ERRORS, Shape, Tally, format_problem
+from lib.corpus.tally import CHAT, ERRORS, Shape, Tally, format_problem
 from lib.corpus.work import UnitResult
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ class DatasetWriter:
         self._flusher = Flusher()
         self._homes = {split: directory / split if len(shape.splits) > 1 else directory
                        for split in shape.splits}
-        self._writers = {split: ShardWriter(home, split, shape.keep_source, self._flusher,
+        self._is_chat = shape.format == CHAT
+        schema = chat_rows.schema() if self._is_chat else parts.make_schema(shape.keep_source)
+        self._writers = {split: ShardWriter(home, split, schema, self._flusher,
                                             before.get("shards", {}).get(split, ()))
                          for split, home in self._homes.items()}
         self._errors = (directory / ERRORS).open("ab")
@@ -98,15 +100,19 @@ class DatasetWriter:
         Units must come in their order. Raises ArtifactError when a kept part is damaged.
         """
         _check(done)
+        if done.unit.begins:
+            self._lines_before = 0
         self._add_errors(done)
         for split, writer in self._writers.items():
             writer.append(done.unit.part(split), done.rows[split], done.text_bytes[split],
-                          self._find_new_rows(done, split))
+                          self._find_new_rows(done, split),
+                          self._lines_before if self._is_chat else 0)
             self._unnoted += done.text_bytes[split]
         if not done.digests:
             for part in done.unit.parts():
                 work.release(part)
-        self.tally.add(done.tally)
+        self.tally.add(done.tally, self._lines_before)
+        self._lines_before += done.lines_of_part
         self.units += 1
         if self._unnoted > NOTE_BYTES or time.monotonic() > self._noted_at + NOTE_SECONDS:
             self._note_progress()
@@ -134,7 +140,8 @@ class DatasetWriter:
                 "text_bytes": sum(split["text_bytes"] for split in splits.values()),
                 "splits": splits, "documents": tally.documents, "short": tally.short,
                 "duplicates": self.duplicates, "replaced": tally.replaced,
-                "failed_files": len(tally.failed), "problems": dict(sorted(tally.problems.items()))}
+                "failed_files": len(tally.failed), "problems": dict(sorted(tally.problems.items())),
+                **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {})}
 
     def _find_new_rows(self, done: UnitResult, split: str) -> np.ndarray | None:
         """Return which rows of a part were not seen before (None: all), and list the others."""
@@ -156,9 +163,6 @@ class DatasetWriter:
 
     def _add_errors(self, done: UnitResult) -> None:
         """Append the lines of errors.jsonl, numbering those of a cut file through."""
-        span = done.unit.spans[0]
-        if span.start == 0:
-            self._lines_before = 0
         with done.unit.part("errors").open("rb") as lines:
             for text in lines:
                 if self._lines_before:
@@ -167,7 +171,6 @@ class DatasetWriter:
                         problem["line"] += self._lines_before
                     text = json.dumps(problem).encode() + b"\n"
                 self._errors.write(text)
-        self._lines_before += 0 if span.is_whole else done.lines
 
     def _note_progress(self) -> None:
         self._errors.flush()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from lib.corpus import json_data
 from lib.corpus.documents import DROPPED, DROPPED_REST, TOO_LARGE, Documents
 from lib.corpus.encoding import Locator
 from lib.corpus.kinds import UTF8_BOM
@@ -16,7 +17,7 @@ from lib.corpus.raw_file import LARGE_BYTES, RawFile
 _ELEMENTS = 64  # of a list, taken at once
 _SOME, _KEY = 1 << 17, 200  # characters of a large list taken at once, and up to a first key's end
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
-# Numbers are never kept, and int() refuses more than 4,300 digits.
+# Text needs no numbers, and int() refuses more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
 
 try:
@@ -34,7 +35,7 @@ def read_json_lines(raw: RawFile, documents: Documents) -> None:
         if lines is None:
             documents.lines += 1
             documents.note(*TOO_LARGE, DROPPED, offset, documents.lines)
-        elif _take_all(lines, documents):
+        elif not documents.as_data and _take_all(lines, documents):
             documents.lines += len(lines)
         else:
             for line in lines:
@@ -55,13 +56,15 @@ def _take_all(lines: list[bytes], documents: Documents) -> bool:
 
 
 def _take(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -> None:
+    read_line, decoder = (json_data.load_line, json_data.DECODER) if documents.as_data else \
+        (_fast, _DECODER)
     try:
-        value = _fast(line)
+        value = read_line(line)
     except (ValueError, RecursionError):
         if not line.strip() or (raw.damage and not line.endswith(b"\n")):
             return  # blank, or cut
         try:
-            value = _DECODER.decode(documents.decode(line))
+            value = decoder.decode(documents.decode(line))
         except (ValueError, RecursionError) as error:
             documents.note(*_describe(error), DROPPED, offset, documents.lines)
             return
@@ -71,7 +74,7 @@ def _take(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -
 def read_json(raw: RawFile, documents: Documents) -> None:
     """Hand on one document per element of a top-level list, else one per value in the file."""
     data = raw.read()
-    if data is not None and not raw.damage:
+    if data is not None and not raw.damage and not documents.as_data:
         try:
             value = _fast(data.removeprefix(UTF8_BOM))
         except (ValueError, RecursionError):
@@ -115,6 +118,7 @@ class _Values:
 
     def __init__(self, texts: Iterator[str], raw: RawFile, documents: Documents) -> None:
         self._texts, self._documents = texts, documents
+        self._decoder = json_data.DECODER if documents.as_data else _DECODER
         self._text, self._ahead, self._ended = next(texts, ""), "", False
         self._slow_before = 0  # up to here elements are taken one by one
         self._locator = Locator(self._text, raw.head)
@@ -138,7 +142,7 @@ class _Values:
         if not self._is_at_end():
             return False
         try:
-            _, end = _DECODER.raw_decode(self._text, position)
+            _, end = self._decoder.raw_decode(self._text, position)
         except (ValueError, RecursionError):
             return False
         return self._skip(end) < len(self._text)
@@ -165,7 +169,8 @@ class _Values:
         Text that is valid between brackets, and goes on with a comma, is whole elements, wherever
         it was cut: each value ends where it ends, and a comma ends a number.
         """
-        if position < self._slow_before or self._text[position:position + 1] != "{":
+        if self._documents.as_data or position < self._slow_before \
+                or self._text[position:position + 1] != "{":
             return 0
         text, limit = self._text, position + _SOME
         first_key = text[position:text.find(":", position, position + _KEY) + 1]
@@ -197,7 +202,7 @@ class _Values:
         """Hand on the value at a position and return where it ends, -1 when it is not whole."""
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._text, position)
+                value, end = self._decoder.raw_decode(self._text, position)
                 # A number may go on beyond what is in memory ("1e+" of 1e+5); nothing else can.
                 if end + 2 < len(self._text) or self._is_at_end():
                     break

@@ -8,6 +8,7 @@ stream: worker processes write parts, and shards.py puts them together in order.
 from __future__ import annotations
 
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -29,15 +30,36 @@ def make_schema(keep_source: bool) -> pa.Schema:
     return pa.schema(columns)
 
 
-class PartWriter:
-    """Writes rows as batch messages of about 16 MB (one row may be larger).
+class Part(ABC):
+    """Takes rows and writes them as batch messages of about 16 MB (one row may be larger).
 
     digests: where 16 bytes of hash go for each row, if anywhere. text_bytes: written so far.
     """
 
-    def __init__(self, file: BinaryIO, keep_source: bool, digests: BinaryIO | None = None) -> None:
+    def __init__(self, file: BinaryIO, schema: pa.Schema, digests: BinaryIO | None) -> None:
         self._written = self.text_bytes = 0
-        self._file, self._schema, self._digests = file, make_schema(keep_source), digests
+        self._file, self._schema, self._digests = file, schema, digests
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Return how many rows it has, those not written yet too."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Write the rows collected so far as one batch."""
+
+    def finish(self) -> None:
+        """Write what is left, and cut off what the file held before."""
+        self.flush()
+        self._file.truncate()
+
+
+class PartWriter(Part):
+    """Writes rows of text."""
+
+    def __init__(self, file: BinaryIO, keep_source: bool, digests: BinaryIO | None = None) -> None:
+        super().__init__(file, make_schema(keep_source), digests)
         self._texts: list[bytes] = []
         self._sources: list[str] | None = [] if keep_source else None
         self._size = 0
@@ -96,25 +118,14 @@ class PartWriter:
         if self._digests is not None:
             self._digests.write(digest)
 
-    def finish(self) -> None:
-        """Write what is left, and cut off what the file held before."""
-        self.flush()
-        self._file.truncate()
-
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
-        import numpy as np
         import pyarrow as pa
         if not (rows := len(self._texts)):
             return
-        offsets = np.zeros(rows + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, self._texts), np.int64, rows), out=offsets[1:])
-        data = b"".join(self._texts)
         self._written += rows
-        self.text_bytes += len(data)
-        # Every text went through a codec, so it is valid UTF-8 and needs no second check.
-        columns = [pa.Array.from_buffers(pa.large_string(), rows, [
-            None, pa.py_buffer(offsets), pa.py_buffer(data)])]
+        self.text_bytes += sum(map(len, self._texts))
+        columns = [join(self._texts)]
         if self._sources is not None:
             columns.append(pa.array(self._sources, pa.string()))
         batch = pa.record_batch(columns, schema=self._schema)
@@ -123,6 +134,16 @@ class PartWriter:
         if self._sources is not None:
             self._sources.clear()
         self._size = 0
+
+
+def join(texts: Sequence[bytes]) -> pa.Array:
+    """Return texts as Arrow holds them; each went through a codec and needs no second check."""
+    import numpy as np
+    import pyarrow as pa
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=offsets[1:])
+    return pa.Array.from_buffers(pa.large_string(), len(texts), [
+        None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))])
 
 
 class _Splice(io.RawIOBase):
@@ -154,19 +175,28 @@ class _Splice(io.RawIOBase):
         return size
 
 
-def select(part: Path, keep: np.ndarray, keep_source: bool) -> Iterator[tuple[bytes, int]]:
+def rewrite(part: Path, schema: pa.Schema, keep: np.ndarray | None, lines_before: int,
+            ) -> Iterator[tuple[bytes, int]]:
     """Yield the messages of the batches with some rows of a part, and the bytes of text in each.
 
-    keep: bool, one per row.
+    keep: bool, one per row (None: all). lines_before: is added to the column `line`.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
-    columns, row = make_schema(keep_source), 0
+    row = 0
     with pa.OSFile(str(part)) as file:
         while file.tell() < file.size():
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), columns)
-            kept = keep[row:row + batch.num_rows]
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+            kept = None if keep is None else keep[row:row + batch.num_rows]
             row += batch.num_rows
-            if kept.any():
-                batch = batch if kept.all() else batch.filter(pa.array(kept))
-                yield batch.serialize(), pc.sum(pc.binary_length(batch["text"])).as_py()
+            if kept is not None and not kept.all():
+                batch = batch.filter(pa.array(kept))
+            if not batch.num_rows:
+                continue
+            if lines_before:
+                number = schema.get_field_index("line")
+                batch = batch.set_column(number, schema.field(number),
+                                         pc.add(batch.column(number), lines_before))
+            text = batch["text"] if "text" in schema.names else \
+                batch["messages"].flatten().field("content")
+            yield batch.serialize(), pc.sum(pc.binary_length(text)).as_py()

@@ -70,7 +70,9 @@ READERS: dict[str, Reader] = {
 def read(raw: RawFile, documents: Documents) -> None:
     """Read a file of any kind, or note why it gives nothing."""
     reader = READERS.get(raw.kind)
-    if reader:
+    if raw.kind == "text" and documents.as_data:
+        documents.add_text(b"")  # whatever it holds, and however large it is
+    elif reader:
         reader(raw, documents)
     elif raw.kind == "binary":
         documents.note("binary", "not text", SKIPPED_FILE)

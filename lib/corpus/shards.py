@@ -20,6 +20,7 @@ from lib.corpus import parts
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pa
 
 SHARD_BYTES = 500_000_000
 _SYNC_BYTES = 64_000_000  # the disk starts on a shard long before it is full
@@ -83,12 +84,11 @@ class ShardWriter:
     shards their names and writes the JSON files.
     """
 
-    def __init__(self, directory: Path, split: str, keep_source: bool, flusher: Flusher,
+    def __init__(self, directory: Path, split: str, schema: pa.Schema, flusher: Flusher,
                  shards: Iterable[dict[str, Any]] = ()) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.shards = [Shard(**shard) for shard in shards]
-        self._directory, self._split, self._keep_source = directory, split, keep_source
-        self._schema = parts.make_schema(keep_source)
+        self._directory, self._split, self._schema = directory, split, schema
         self._flusher = flusher
         self._file: io.FileIO | None = None
         self._unsynced = 0
@@ -107,8 +107,11 @@ class ShardWriter:
         return [asdict(shard) for shard in self.shards]
 
     def append(self, part: Path, rows: int, text_bytes: int,
-               keep: np.ndarray | None = None) -> None:
-        """Append a part. keep: of its rows only these (bool [rows])."""
+               keep: np.ndarray | None = None, lines_before: int = 0) -> None:
+        """Append a part.
+
+        keep: of its rows only these (bool [rows]). lines_before: is added to the column `line`.
+        """
         if not rows or (keep is not None and not keep.any()):
             return
         size = part.stat().st_size
@@ -116,12 +119,12 @@ class ShardWriter:
             self._close(self._file)
         file = self._file or self._open()
         shard = self.shards[-1]
-        if keep is None:
+        if keep is None and not lines_before:
             for chunk in _read_chunks(part):
                 self._write(file, chunk)
         else:
-            rows, text_bytes = int(keep.sum()), 0
-            for message, length in parts.select(part, keep, self._keep_source):
+            rows, text_bytes = rows if keep is None else int(keep.sum()), 0
+            for message, length in parts.rewrite(part, self._schema, keep, lines_before):
                 self._write(file, message)
                 text_bytes += length
         shard.rows += rows
@@ -190,8 +193,7 @@ class ShardWriter:
         self.shards[-1].digest = hashing.digest(self._hasher)
 
     def _make_info(self) -> dict[str, Any]:
-        features = {name: {"dtype": str(self._schema.field(name).type), "_type": "Value"}
-                    for name in self._schema.names}
+        features = {field.name: _feature(field.type) for field in self._schema}
         split = {"name": self._split, "num_bytes": self.summary()["text_bytes"],
                  "num_examples": self.rows}
         return {"description": "", "citation": "", "homepage": "", "license": "",
@@ -203,6 +205,16 @@ class ShardWriter:
         return {"_data_files": [{"filename": shard.name} for shard in self.shards],
                 "_fingerprint": fingerprint, "_format_columns": None, "_format_kwargs": {},
                 "_format_type": None, "_output_all_columns": False, "_split": self._split}
+
+
+def _feature(kind: Any) -> dict[str, Any]:
+    """Return how `datasets` names an Arrow type."""
+    import pyarrow as pa
+    if pa.types.is_large_list(kind):
+        return {"feature": _feature(kind.value_type), "_type": "LargeList"}
+    if pa.types.is_struct(kind):
+        return {field.name: _feature(field.type) for field in kind}
+    return {"dtype": {"float": "float32"}.get(str(kind), str(kind)), "_type": "Value"}
 
 
 def restore_names(directory: Path) -> None:

@@ -6,6 +6,7 @@ what it gave. The record is written last, so a unit with a record need not be re
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +43,19 @@ def remove(save_dir: Path, splits: Iterable[str]) -> None:
         log.info(f"removed {locate_parts(save_dir)}, which is merged")
     with suppress(OSError):  # not there, or not empty
         locate_parts(save_dir).rmdir()
+
+
+def parse_numbers(text: str) -> list[int]:
+    """Return the numbers of `0-4,7`, as --only-splits takes them."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            raise argparse.ArgumentTypeError(f"expected numbers such as 0-4,7, got {text!r}")
+        if len(found := range(int(first), int(last or first) + 1)) == 0:
+            raise argparse.ArgumentTypeError(f"expected a range that rises, got {part!r}")
+        numbers += found
+    return numbers
 
 
 def choose(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:

@@ -79,7 +79,7 @@ def read_table(raw: RawFile, documents: Documents) -> None:
                 documents.note("quote", f"this row takes lines {number:,} to {lines.last[1]:,}, "
                                "which look like rows: a quote may not be closed in it", KEPT,
                                offset, number)
-            documents.add_value(_make_document(header, row), offset, number)
+            documents.add_value(_make_document(header, row, documents.as_data), offset, number)
     if raw.damage:
         documents.note("cut", raw.damage, DROPPED_REST, *lines.last[:2])
 
@@ -114,12 +114,13 @@ def _are_rows(lines: list[_Line], header: list[str] | None, dialect: Dialect) ->
     return 10 * counts.count(len(header)) >= 9 * max(1, len(counts))
 
 
-def _make_document(header: list[str], row: list[str]) -> dict[str, Any]:
-    """Return a row by column; numbers and empty cells are not strings.
+def _make_document(header: list[str], row: list[str], as_data: bool) -> dict[str, Any]:
+    """Return a row by column; empty cells are no value, and numbers are no text.
 
-    Cells beyond the header are kept under the name "".
+    Cells beyond the header are kept under the name "". as_data: numbers are kept, as text.
     """
-    cells = [None if not cell or _NUMBER.fullmatch(cell) else cell for cell in row]
+    cells = [None if not cell or (not as_data and _NUMBER.fullmatch(cell)) else cell
+             for cell in row]
     document: dict[str, Any] = dict(zip(header, cells, strict=False))
     if surplus := cells[len(header):]:
         document[""] = surplus

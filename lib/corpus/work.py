@@ -6,17 +6,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lib.core import commands
 from lib.core.errors import DiskFullError, UsageError, from_os_error
 from lib.corpus import columnar_reader, inputs, kinds
+from lib.corpus.chat_documents import ChatDocuments
+from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
 from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
 from lib.corpus.scan import escape
-from lib.corpus.tally import Shape, Tally
+from lib.corpus.tally import CHAT, Shape, Tally
+from lib.corpus.text_documents import TextDocuments
 
 UNIT_BYTES = 16_000_000
 _FREE = "free"  # a directory beside the parts
@@ -59,6 +62,11 @@ class WorkUnit:
     avoid: frozenset[str] = frozenset()
 
     @property
+    def begins(self) -> bool:
+        """Tell whether it has the beginning of its first file."""
+        return self.spans[0].start == 0
+
+    @property
     def bytes(self) -> int:
         """Return how many bytes of input it reads."""
         return sum(span.bytes for span in self.spans)
@@ -91,6 +99,11 @@ class UnitResult:
     rows_of: dict[str, list[int]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     changed: tuple[str, str] | None = None
+
+    @property
+    def lines_of_part(self) -> int:
+        """Return how many lines it has read of a file that goes on in the next unit."""
+        return 0 if self.unit.spans[0].is_whole else self.lines
 
 
 def require_unchanged(done: UnitResult) -> None:
@@ -178,11 +191,12 @@ def process(unit: WorkUnit) -> UnitResult:
     with ExitStack() as stack:
         def create(name: str) -> BinaryIO:
             return stack.enter_context(unit.part(name).open("wb"))
-        parts = {split: PartWriter(
-                     stack.enter_context(_reuse(unit.part(split))), unit.shape.keep_source,
+        parts = {split: _make_part(
+                     unit.shape, stack.enter_context(_reuse(unit.part(split))),
                      create(f"{split}.digests") if unit.shape.dedup != "none" else None)
                  for split in unit.shape.splits}
-        documents = Documents(unit.shape, parts, create("errors"))
+        documents: Documents = (ChatDocuments if unit.shape.format == CHAT else TextDocuments)(
+            unit.shape, parts, create("errors"))
         for span in unit.spans:
             _read(unit, span, documents)
             if what := _find_change(unit, span.file):
@@ -196,6 +210,13 @@ def process(unit: WorkUnit) -> UnitResult:
             done.rows[split], done.text_bytes[split] = part.rows, part.text_bytes
     done.tally, done.lines = documents.tally, documents.lines
     return done
+
+
+def _make_part(shape: Shape, file: BinaryIO, digests: BinaryIO | None) -> Any:
+    """Return what takes the rows of a split."""
+    if shape.format == CHAT:
+        return ChatPartWriter(file, digests)
+    return PartWriter(file, shape.keep_source, digests)
 
 
 def release(part: Path) -> None:

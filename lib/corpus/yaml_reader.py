@@ -57,7 +57,7 @@ def read_yaml(raw: RawFile, documents: Documents) -> None:
 def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
     """Hand on the documents in a text and tell whether there was no syntax error."""
     import yaml
-    loader = _make_loader()(text)
+    loader = _make_loader(documents.as_data)(text)
     limit = _FREE_EXPANSION + _EXPANSION_PER_CHARACTER * len(text)
     try:
         while loader.check_node():
@@ -143,12 +143,13 @@ class _Plain:
         return made
 
 
-@lru_cache(maxsize=1)
-def _make_loader() -> type:
+@lru_cache(maxsize=2)
+def _make_loader(as_data: bool) -> type:
     """Return a loader class (libyaml's when present) that makes strings, dicts and lists.
 
     Every other scalar becomes a tuple (tag, text): not a string, yet it can be a key. Nothing is
-    converted, so no date, number or unknown tag can fail.
+    converted, so no date, number or unknown tag can fail. as_data: numbers, booleans and null are
+    converted, and what is none of them is the text that stands there.
     """
     import yaml
 
@@ -171,8 +172,17 @@ def _make_loader() -> type:
             else PlainLoader.construct_yaml_map
         return made_by(loader, node)
 
-    for name in ("int", "float", "bool", "null", "timestamp", "binary"):
-        PlainLoader.add_constructor(_TAG + name, scalar)
+    def plain(loader: Any, node: Any) -> Any:
+        kind = node.tag.removeprefix(_TAG)
+        try:
+            return getattr(loader, f"construct_yaml_{kind}")(node)
+        except (ValueError, KeyError, IndexError, OverflowError):  # of an explicit tag, say
+            return node.value
+
+    for name in ("int", "float", "bool", "null"):
+        PlainLoader.add_constructor(_TAG + name, plain if as_data else scalar)
+    for name in ("timestamp", "binary"):
+        PlainLoader.add_constructor(_TAG + name, string if as_data else scalar)
     PlainLoader.add_constructor(_TAG + "str", string)
     PlainLoader.add_constructor(_TAG + "merge", lambda loader, node: _Merge)
     for name in ("omap", "pairs", "set"):

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +15,8 @@ import pytest
 
 from lib.core.errors import StageError
 from lib.corpus import inputs, json_reader, raw_file, work
-from lib.corpus.tally import Shape, list_doubts
+from lib.corpus.report import list_doubts
+from lib.corpus.tally import Shape
 
 
 @pytest.fixture(params=["orjson", "json"])
@@ -254,7 +256,7 @@ def test_what_is_lost_behind_a_quote_that_is_not_closed_is_told(read):
     assert "a quote that opens in line 3 took lines 3 to 1,000 along, 998 lines in all" \
         in first["message"]
     assert "took lines 1 to 3 along, 3 lines in all" in second["message"]
-    assert list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0) == [
+    assert list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0, Path("out")) == [
         "1,001 lines of CSV are lost behind quotes that are not closed; errors.jsonl says in "
         "which files and lines"]
 
@@ -268,7 +270,7 @@ def test_a_row_that_looks_like_many_is_told(read):
     assert len(outcome.rows) == 100 - 55 + 1
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [("a.csv", "quote", 7)]
     assert "takes lines 7 to 62, which look like rows" in outcome.problems[0]["message"]
-    doubts = list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0)
+    doubts = list_doubts(outcome.dataset.tally, Shape(), outcome.dataset.rows, 0, Path("out"))
     assert "1 row of CSV may hold many rows" in doubts[0]
 
 

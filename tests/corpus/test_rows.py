@@ -95,7 +95,7 @@ def test_batches_are_bounded_by_bytes(tmp_path, monkeypatch, flusher):
         for size in sizes:
             part.add(b"x" * size, "")
         part.flush()
-    writer = shards.ShardWriter(tmp_path / "out", "train", False, flusher)
+    writer = shards.ShardWriter(tmp_path / "out", "train", parts.make_schema(False), flusher)
     writer.append(tmp_path / "part", part.rows, part.text_bytes)
     writer.finish()
     with pa.OSFile(str(tmp_path / "out/data-00000-of-00001.arrow")) as file:
@@ -140,7 +140,7 @@ def test_a_part_written_over_another_holds_nothing_of_it(tmp_path, monkeypatch):
 
 def test_shards_roll_at_their_size_and_a_lost_batch_is_noticed(tmp_path, monkeypatch, flusher):
     monkeypatch.setattr(shards, "SHARD_BYTES", 5_000)
-    writer = shards.ShardWriter(tmp_path / "out", "train", True, flusher)
+    writer = shards.ShardWriter(tmp_path / "out", "train", parts.make_schema(True), flusher)
     for number in range(10):
         with (tmp_path / "part").open("wb") as file:
             part = parts.PartWriter(file, keep_source=True)

@@ -1,0 +1,90 @@
+"""Turns documents into rows of conversations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+from lib.core.conversation import Conversation, Place
+from lib.corpus import conversations, json_data
+from lib.corpus.chat_rows import ChatPartWriter
+from lib.corpus.dedup import DIGEST_BYTES
+from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
+from lib.corpus.functions import Refused
+from lib.corpus.tally import TRAIN, Shape
+
+_PLAIN = "no conversation", "it is plain text"
+
+
+class ChatDocuments(Documents):
+    """Makes a row of each conversation. parts: by split."""
+
+    as_data = True
+    columns = conversations.KEYS
+
+    def __init__(self, shape: Shape, parts: Mapping[str, ChatPartWriter], errors: BinaryIO) -> None:
+        super().__init__(shape, errors)
+        self._parts, self._train = parts, parts[TRAIN]
+        self._format = ""  # of the last record of the file at hand
+
+    def begin(self, path: str, source: str) -> None:
+        """Start a file."""
+        super().begin(path, source)
+        self._format = ""
+
+    def add_text(self, data: bytes) -> None:
+        """Note a plain-text file."""
+        self.note(*_PLAIN, SKIPPED_FILE, 0, 1)
+
+    def add_large_text(self, text: BinaryIO, size: int, characters: int, sha256: bytes) -> None:
+        """Note a plain-text file."""
+        self.note(*_PLAIN, SKIPPED_FILE, 0, 1)
+
+    def add_values(self, values: Sequence[Any]) -> bool:
+        """Take none of them: each is wanted with its place."""
+        return False
+
+    def add_value(self, value: Any, offset: int | None = None, line: int | None = None,
+                  number: int = 0) -> None:
+        """Take a conversation, or note why it is none."""
+        line = line or number or None
+        if not (name := conversations.format_of(value)):
+            self.tally.chat.note_other(self._path, line, value)
+            self.note("no conversation", f"it has {conversations.describe(value)}", SKIPPED,
+                      offset, line)
+            return
+        if name != self._format:
+            self._format = name
+            self.tally.chat.note_format(self._path, name, line)
+        try:
+            self._take(conversations.read(value, name), Place(self._source, line, offset))
+        except Refused as refusal:
+            self.note(refusal.kind, str(refusal), DROPPED, offset, line)
+        except (json_data.Unwritable, RecursionError) as error:
+            why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+            self.note("content", f"a function or its call cannot be kept: {why}", DROPPED, offset,
+                      line)
+
+    def _take(self, chat: Conversation, place: Place) -> None:
+        """Make a row of a conversation, without what is not Unicode in it."""
+        try:
+            self._row(chat, place)
+        except UnicodeEncodeError:
+            (messages, tools), replaced = json_data.repaired([chat.messages, chat.tools])
+            self._row(Conversation(messages, tools, chat.weights), place)
+            self.tally.replaced += replaced
+
+    def _row(self, chat: Conversation, place: Place) -> None:
+        characters = sum([len(message["content"]) for message in chat.messages])
+        if characters < self._shape.min_chars:
+            self.tally.short += 1
+        elif not self._hashes:
+            self._train.add(chat, place)
+            self.tally.chat.count(chat, characters)
+        else:
+            canonical = json_data.dump([chat.messages, chat.tools], is_sorted=True)
+            digest = hashlib.sha256(canonical).digest()
+            self._parts[self._split_of(digest)].add(chat, place, digest[-DIGEST_BYTES:])
+            self.tally.chat.count(chat, characters)
+        self.tally.documents += 1

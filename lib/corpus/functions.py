@@ -1,0 +1,82 @@
+"""Functions that an assistant may call, and its calls, in the one shape that templates know.
+
+    tools       [{"type": "function", "function": {"name": …, "parameters": …}}]
+    tool_calls  [{"type": "function", "function": {"name": …, "arguments": {…}}}]
+
+Arguments that are JSON in a text, as OpenAI has them, become the object that the text holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lib.corpus import json_data
+
+Functions = list[dict[str, Any]]
+
+
+class Refused(Exception):
+    """Says why a record is no conversation. kind: as errors.jsonl names it."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def in_words(value: Any) -> str:
+    """Return what a value is, in words."""
+    for kind, words in ((type(None), "nothing"), (bool, "true or false"),
+                        ((int, float), "a number"), (str, "a text"), (list, "a list"),
+                        (dict, "an object")):
+        if isinstance(value, kind):
+            return words
+    return f"a value of the type {type(value).__name__}"
+
+
+def parse(text: str, what: str) -> Any:
+    """Return the JSON of a text; Refused, naming `what`, where it is none."""
+    try:
+        return json_data.load(text)
+    except (ValueError, RecursionError):
+        raise Refused("content", f"{what} is a text that is not JSON") from None
+
+
+def list_tools(tools: Any) -> Functions | None:
+    """Return the functions of a conversation, None where there are none."""
+    if isinstance(tools, str):
+        tools = parse(tools, "tools") if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused("content", f"tools is {in_words(tools)}, and not a list of objects")
+    return [tool if "function" in tool or "name" not in tool else
+            {"type": "function", "function": tool} for tool in tools]
+
+
+def list_calls(calls: Any, where: str) -> Functions:
+    """Return the calls of a turn: one or a list of them, perhaps as JSON in a text."""
+    if isinstance(calls, str):
+        calls = parse(calls, f"the function call of {where}")
+    return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused("content", f"a function call of {where} names no function")
+    outer = call if function is not call else {}
+    return {"type": "function", **outer,
+            "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: Any) -> Any:
+    """Return arguments as an object where they are one; another text stays as it is."""
+    if not given:
+        return {}
+    if isinstance(given, str):
+        try:
+            found = json_data.load(given)
+        except (ValueError, RecursionError):
+            return given
+        return found if isinstance(found, dict) else given
+    return given
