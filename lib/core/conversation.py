@@ -5,7 +5,7 @@ Stage 02 writes them (lib/corpus/chat_rows.py), stage 04 reads them (lib/tokens/
     messages   list<struct<role, content, reasoning_content, name, tool_call_id, tool_calls>>
     tools      string, JSON: the list of functions that the assistant may call; null without any
     weights    list<float>, one per message, 0 for an answer that is not trained; null if not given
-    source     string, the file that it is from, relative to the data folder
+    source     string, the file that it is from, relative to where it was collected
     line       int64, where it begins there, from 1 (a row's number in Parquet and Arrow)
     offset     int64, the byte at which it begins; null where that is not known
 
