@@ -16,7 +16,7 @@ from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.options import Options
 from lib.core.paths import MANIFEST
 from lib.models import directory as models
-from lib.tokens import packing, store
+from lib.tokens import encode, packing, store
 from lib.tokens.dataset import find_dataset, open_dataset
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -196,21 +196,31 @@ def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
                              "that too (--dataset)")
     for model in (a for a in chosen if a.to.startswith(".cache/models/")):
         for dataset in data:
-            there = _store_of(opts.cache_dir, dataset.source, model.source)
-            if there and f".cache/tokens/{there.name}" not in places:
-                lines.append(f"the tokens of {dataset.to} for {model.to} are here and not packed: "
-                             f"--tokens {there.name}, or they are made again on the far side")
+            for there in _stores_of(opts.cache_dir, dataset.source, model.source):
+                if f".cache/tokens/{there.name}" not in places:
+                    lines.append(f"the tokens of {dataset.to} for {model.to} are here and not "
+                                 f"packed: --tokens {there.name}, or they are made again on the "
+                                 "far side")
     return lines
 
 
-def _store_of(cache_dir: Path, dataset: Path, model: Path) -> Path | None:
-    """Return the finished token store of a dataset and a model, if there is one."""
-    found = open_dataset(dataset)
+def _stores_of(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
+    """Return the finished token stores of a dataset and a model.
+
+    There are several where conversations were prepared with several lengths or templates.
+    """
     try:
-        there = store.directory(cache_dir, found, store.identity(found, model))
+        wanted = {"dataset": open_dataset(dataset).fingerprint,
+                  "tokenizer": encode.tokenizer_fingerprint(model)}
     except ArtifactError:  # a model without a tokenizer
-        return None
-    return there if (there / MANIFEST).is_file() else None
+        return []
+    found = []
+    for place in sorted(paths.tokens_root(cache_dir).glob("*")):
+        content = manifest.read_if_any(place) or {}
+        if content.get("kind") == store.KIND and \
+                wanted.items() <= content["identity"]["inputs"].items():
+            found.append(place)
+    return found
 
 
 def next_commands(chosen: list[PackedDirectory]) -> list[str]:
