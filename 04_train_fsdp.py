@@ -81,8 +81,8 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     from lib.parallel.layout import meet, settle_allocator
     from lib.train import fitting, overview, resume
     from lib.train.data import prepare_data
-    from lib.train.inputs import require_whole_model
     from lib.train.model import build_model
+    from lib.train.model_files import require_whole_model
     from lib.train.plan import next_command
     from lib.train.symptoms import explained
 

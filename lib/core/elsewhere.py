@@ -96,7 +96,7 @@ ROWS = (
     _same("--seq-length", offline="seq_length",
           trainer="max_seq_length max_length block_size model_max_length", axolotl="sequence_len",
           titan="training.seq_len", aws="max_context_width"),
-    _other("--packing", "--packing documents, or concat (the default)",
+    _other("--packing", "--packing documents, or concat (the default for text)",
            axolotl="sample_packing pad_to_sequence_len eval_sample_packing"),
     # Optimizer.
     _same("--lr", offline="lr", scratch="max_lr", trainer="learning_rate", axolotl="learning_rate",

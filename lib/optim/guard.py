@@ -57,7 +57,7 @@ class StepGuard:
         the rest to the float32 gradients: bfloat16 would round it, by up to 0.4 %, and differently
         for other numbers of tokens.
         """
-        mean = 1 / label_tokens
+        mean = 1 / max(1, label_tokens)  # windows of conversations may hold nothing that is trained
         power = 2.0 ** math.floor(math.log2(mean)) * self._lift
         self._rest = mean / power
         return power * self.scale

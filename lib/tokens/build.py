@@ -111,7 +111,7 @@ def _build(dataset: Dataset, encoder: Encoder, target: Path, identity: dict[str,
     seconds = time.monotonic() - began
     for name, count in counts.items():
         log.info(f"  {name}: {units.counted(count['tokens'], 'token')} in "
-                 f"{units.counted(count['documents'], 'document')}")
+                 f"{units.counted(count['documents'], 'sample' if chat else 'document')}")
     log.info(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
 
 

@@ -52,13 +52,13 @@ class ChatCounts:
         ends = ", ".join(f"{names[token]} {100 * count / max(1, self.samples):.3g} %"
                          for token, count in self.stops.most_common(_NAMED))
         causes = ", ".join(f"{count:,} {cause}" for cause, count in self.dropped.most_common())
-        return {
+        rows = {
             "conversations": f"{self.conversations:,} with {units.counted(self.turns, 'turn')}",
             "samples": f"{self.samples:,}, {100 * self.ended_share:.3g} % of them end in a stop "
                        f"token{f' ({ends})' if ends else ''}",
             "tokens": f"{self.tokens:,}, {self.trained:,} of them trained "
-                      f"({100 * self.trained_share:.3g} %)",
-            "dropped": causes or "none"}
+                      f"({100 * self.trained_share:.3g} %)"}
+        return rows | ({"dropped": f"{causes} (errors.jsonl names each)"} if causes else {})
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
@@ -82,20 +82,21 @@ class ChatCounts:
 class ChatFacts(NamedTuple):
     """Says what chat datasets were prepared with, and what came of them.
 
-    template: in Jinja. stops: the tokens that end samples by their ids, the most frequent first.
-    counts: by split.
+    template: in Jinja. stops: the token ids that end samples, the most frequent one first; names:
+    of these. counts: by split.
     """
 
     template: str
-    stops: dict[int, str]
+    stops: list[int]
     counts: dict[str, ChatCounts]
+    names: dict[int, str]
 
     def rows(self) -> dict[str, str]:
         """Return the report of the preparation, a line for each thing that it tells."""
         rows: dict[str, str] = {}
         for name, counts in self.counts.items():
             prefix = "" if len(self.counts) == 1 else f"{name}: "
-            rows |= {prefix + key: text for key, text in counts.rows(self.stops).items()}
+            rows |= {prefix + key: text for key, text in counts.rows(self.names).items()}
         return rows
 
 
@@ -104,13 +105,14 @@ def facts(every: Sequence[ChatFacts]) -> ChatFacts | None:
     sums: dict[str, ChatCounts] = {}
     names: dict[int, str] = {}
     for each in every:
-        names |= each.stops
+        names |= each.names
         for split, counts in each.counts.items():
             sums.setdefault(split, ChatCounts()).add(counts)
-    return ChatFacts(every[0].template, in_order(sums, names), sums) if every else None
+    return made(every[0].template, sums, names) if every else None
 
 
-def in_order(counts: Mapping[str, ChatCounts], names: Mapping[int, str]) -> dict[int, str]:
-    """Return the names of the tokens that end samples, the most frequent one first."""
+def made(template: str, counts: dict[str, ChatCounts], names: dict[int, str]) -> ChatFacts:
+    """Return the facts of a dataset; names: of tokens, those that end samples at least."""
     stops = sum((each.stops for each in counts.values()), Counter[int]())
-    return {token: names[token] for token, _ in stops.most_common()}
+    in_order = [token for token, _ in stops.most_common()]
+    return ChatFacts(template, in_order, counts, {token: names[token] for token in in_order})

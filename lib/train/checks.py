@@ -86,7 +86,7 @@ def _streaming(config: Config, problems: Problems) -> None:
         problems.add("--streaming needs --max-steps: how many samples there are is not known")
     if config.num_epochs and not config.steps_per_epoch:
         problems.add("--streaming ends at --max-steps, not after --num-epochs")
-    if config.packing != "concat":
+    if config.packing == "documents":
         problems.add("--streaming has no --packing documents: packs need all documents at hand")
     if len(config.dataset_name) > 1:
         problems.add("--streaming takes one dataset, no mixture",

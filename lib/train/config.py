@@ -66,9 +66,9 @@ class Config(RunOptions):
         None, "-s", "--seq-len", role=RESULT, renumbers=True, parse=positive_int,
         first="tokens per sample", help="tokens per sample (default: 1024 or the model's limit)")
     packing: str = option(
-        "concat", role=RESULT, renumbers=True, choices=("concat", "documents"),
+        None, role=RESULT, renumbers=True, choices=("concat", "documents"),
         help="concat: windows across documents; documents: whole documents that do not see each "
-             "other, with padding")
+             "other, with padding (default: documents where there is a chat dataset, else concat)")
 
     optimizer: str = option(
         "adamw", group="optimizer", role=RESULT, quiet=True, choices=tuple(OPTIMIZERS),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import log
-from lib.tokens import build, mixture, packing, shown, store
+from lib.tokens import build, chat_checks, chat_counts, mixture, packing, shown, store
 from lib.tokens.batches import DataStream, SampleStream
 from lib.tokens.chat_counts import ChatFacts
 from lib.tokens.encode import Encoder
@@ -18,6 +18,7 @@ from lib.tokens.raw_shards import RawShards
 from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import TokenStore
+from lib.train import chats
 from lib.train.config import Config
 from lib.train.inputs import Inputs, text_field
 from lib.train.plan import Plan, degrees, launched_size
@@ -61,8 +62,9 @@ class Data:
             return rows
         labels, tokens = self.train.means()
         if labels < tokens:
+            kind = "trained" if self.chat else "with a label"
             rows["without padding"] = f"about {numbers * tokens:,.0f} tokens, " \
-                                      f"{numbers * labels:,.0f} of them with a label"
+                                      f"{numbers * labels:,.0f} of them {kind}"
         return rows
 
 
@@ -76,10 +78,14 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
     stores = []
     for corpus in inputs.corpora:
         path = build.prepare(corpus.dataset, inputs.model_dir, config.cache_dir, vocab_size,
-                             config.num_workers, not config.no_progress, verify=config.prepare_only)
+                             config.num_workers, not config.no_progress, config.prepare_only,
+                             chats.policy(config, inputs.template, corpus.dataset))
         tokens = store.open_store(path, config.token_reads)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
         log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
+        if tokens.chat:
+            log.table(tokens.chat.rows())
+            chat_checks.warn(str(corpus.dataset.path), tokens.chat.counts["train"])
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
         shown.show(stores, config.show_samples, inputs.model_dir)
@@ -91,7 +97,8 @@ def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     splits = [_split(config, tokens) for tokens in stores]
     train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
     return Data(train, mixture.held_out(inputs.corpora, train,
-                                        [split.get("validation") for split in splits]))
+                                        [split.get("validation") for split in splits]),
+                chat_counts.facts([tokens.chat for tokens in stores if tokens.chat]))
 
 
 def _split(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:

@@ -7,8 +7,6 @@ again.
 
 from __future__ import annotations
 
-import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, hashing, log, manifest, paths, publish, stamps, units, verified
+from lib.core import commands, hashing, log, manifest, paths, publish, stamps, units
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.identity import differences
 from lib.core.paths import Experiment
@@ -29,13 +27,12 @@ from lib.tokens import build, encode, mixture, raw_shards
 from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
 from lib.tokens.raw_shards import RawShards
-from lib.train import checks, earlier, plan
+from lib.train import chats, checks, earlier, plan
 from lib.train.config import AUTO, Config
 from lib.train.plan import Plan
 
 KIND = "scratch/1"
 _PREVIEW_BYTES = 2_000_000  # of text that a tokenizer is trained on for a plan, in a second or two
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Inputs:
     begun: what the run that has left checkpoints here was begun with; empty when there is none.
     named: the checkpoint that --resume names. scratch: the first weights are drawn from the seed.
     model_stamps: of the model's files, from before its fingerprint. stop_request: of the stop file
-    that lay there when this launch began.
+    that lay there when this launch began. template: of the chat datasets, "" without any.
     """
 
     model_dir: Path
@@ -57,6 +54,7 @@ class Inputs:
     shards: RawShards | None = None
     model_stamps: stamps.Stamps = field(default_factory=dict)
     stop_request: stamps.Stamps = field(default_factory=dict)
+    template: str = ""
 
     @property
     def datasets(self) -> str:
@@ -97,13 +95,15 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = stamps.take(directory.list_files(model_dir))
+    source = chats.find_template(config, model_dir, corpora)
     fingerprints = {"model": directory.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(_shards_identity(config, shards) if shards
-                       else {"dataset": mixture.fingerprint(corpora)})}
+                       else {"dataset": mixture.fingerprint(corpora)}),
+                    **({"chat template": hashing.fingerprint(source)} if source else {})}
     scratch = _is_from_scratch(config, model_dir, bool(begun or named))
     return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
-                  model_stamps, stop_request)
+                  model_stamps, stop_request, source)
 
 
 def _find_model(config: Config, experiment: Experiment, made: Path | None, begun: dict[str, Any],
@@ -124,7 +124,7 @@ def settle(config: Config, inputs: Inputs) -> Config:
 
     Raises UsageError when the learning rate would rise to its minimum.
     """
-    config = _keep_global_batch(config, inputs)
+    config = chats.settle_packing(_keep_global_batch(config, inputs), inputs.corpora)
     for name in ("seq_length", "precision"):
         if getattr(config, name) is None and (value := inputs.begun_with(name)):
             config = config.settled("earlier launch", **{name: value})
@@ -236,37 +236,6 @@ def _shards_identity(config: Config, found: RawShards) -> dict[str, str]:
 def text_field(config: Config) -> str:
     """Return the name of the field or column that holds the text."""
     return config.text_field or "text"
-
-
-def require_whole_model(config: Config, inputs: Inputs) -> None:
-    """Hash the files of the model once until they change; ArtifactError when one is damaged.
-
-    One process of each machine does it, before any process group exists. The weights are left out
-    where they are not read: of a run that goes on, they are in its checkpoints.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    content, reads_weights = _model_content(inputs.model_dir), not (
-        inputs.scratch or inputs.begun or inputs.named)
-    files = [entry for entry in content["files"]
-             if reads_weights or not entry["path"].endswith(".safetensors")]
-    if reads_weights and not files:
-        log.info(f"{inputs.model_dir} has no digests to check its weights against")
-    remedy = directory.remedy(inputs.model_dir, "--overwrite") \
-        if content.get("kind") == directory.KIND else {}
-    verified.require(inputs.model_dir, content | {"files": files}, "the model", config.cache_dir,
-                     workers=config.num_workers, progress=not config.no_progress,
-                     always=config.prepare_only, **remedy)
-
-
-def _model_content(model_dir: Path) -> dict[str, Any]:
-    """Return the manifest of a model, or what the names of a Hugging Face cache's blobs say."""
-    if content := manifest.read_if_any(model_dir):
-        return content
-    blobs = {path.name: path.resolve() for path in directory.list_files(model_dir)
-             if path.is_symlink()}
-    return {"files": [{"path": name, "bytes": blob.stat().st_size, "digest": f"sha256:{blob.name}"}
-                      for name, blob in blobs.items() if _SHA256.fullmatch(blob.name)]}
 
 
 @contextmanager

@@ -190,7 +190,7 @@ class LossWindow:
         All ranks must call this.
         """
         step, window = self._layout.total([self._last.item(), self._window.item()])
-        means = step / self._last_tokens, window / self._window_tokens
+        means = step / max(1, self._last_tokens), window / max(1, self._window_tokens)
         self._window, self._window_tokens = self._zero(), 0
         return means
 

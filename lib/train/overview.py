@@ -14,8 +14,8 @@ from lib.optim.registry import OPTIMIZERS
 from lib.parallel import determinism
 from lib.parallel.layout import ParallelLayout
 from lib.planning import capacity, memory, saving
-from lib.tokens import encode, packing, store
-from lib.train import checks, fitting, flops, outlook
+from lib.tokens import chat_build, encode, packing, store
+from lib.train import chats, checks, fitting, flops, outlook
 from lib.train import plan as plans
 from lib.train.config import Config
 from lib.train.data import Data, mix, shards_of_rank
@@ -128,16 +128,21 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
     """Return the data with its samples, or only an estimate of these where it is not prepared."""
     if inputs.shards:
         return Data(shards_of_rank(config, inputs.shards), []), None
+    policies = [chats.policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora]
     targets = [store.directory(config.cache_dir, corpus.dataset,
-                               store.identity(corpus.dataset, inputs.model_dir))
-               for corpus in inputs.corpora]
+                               store.identity(corpus.dataset, inputs.model_dir, policy))
+               for corpus, policy in zip(inputs.corpora, policies, strict=True)]
     if missing := [str(target) for target in targets if not target.exists()]:
-        tokens = sum(encode.estimated_tokens(corpus.dataset, inputs.model_dir)
-                     for corpus in inputs.corpora)
+        tokens = sum(
+            chat_build.estimated_tokens(corpus.dataset, inputs.model_dir, policy) if policy
+            else encode.estimated_tokens(corpus.dataset, inputs.model_dir)
+            for corpus, policy in zip(inputs.corpora, policies, strict=True))
         log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "
                  f"or --prepare-only; {units.count(tokens)} are estimated from a sample of the "
                  "text, and so is all that follows from their number")
-        return None, tokens // config.seq_length
+        # Of packs the last one need not be full.
+        return None, -(-tokens // config.seq_length) if config.packing == "documents" \
+            else tokens // config.seq_length
     stores = [store.open_store(target, config.token_reads) for target in targets]
     if config.packing == "documents" and not all(
             packing.directory(tokens, config.seq_length).exists() for tokens in stores):

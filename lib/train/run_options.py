@@ -82,6 +82,18 @@ class RunOptions:
     include: list[str] = option(
         [], role=LOCAL, metavar="GLOB",
         help="with --online: files of the dataset, by path; may be repeated (default: all)")
+    chat_template: Path | None = option(
+        None, role=LOCAL, parse=Path, metavar="FILE",
+        help="of chat datasets: template in Jinja to render conversations by (default: the "
+             "model's)")
+    train_on: str = option(
+        "assistant", role=RESULT, quiet=True, renumbers=True, choices=("assistant", "last", "all"),
+        help="of chat datasets: what is trained, the answers of the assistant, the last of them, "
+             "or all tokens")
+    too_long: str = option(
+        "drop", role=RESULT, quiet=True, renumbers=True, choices=("drop", "split"),
+        help="of chat datasets: what becomes of a conversation that has more tokens than a sample;"
+             " split: it is cut between turns, each part with the system prompt")
     token_reads: str = option(
         "mmap", role=LOCAL, choices=("mmap", "pread"),
         help="how tokens are read: mapped, or by pread for file systems that map badly")

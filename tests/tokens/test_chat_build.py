@@ -86,7 +86,8 @@ def test_a_store_holds_the_samples_and_a_bit_for_each_label(
         assert counts.tolist() == [made.trained[end - length:end].sum() for end, length
                                    in zip(ends, made.lengths, strict=True)]
     facts = opened.chat
-    assert facts.template == chats.CHATML and facts.stops == {3: "<|im_end|>"}
+    assert facts.template == chats.CHATML and facts.stops == [3]
+    assert facts.names == {3: "<|im_end|>"}
     train = facts.counts["train"]
     assert (train.conversations, train.samples) == (80, 78)
     assert train.dropped == {"too long": 1, "nothing trained": 1} and train.ended_share == 1

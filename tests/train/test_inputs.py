@@ -13,7 +13,7 @@ import torch
 from lib.core import manifest, stamps, verified
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import directory
-from lib.train import inputs, model
+from lib.train import model, model_files
 from lib.train.inputs import Inputs
 from tests.training import save_model
 
@@ -43,7 +43,7 @@ def of(model_dir: Path, **more: object) -> Inputs:
 def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
     opts = SimpleNamespace(cache_dir=tmp_path / ".cache", num_workers=2, no_progress=True,
                            prepare_only=False, seed=0)
-    inputs.require_whole_model(opts, of(model_dir, **more))
+    model_files.require_whole_model(opts, of(model_dir, **more))
 
 
 def flip(path: Path) -> None:
