@@ -124,7 +124,8 @@ def _fill(build: publish.Build, dataset: Dataset, encoder: Encoder, num_workers:
     publish.require_space(build.dir, text_bytes, "the token store")
     dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
     log.info(f"tokenising {dataset.path} with {encoder.directory} → {build.target} ({dtype})")
-    encoder.tune(dataset.sample())
+    if not chat:  # whose processes do so themselves
+        encoder.tune(dataset.sample())
     require_same(encoder.directory, build.identity["inputs"]["tokenizer"])
     dataset.require_same()
     began = time.monotonic()

@@ -20,8 +20,6 @@ from lib.tokens.encode import Encoder
 from lib.tokens.split_writer import Written
 from lib.tokens.store import ERRORS, TEMPLATE
 
-SAMPLED_TEXTS, SAMPLED_BYTES = 200, 4000  # to choose the engine by, in each process
-_SAMPLED_CHATS = 200  # for an estimate
 _EXAMPLES = 2
 
 
@@ -33,7 +31,7 @@ def write(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, polic
     files: list[dict[str, Any]] = []
     with ExitStack() as stack:
         workers = stack.enter_context(chat_workers.started(
-            num_workers, encoder.directory, policy, dataset.sample(SAMPLED_TEXTS, SAMPLED_BYTES)))
+            num_workers, encoder.directory, policy, dataset.some_chats()))
         for name in dataset.splits:
             writer = ChatWriter(directory, name, dtype, dataset)
             writer.run(workers, bar)
@@ -55,18 +53,15 @@ def estimated_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) 
 
     Raises UsageError when the template suits none of these.
     """
-    import pyarrow
-
-    rows = [row.select(list(columns.CHAT_COLUMNS)) for row in dataset.spread(_SAMPLED_CHATS)]
-    if not rows:
+    sample = dataset.some_chats()
+    if sample is None:
         return 0
-    [batch] = pyarrow.Table.from_batches(rows).combine_chunks().to_batches()
-    with chat_workers.started(1, tokenizer_dir, policy, []) as workers:
-        [(samples, _)] = chat_workers.encoded(workers, iter([batch]))
+    with chat_workers.started(1, tokenizer_dir, policy, None) as workers:
+        [(samples, _)] = chat_workers.encoded(workers, iter([sample]))
     if samples.counts.samples == 0 and "too long" not in samples.counts.dropped:
         chat_checks.require_some(samples.counts, dataset.path)
     size = dataset.extent()[1]
-    return round(size * samples.counts.tokens / max(1, columns.content_bytes(batch)))
+    return round(size * samples.counts.tokens / max(1, columns.content_bytes(sample)))
 
 
 def _join_errors(path: Path, splits: list[str]) -> None:

@@ -52,7 +52,7 @@ def require_trainable(chats: ChatCounts, policy: ChatPolicy, path: Path,
                       examples: Sequence[str]) -> None:
     """Raise UsageError when there is no sample, or a mask of the assistant's words is implausible.
 
-    examples: samples in words, what is trained in «…».
+    examples: samples in words, what is trained in ⟦…⟧.
     """
     require_some(chats, path)
     share, found = chats.trained_share, "\n".join([
@@ -83,7 +83,7 @@ def warn(name: str, chats: ChatCounts) -> None:
 
 
 def shown(tokenizer: Any, tokens: np.ndarray, trained: np.ndarray) -> str:
-    """Return a sample in words, on one line: what is trained in «…», long parts cut short."""
+    """Return a sample in words, on one line: what is trained in ⟦…⟧, long parts cut short."""
     cuts = np.flatnonzero(np.diff(trained)) + 1
     parts = []
     for ids, is_trained in zip(np.split(tokens, cuts), np.split(trained, cuts), strict=True):
@@ -91,5 +91,5 @@ def shown(tokenizer: Any, tokens: np.ndarray, trained: np.ndarray) -> str:
         text = text if len(text) <= _LONGEST else \
             f"{text[:_LONGEST // 2]}…{text[-_LONGEST // 2:]}"
         text = text.replace("\n", "\\n")
-        parts.append(f"«{text}»" if is_trained[:1].any() else text)
+        parts.append(f"⟦{text}⟧" if is_trained[:1].any() else text)
     return "".join(parts[:_PARTS]) + "…" * (len(parts) > _PARTS)

@@ -16,7 +16,7 @@ import numpy as np
 
 from lib.core.workers import Worker
 from lib.tokens import columns
-from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens.chat import ChatEncoder, ChatPolicy, Dropped
 from lib.tokens.chat_counts import ChatCounts
 from lib.tokens.encode import Encoder
 
@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 
 
 class DroppedChat(NamedTuple):
-    """Names a conversation of a dataset that gave no sample, and says why."""
+    """Names a conversation of a dataset that gave no sample, and says why.
+
+    partly: some of its answers did.
+    """
 
     place: Place
     kind: str
     message: str
+    partly: bool
 
 
 class PreparedChats(NamedTuple):
@@ -46,14 +50,15 @@ class PreparedChats(NamedTuple):
 
 
 @contextmanager
-def started(count: int, tokenizer_dir: Path, policy: ChatPolicy, sample: Sequence[bytes],
+def started(count: int, tokenizer_dir: Path, policy: ChatPolicy, sample: pa.RecordBatch | None,
             ) -> Iterator[list[Worker]]:
-    """Start processes that answer rows, and end them. sample: of the text, see Encoder.tune."""
+    """Start processes that answer rows, and end them. sample: of the rows, see ChatEncoder.tune."""
     workers: list[Worker] = []
+    packed = None if sample is None else _packed(sample)
     try:
         for number in range(count):
             workers.append(Worker(f"conversations {number}", _prepare, tokenizer_dir, policy,
-                                  list(sample)))
+                                  packed))
         yield workers
     finally:
         for worker in workers:
@@ -86,19 +91,19 @@ def _packed(batch: pa.RecordBatch) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _prepare(tokenizer_dir: Path, policy: ChatPolicy, sample: list[bytes],
+def _unpacked(data: bytes) -> pa.RecordBatch:
+    import pyarrow
+    with pyarrow.ipc.open_stream(data) as reader:
+        return reader.read_next_batch()
+
+
+def _prepare(tokenizer_dir: Path, policy: ChatPolicy, sample: bytes | None,
              ) -> Callable[[bytes], PreparedChats]:
     """Return what answers rows; in a worker."""
-    import pyarrow
-
-    encoder = Encoder(tokenizer_dir, 1)
-    encoder.tune(sample)
-    chats = ChatEncoder(policy, encoder)
-
-    def answer(data: bytes) -> PreparedChats:
-        with pyarrow.ipc.open_stream(data) as reader:
-            return _encode(chats, reader.read_next_batch(), policy.longest)
-    return answer
+    chats = ChatEncoder(policy, Encoder(tokenizer_dir, 1))
+    if sample:
+        chats.tune([chat for chat, _ in columns.conversations(_unpacked(sample))])
+    return lambda data: _encode(chats, _unpacked(data), policy.longest)
 
 
 def _encode(chats: ChatEncoder, rows: pa.RecordBatch, longest: int) -> PreparedChats:
@@ -112,8 +117,12 @@ def _encode(chats: ChatEncoder, rows: pa.RecordBatch, longest: int) -> PreparedC
     counts = ChatCounts(
         len(placed), sum(len(chat.messages) for chat, _ in placed), len(made.lengths),
         len(made.tokens), int(made.trained.sum()), int(made.trained[begins + 1].sum()),
-        Counter(one.kind for one in made.dropped), made.stops,
-        {one.kind: one.message for one in reversed(made.dropped)})
+        Counter(map(_cause, made.dropped)), made.stops,
+        {_cause(one): one.message for one in reversed(made.dropped)})
     return PreparedChats(made.tokens, made.trained, made.lengths, counts,
-                         [DroppedChat(placed[one.number][1], one.kind, one.message)
+                         [DroppedChat(placed[one.number][1], one.kind, one.message, one.partly)
                           for one in made.dropped])
+
+
+def _cause(one: Dropped) -> str:
+    return f"{one.kind} in part" if one.partly else one.kind

@@ -82,4 +82,4 @@ def _line(one: DroppedChat) -> bytes:
     """Return a line of errors.jsonl."""
     return json.dumps({"path": one.place.source, "offset": one.place.offset,
                        "line": one.place.line, "kind": one.kind, "message": one.message,
-                       "action": "dropped"}).encode() + b"\n"
+                       "action": "kept in part" if one.partly else "dropped"}).encode() + b"\n"

@@ -121,6 +121,18 @@ class Dataset:
         # A cut may fall inside a character: what is left of it is dropped.
         return [text.decode("utf-8", "ignore").encode() for text in cut]
 
+    def some_chats(self, count: int = 200, most_bytes: int = 1 << 20) -> pa.RecordBatch | None:
+        """Return about `count` conversations that lie evenly over the training split, as rows.
+
+        most_bytes: of all, so that there are fewer where they are long. None of an empty split.
+        """
+        import pyarrow
+
+        rows = [row.select(list(columns.CHAT_COLUMNS)) for row in self.spread(count)]
+        while len(rows) > 1 and sum(row.nbytes for row in rows) > most_bytes:
+            rows = rows[::2]
+        return pyarrow.Table.from_batches(rows).combine_chunks().to_batches()[0] if rows else None
+
     def spread(self, count: int) -> Iterator[pa.RecordBatch]:
         """Yield about `count` single rows that lie evenly over the training split."""
         train = self.splits["train"]
