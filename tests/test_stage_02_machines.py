@@ -16,7 +16,7 @@ from lib.core import publish
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, work
 from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.tally import Shape
+from lib.corpus.tally import Shape, Tally
 from tests.conftest import stage_command
 
 SCRIPT = "02_build_hf_dataset.py"
@@ -105,8 +105,11 @@ def test_bad_usage(stage, tmp_path, arguments, words):
     assert not (tmp_path / "hf_datasets").exists()
 
 
-def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> None:
-    """Build a dataset in this process; of `units` only so many, as if killed after them."""
+def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> Tally:
+    """Build a dataset in this process and return what became of its input.
+
+    Of `units` only so many, as if killed after them.
+    """
     files, _ = inputs.find(folder, False)
     out.mkdir(exist_ok=True)
     with DatasetWriter(out, shape) as dataset:
@@ -117,6 +120,7 @@ def build(folder: Path, out: Path, shape: Shape, units: int | None = None) -> No
             dataset.finish()
         elif dataset._unnoted:  # what was written after the last note is no part of it
             (out / "errors.jsonl").open("ab").write(b'{"path": "half a li')
+    return dataset.tally
 
 
 @pytest.mark.parametrize("notes", [4_000, pytest.param(1, marks=pytest.mark.slow),

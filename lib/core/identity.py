@@ -50,6 +50,8 @@ def in_lines(found: Iterable[Difference]) -> str:
 
 def _shown(value: Any, other: Any) -> str:
     """Return a value as a person would type it, with all its digits only where they matter."""
+    if value is None:
+        return "not given"
     if not isinstance(value, float) or len(repr(value)) <= _LONGEST_FLOAT:
         return str(value)
     short = f"{value:g}"

@@ -14,8 +14,6 @@ from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
 from lib.corpus.functions import Refused
 from lib.corpus.tally import TRAIN, Shape
 
-_PLAIN = "no conversation", "it is plain text"
-
 
 class ChatDocuments(Documents):
     """Makes a row of each conversation. parts: by split."""
@@ -35,11 +33,11 @@ class ChatDocuments(Documents):
 
     def add_text(self, data: bytes) -> None:
         """Note a plain-text file."""
-        self.note(*_PLAIN, SKIPPED_FILE, 0, 1)
+        self._note_other("plain text", SKIPPED_FILE, 0, 1)
 
     def add_large_text(self, text: BinaryIO, size: int, characters: int, sha256: bytes) -> None:
         """Note a plain-text file."""
-        self.note(*_PLAIN, SKIPPED_FILE, 0, 1)
+        self.add_text(b"")
 
     def add_values(self, values: Sequence[Any]) -> bool:
         """Take none of them: each is wanted with its place."""
@@ -50,9 +48,7 @@ class ChatDocuments(Documents):
         """Take a conversation, or note why it is none."""
         line = line or number or None
         if not (name := conversations.format_of(value)):
-            self.tally.chat.note_other(self._path, line, value)
-            self.note("no conversation", f"it has {conversations.describe(value)}", SKIPPED,
-                      offset, line)
+            self._note_other(conversations.describe(value), SKIPPED, offset, line)
             return
         if name != self._format:
             self._format = name
@@ -65,6 +61,10 @@ class ChatDocuments(Documents):
             why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
             self.note("content", f"a function or its call cannot be kept: {why}", DROPPED, offset,
                       line)
+
+    def _note_other(self, what: str, action: str, offset: int | None, line: int | None) -> None:
+        self.tally.chat.note_other(self._path, line, what)
+        self.note("no conversation", f"it is no conversation but {what}", action, offset, line)
 
     def _take(self, chat: Conversation, place: Place) -> None:
         """Make a row of a conversation, without what is not Unicode in it."""

@@ -50,11 +50,11 @@ class ChatTally:
         if first[0] != name and path not in self.mixed:
             self.mixed[path] = first, (name, line)
 
-    def note_other(self, path: str, line: int | None, record: Any) -> None:
-        """Note a record that is no conversation."""
+    def note_other(self, path: str, line: int | None, what: str) -> None:
+        """Note what there is instead of a conversation."""
         if len(self.others) < _MOST_OTHERS:
             where = f", line {line:,}" if line else ""
-            self.others.append(f"{escape(path)}{where}: {conversations.describe(record)}")
+            self.others.append(f"{escape(path)}{where}: {what}")
 
     def add(self, other: ChatTally, lines_before: int) -> None:
         """Add what became of other input. lines_before: of a file that is cut, before this part."""

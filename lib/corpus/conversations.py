@@ -79,10 +79,10 @@ def fits(record: Record, name: str) -> bool:
 def describe(record: Any) -> str:
     """Return the keys of a record, or what it is, in a few words."""
     if not isinstance(record, dict):
-        return f"{in_words(record)}, and no record with keys"
+        return in_words(record)
     keys = [str(key)[:_LONGEST_KEY] for key in record]
-    return f"the keys {', '.join(keys[:_MOST_KEYS])}" + ", …" * (len(keys) > _MOST_KEYS) \
-        if keys else "no key"
+    return f"an object with the keys {', '.join(keys[:_MOST_KEYS])}" \
+        + ", …" * (len(keys) > _MOST_KEYS) if keys else "an object without keys"
 
 
 def _list_messages(record: Record) -> list[Any]:
@@ -178,8 +178,7 @@ def _message(turn: Any, number: int) -> Message:
     if not isinstance(content, str):
         content = _join_parts(content, number)
     message: Message = {"role": role, "content": content}
-    if len(turn) > 2 or name == "function_call":
-        _add_others(message, turn, number, name == "function_call")
+    _add_others(message, turn, number, name == "function_call")
     if role in ("user", "assistant") and (not content or content.isspace()) \
             and CALLS not in message:
         raise Refused("empty answer" if role == "assistant" else "empty turn",
@@ -227,7 +226,7 @@ def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
     given: those of the record, for all turns or for all but a system prompt that stands apart.
     """
     if given is None:
-        if not any(key in turn for turn in turns if len(turn) > 2 for key in _WEIGHTS):
+        if not any(key in turn for turn in turns for key in _WEIGHTS):
             return None
         given = [next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1)
                  for turn in turns]

@@ -30,7 +30,7 @@ def find_refusal(dataset: DatasetWriter, shape: Shape, folder: Path, files: int,
                      "and output (alpaca) among the keys of a record",
             hint="rename the keys, or leave --format chat out: then each becomes plain text")
     if not dataset.rows[TRAIN]:
-        what = "is a conversation" if shape.format == CHAT else "gave text"
+        what = "gave a conversation" if shape.format == CHAT else "gave text"
         return UsageError(f"no document of {folder} {what} for the split `train`", found=found)
     if shape.fields and not tally.fields_seen and tally.problems["no string"]:
         return UsageError(f"no document of {folder} has --fields {','.join(shape.fields)}",

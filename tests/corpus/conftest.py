@@ -10,20 +10,24 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from lib.core.conversation import Conversation, Place
 from lib.corpus import inputs, work
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.tally import Shape
+from lib.tokens import columns
 
 
 @dataclass
 class Outcome:
-    """rows: of the split train. problems: lines of errors.jsonl. sources: column, if kept."""
+    """rows: of the split train. problems: lines of errors.jsonl. sources: column, if kept. chats:
+    the rows of a chat dataset."""
 
     rows: list[str]
     problems: list[dict]
     dataset: DatasetWriter
     splits: dict[str, list[str]] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
+    chats: list[tuple[Conversation, Place]] = field(default_factory=list)
 
     @property
     def kinds(self) -> list[str]:
@@ -61,6 +65,9 @@ def read(tmp_path: Path) -> Read:
         tables = {split: table(home) for split, home in homes.items()}
         problems = [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
         train = tables["train"]
+        if shape.get("format") == "chat":
+            return Outcome([], problems, dataset, chats=[
+                chat for batch in train.to_batches() for chat in columns.conversations(batch)])
         return Outcome(
             rows=train["text"].to_pylist(), problems=problems, dataset=dataset,
             splits={split: found["text"].to_pylist() for split, found in tables.items()},

@@ -140,7 +140,7 @@ def test_what_a_resume_may_change(changes: dict) -> None:
     ({"seed": 1}, "--seed: 0 there, 1 now"),
     ({"lr": 2e-3}, "--lr: 0.001 there, 0.002 now"),
     ({"min_lr": 0.0}, "--min-lr: 0.0001 there, 0.0 now"),
-    ({"warmup_steps": 3}, "--warmup-steps: None there, 3 now"),
+    ({"warmup_steps": 3}, "--warmup-steps: not given there, 3 now"),
     ({"lr_scheduler": "wsd"}, "--lr-scheduler: cosine there, wsd now"),
     ({"weight_decay": 0.0}, "--weight-decay: 0.1 there, 0.0 now"),
     ({"beta2": 0.99}, "--beta2: 0.95 there, 0.99 now"),

@@ -1,0 +1,171 @@
+"""Stage 02 with --format chat, as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lib.corpus import dataset as dataset_module
+from lib.corpus import shards, work
+from lib.corpus.tally import Shape
+from tests.test_stage_02_machines import build, content
+
+SCRIPT = "02_build_hf_dataset.py"
+CHAT = ("--format", "chat")
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"n": 3}}}
+
+
+def records(style: str, count: int) -> list[dict]:
+    """Return conversations in one of the formats, some of them twice and some that do not fit."""
+    draw, made = random.Random(f"{style} {count}"), []
+    for number in range(count):
+        asked, answer = f"{style} {count} {number}?", f"answer {draw.random()} é" * (
+            number % 9 != 0)
+        made.append({
+            "messages": {"messages": [{"role": "user", "content": asked},
+                                      {"role": "assistant", "content": answer, "weight": 1}],
+                         "tools": [{"name": "f", "parameters": {}}]},
+            "calls": {"messages": [{"role": "user", "content": asked},
+                                   {"role": "assistant", "tool_calls": [CALL]}]},
+            "sharegpt": {"conversations": [{"from": "human", "value": asked},
+                                           {"from": "gpt", "value": answer}]},
+            "completion": {"prompt": asked, "completion": answer},
+            "alpaca": {"instruction": asked, "input": "", "output": answer}}[style])
+    return [made[draw.randrange(count)] if number % 10 == 7 else record
+            for number, record in enumerate(made)]
+
+
+def fill(root: Path, count: int = 40) -> None:
+    """Make files of every format, and one that holds none."""
+    root.mkdir()
+    for style in ("messages", "calls", "sharegpt", "completion"):
+        for number in range(4):
+            (root / f"{style}{number}.jsonl").write_text("".join(
+                json.dumps(record) + "\n" for record in records(style, count + number)) + "bad\n")
+    (root / "alpaca.json").write_text(json.dumps(records("alpaca", count), indent=1))
+    (root / "notes.txt").write_text("plain text")
+
+
+def load(path: Path):
+    import datasets
+    return datasets.load_from_disk(str(path))
+
+
+def test_from_conversations_to_a_dataset(stage, tmp_path):
+    fill(tmp_path / "raw_text")
+    stage("01_organize_data.py", "--num-dirs", 3)
+    options = (*CHAT, "--dedup", "exact", "--validation-percent", 20)
+    done = stage(SCRIPT, *options, "--num-workers", 1)
+    path = tmp_path / "hf_datasets/corpus"
+    dataset = load(path)
+    rows = [row for split in dataset.values() for row in split]
+    assert len(rows) == json.loads((path / "manifest.json").read_text())["summary"]["rows"] > 400
+    [called] = [row for row in rows if row["source"] == "calls0.jsonl" and row["line"] == 1]
+    assert called["messages"][1]["content"] == "" and called["offset"] == 0
+    assert json.loads(called["messages"][1]["tool_calls"]) == [CALL]
+    [told] = [row for row in rows if row["source"] == "messages1.jsonl" and row["line"] == 2]
+    assert told["weights"] == [1.0, 1.0] and json.loads(told["tools"])[0]["type"] == "function"
+
+    problems = [json.loads(line) for line in (path / "errors.jsonl").read_text().splitlines()]
+    for problem in problems:
+        if problem["kind"] == "empty answer":
+            lines = (tmp_path / "splits" / problem["path"]).read_text().splitlines()
+            assert '""' in lines[problem["line"] - 1] or problem["path"].endswith("json")
+    kinds = {problem["kind"] for problem in problems}
+    assert kinds == {"empty answer", "syntax", "no conversation", "duplicate"}
+
+    chat = json.loads((path / "manifest.json").read_text())["summary"]["chat"]
+    assert {name: found["files"] for name, found in chat["formats"].items()} == {
+        "messages": 8, "ShareGPT conversations": 4, "prompt/completion": 4, "alpaca": 1}
+    assert [path.rpartition("/")[2] for path in chat["formats"]["alpaca"]["paths"]] == [
+        "alpaca.json"]
+    assert chat["dropped"]["empty answer"] > 40 and chat["mean_turns"] == 2
+    assert chat["turns"] == {"user": chat["conversations"], "assistant": chat["conversations"]}
+    for words in ("messages in 8 files (", "alpaca in 1 file (", "user, ", "2.0 in a conversation",
+                  "with tools", f"{chat['dropped']['empty answer']} empty answer",
+                  "-d hf_datasets/corpus --prepare-only --show-samples 3"):
+        assert words in done.stdout
+    assert "already done" in stage(SCRIPT, *options).stdout
+
+    for how in ("--only-splits 0-1", "--only-splits 2 --num-workers 3", "--merge"):
+        stage(SCRIPT, *options, "--save-dir", "many", *how.split())
+    assert content(tmp_path / "many") == content(path)
+    refused = stage(SCRIPT, *options[2:], expect=2)
+    assert "--format: chat there, not given now" in refused.stderr
+
+
+def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
+    raw = tmp_path / "raw"
+    fill(raw)
+    mixed = "".join(json.dumps(record) + "\n" for record in records("completion", 300)
+                    ).replace("answer ", "answer " * 100) * 180
+    (raw / "long.jsonl").write_text(mixed + json.dumps(records("alpaca", 2)[1]) + "\n")
+    count = mixed.count("\n")
+    assert (raw / "long.jsonl").stat().st_size > 2 * work.UNIT_BYTES
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.jsonl").write_text('{"question": "q", "answer": "a"}\n"x"\n')
+    (tmp_path / "text/b.md").write_text("text")
+    stage("01_organize_data.py", "--src-dir", raw, "--dst-root", "splits", "--num-dirs", 2)
+    split = next(path.parent.name for path in (tmp_path / "splits").glob("*/long.jsonl"))
+    found = rf"long.jsonl: prompt/completion in line 1, alpaca in line {count + 1:,}"
+    for arguments, *words in (
+            (("--data-folder", "raw"), "long.jsonl mixes formats of conversations", found),
+            (("--only-splits", split[-1]), "long.jsonl mixes formats", found),
+            (("--data-folder", "text"), "no record of text is a conversation",
+             "a.jsonl, line 1: an object with the keys question, answer", "line 2: a text",
+             "b.md, line 1: plain text",
+             "leave --format chat out"),
+            (("--fields", "a"), "--fields and --format chat exclude each other"),
+            (("--strings", "rows"), "--strings and --format chat exclude each other"),
+            (("--data-folder", "raw", "--min-chars", 10**6), "gave", "rows below --min-chars")):
+        done = stage(SCRIPT, *CHAT, "--save-dir", "out", *arguments, expect=2)
+        assert all(word in done.stderr for word in words), done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob("out.parts/*/*.train"))
+        if "text" in arguments:
+            (raw / "long.jsonl").unlink()
+
+
+def test_conversations_that_become_plain_text_are_told(stage, tmp_path):
+    fill(tmp_path / "raw")
+    done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "out", "--strings", "rows")
+    [warning, command] = re.findall(r"warning: .*|^ .* --format chat .*", done.stdout, re.MULTILINE)
+    assert "conversations (messages, prompt/completion, ShareGPT conversations, alpaca), which " \
+           "became plain text" in warning
+    identity = json.loads((tmp_path / "out/manifest.json").read_text())["identity"]["options"]
+    assert "format" not in identity  # datasets of text from before are those of now
+    stage(SCRIPT, *shlex.split(command.partition(SCRIPT)[2]))
+    assert load(tmp_path / "out-chat").column_names[0] == "messages"
+    shutil.rmtree(tmp_path / "raw")
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/a.jsonl").write_text('{"text": "t", "messages": 3, "prompt": "p"}\n' * 9)
+    done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "other")
+    assert "warning" not in done.stdout
+
+
+@pytest.mark.parametrize("dedup", ["none", "exact"])
+def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, dedup):
+    monkeypatch.setattr(work, "UNIT_BYTES", 3_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(dataset_module, "NOTE_BYTES", 500)
+    shape = Shape(validation_percent=20, dedup=dedup, format="chat")
+    fill(tmp_path / "raw", 100)
+    (tmp_path / "raw/z.jsonl").write_text('{"messages": []}\n{"prompt": "", "completion": ""}\n')
+    build(tmp_path / "raw", tmp_path / "whole", shape)
+    whole = content(tmp_path / "whole")
+    assert len([name for name in whole if name.startswith("train/data-")]) > 3
+    for stops in ([3], [1, 1, 7], [5, 22]):
+        for stop in stops:
+            build(tmp_path / "raw", tmp_path / "out", shape, stop)
+        tally = build(tmp_path / "raw", tmp_path / "out", shape)
+        assert content(tmp_path / "out") == whole
+        assert tally.chat.mixed == {
+            "z.jsonl": (("messages", 1), ("prompt/completion", 2))}
+        assert len(tally.chat.formats) == 18 and tally.chat.turns["user"] > 1000
+        shutil.rmtree(tmp_path / "out")
