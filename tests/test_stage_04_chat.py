@@ -1,0 +1,195 @@
+"""Stage 04 on conversations: the loss of a plain loop, labels alone, resumed, mixed and refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lib.optim.schedule import Schedule
+from lib.tokens import mixture, packing, store
+from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens.dataset import open_dataset
+from lib.tokens.encode import Encoder
+from lib.tokens.samples import IGNORED, Samples, Windows
+from tests.conftest import run_stage
+from tests.tokens import chats
+from tests.training import metrics, save_model
+
+STEPS, BATCH, LENGTH = 8, 4, 256
+TRAIN = ("04_train_fsdp.py", "-m", "model", "-s", LENGTH, "--lr", "1e-2", "--precision", "fp32",
+         "--log-freq", 1, "--num-workers", 2)
+RUN = (*TRAIN, "-e", "run", "-d", "talks", "-b", 2, "--grad-accum-steps", 2, "--max-steps", STEPS,
+       "--eval-freq", STEPS, "--ckpt-freq", STEPS // 2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project with a chat dataset, one of text, a model, and a run of one process."""
+    import datasets
+    root = tmp_path_factory.mktemp("chats")
+    talks = [chats.talk(seed) for seed in range(110)]
+    chats.save(root / "hf_datasets/talks", train=talks[:90], validation=talks[90:])
+    text = [" ".join(message["content"] for message in talk.messages) for talk in talks]
+    datasets.Dataset.from_dict({"text": text}).save_to_disk(str(root / "hf_datasets/text"))
+    chats.save_tokenizer(root / "model")
+    save_model(root / "model", LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
+        tie_word_embeddings=True))
+    run_stage(*RUN, cwd=root)
+    return root
+
+
+@pytest.fixture
+def project(trained: Path, tmp_path: Path) -> Path:
+    """Return a copy of it that a test may change."""
+    return Path(shutil.copytree(trained, tmp_path / "project"))
+
+
+def samples_of(root: Path, dataset: str, packed: bool = True, split: str = "train") -> Samples:
+    [directory] = (path for path in (root / ".cache/tokens").glob(f"{dataset}-*")
+                   if ".packs-" not in path.name)
+    opened = store.open_store(directory)
+    if packed:
+        return packing.prepare(opened, LENGTH)[split]
+    found = opened.splits[split]
+    return Windows(found.tokens, LENGTH, found.labels)
+
+
+def one_by_one(model: torch.nn.Module, samples: Samples, numbers: np.ndarray) -> torch.Tensor:
+    """Return the mean loss over the labels, each document passed through the model by itself."""
+    total, count = torch.zeros(()), 0
+    for number in numbers:
+        rows = samples.rows(np.array([number]))
+        inputs, labels = (torch.from_numpy(part.copy())[0] for part in rows[:2])
+        begins = [0] if rows.positions is None else np.flatnonzero(rows.positions[0] == 0).tolist()
+        for begin, end in zip(begins, [*begins[1:], len(inputs)], strict=True):
+            if (labels[begin:end] != IGNORED).any():
+                logits = model(inputs[None, begin:end], use_cache=False).logits[0]
+                total = total + F.cross_entropy(logits, labels[begin:end], ignore_index=IGNORED,
+                                                reduction="sum")
+        count += int((labels != IGNORED).sum())
+    return total / count
+
+
+def reference(model_dir: Path, samples: Samples, steps: int, held_out: Samples | None = None,
+              ) -> tuple[list[float], float]:
+    """Return the loss of each step of a loop that a person would write, and of held-out samples."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    schedule, found = Schedule("cosine", 1e-2, 1e-3, 0, steps), []
+    for step in range(steps):
+        loss = one_by_one(model, samples, samples.stream(step * BATCH, BATCH, seed=0))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in adamw.param_groups:
+            group["lr"] = schedule.lr(step)
+        adamw.step()
+        adamw.zero_grad()
+        found.append(loss.item())
+    with torch.no_grad():
+        held = one_by_one(model, held_out, np.arange(len(held_out))).item() if held_out else 0.0
+    return found, held
+
+
+def losses(root: Path, run: str = "run") -> list[float]:
+    return [row["train/loss"] for row in metrics(root, run)]
+
+
+def test_the_loss_is_that_of_a_plain_loop_over_the_trained_tokens(trained: Path) -> None:
+    held_out = samples_of(trained, "talks", split="validation")
+    expected, held = reference(trained / "model", samples_of(trained, "talks"), STEPS, held_out)
+    rows = metrics(trained, "run")
+    assert losses(trained) == pytest.approx(expected, rel=1e-5) and expected[-1] < expected[0] - 0.5
+    assert rows[-1]["eval/loss"] == pytest.approx(held, rel=1e-5)
+    config = (trained / "outputs/run/config.yaml").read_text()
+    assert "packing: documents" in config and "chat template" in config
+
+
+def test_the_store_holds_what_one_encoder_makes(trained: Path) -> None:
+    """Two processes made it."""
+    dataset = open_dataset(trained / "hf_datasets/talks")
+    encoder = ChatEncoder(ChatPolicy(chats.CHATML, "assistant", "drop", LENGTH),
+                          Encoder(trained / "model", 1))
+    made = encoder.encode([chat for rows in dataset.conversations("train") for chat, _ in rows])
+    [path] = (path for path in (trained / ".cache/tokens").glob("talks-*")
+              if "packs" not in path.name)
+    split = store.open_store(path).splits["train"]
+    assert np.array_equal(split.tokens, made.tokens)
+    assert np.array_equal(split.labels[:], made.trained) and made.trained.any()
+
+
+def test_ranks_and_a_resume_change_nothing(project: Path, trained: Path) -> None:
+    shutil.rmtree(project / "outputs/run/checkpoints/step_00000008")
+    done = run_stage(*RUN, cwd=project)
+    assert "resumed from outputs/run/checkpoints/step_00000004" in done.stdout
+    assert losses(project) == losses(trained)
+    shards = [sorted((root / "outputs/run/checkpoints/step_00000008/dcp").glob("*.distcp"))
+              for root in (project, trained)]
+    assert shards[0] and [one.read_bytes() for one in shards[0]] == \
+        [one.read_bytes() for one in shards[1]]
+    run_stage(*TRAIN, "-e", "two", "-d", "talks", "-b", 2, "--max-steps", STEPS,
+              "--eval-freq", STEPS, cwd=project, ranks=2)
+    assert losses(project, "two") == pytest.approx(losses(trained), rel=1e-5)
+    assert metrics(project, "two")[-1]["eval/loss"] == \
+        pytest.approx(metrics(trained, "run")[-1]["eval/loss"], rel=1e-5)
+
+
+def test_what_decides_the_labels_is_part_of_a_run(project: Path) -> None:
+    (project / "other.jinja").write_text("{# another one #}" + chats.CHATML)
+    changes = ("--train-on", "last", "--too-long", "split", "--packing", "concat",
+               "--chat-template", "other.jinja")
+    done = run_stage(*RUN, *changes, "--max-steps", 9, cwd=project, expect=2)
+    assert "was begun with other settings" in done.stderr
+    assert all(told in done.stderr for told in (*changes[:6:2], "chat template"))
+    assert len(list((project / ".cache/tokens").iterdir())) == 2, "nothing was prepared for it"
+    done = run_stage(*RUN, "--train-on", "last", "--max-steps", 9, "--resume-with-changes",
+                     cwd=project)
+    assert "--resume-with-changes: --train-on" in done.stdout + done.stderr
+    assert len(losses(project)) == 9
+
+
+@pytest.mark.parametrize("way", ["concat", "documents"])
+def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
+    done = run_stage(*TRAIN, "-e", "mixed", "-d", "talks=2", "-d", "text=1", "-b", BATCH,
+                     "--max-steps", 4, "--packing", way, "--eval-freq", 4, cwd=project)
+    assert "of them trained" in done.stdout
+    corpora = mixture.open_corpora([f"{project}/hf_datasets/{name}={weight}"
+                                    for name, weight in (("talks", 2), ("text", 1))])
+    packed = way == "documents"
+    samples = mixture.mix(corpora, [samples_of(project, name, packed)
+                                    for name in ("talks", "text")])
+    held_out = samples_of(project, "talks", packed, "validation")
+    expected, held = reference(project / "model", samples, 4, held_out)
+    assert losses(project, "mixed") == pytest.approx(expected, rel=1e-5)
+    assert metrics(project, "mixed")[-1]["eval/loss"] == pytest.approx(held, rel=1e-5)
+    numbers = samples.stream(0, 4 * BATCH, 0)
+    labels, tokens = samples.counts(numbers)
+    assert labels < tokens and metrics(project, "mixed")[-1]["train/tokens_seen"] == tokens
+
+
+def test_options_of_chats_want_a_chat_dataset(project: Path) -> None:
+    words = ("--train-on", "last", "--too-long", "split", "--chat-template", "other.jinja")
+    done = run_stage(*TRAIN, "-e", "x", "-d", "text", *words, "--dry-run", cwd=project, expect=2)
+    for name in words[::2]:
+        assert f"{name} belongs to chat datasets, and there is none" in done.stderr
+    done = run_stage(*TRAIN, "-e", "x", "-d", "text", "--dry-run", "--num-epochs", 1, cwd=project)
+    assert "--packing" not in done.stdout
+    plan = (*TRAIN, "-e", "x", "-d", "talks", "--dry-run")
+    done = run_stage(*plan, cwd=project)
+    assert "of them trained" in done.stdout and "(a chat dataset)" in done.stdout
+    (project / "model/chat_template.jinja").unlink()
+    done = run_stage(*plan, cwd=project, expect=2)
+    assert "has no chat template" in done.stderr and "chat_templates/chatml.jinja" in done.stderr
+    shutil.rmtree(project / ".cache")
+    (project / "other.jinja").write_text(chats.CHATML)
+    done = run_stage(*plan, "--chat-template", "other.jinja", "--plan-gpus", 8, cwd=project)
+    assert "tokens are not prepared yet" in done.stdout and not (project / ".cache/tokens").exists()
