@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,14 +52,6 @@ class Coded(NamedTuple):
         return Coded(self.ids[is_token], self.trained[is_token], self.lengths[are], {})
 
 
-class _Cut(NamedTuple):
-    """Is a place in a text. at: a token's number in all texts, from which `head` leads there."""
-
-    number: int
-    at: int
-    head: str
-
-
 class Boundaries:
     """Encodes texts and finds which tokens belong to their spans."""
 
@@ -80,53 +72,53 @@ class Boundaries:
                                                   for text, _ in texts])
         begins = [0, *np.cumsum(lengths).tolist()]
         cuts = self._cuts(texts, ids, begins)
-        heads = self._heads(cut.head for cut in cuts)
+        heads = self._heads({head for _, _, head in cuts})
         coded, size = ids.tobytes(), ids.itemsize
         places, wrong = [], {}
         for number, at, head in cuts:
             known = heads[head]
-            place = at + len(known) // size
-            if coded[at * size:place * size] != known or place > begins[number + 1]:
-                line = head.rsplit("\n", 1)[-1]
-                wrong[number] = Unmaskable("an answer begins or ends within a token", line,
-                                           _line_with(texts[number], head))
-                place = begins[number]
-            places.append(place)
-        edges = np.zeros(len(ids) + 1, np.int64)
+            begin, end = at * size, at * size + len(known)
+            if coded[begin:end] != known or end > begins[number + 1] * size:
+                wrong[number] = Unmaskable("an answer begins or ends within a token",
+                                           head.rsplit("\n", 1)[-1], _line(texts[number], head))
+                end = begins[number] * size
+            places.append(end // size)
+        edges = np.zeros(len(ids) + 1, np.int8)
         np.add.at(edges, places[0::2], 1)
         np.add.at(edges, places[1::2], -1)
-        return Coded(ids, np.cumsum(edges[:-1]) > 0, lengths, wrong)
+        return Coded(ids, np.cumsum(edges[:-1], dtype=np.int8) > 0, lengths, wrong)
 
-    def _cuts(self, texts: Sequence[Marked], ids: np.ndarray, begins: list[int]) -> list[_Cut]:
-        """Return the beginnings and ends of all spans."""
-        specials = np.flatnonzero(self._is_special[ids])
-        firsts = np.searchsorted(specials, begins).tolist()
-        of_specials, cuts = specials.tolist(), []
+    def _cuts(self, texts: Sequence[Marked], ids: np.ndarray, begins: list[int]
+              ) -> list[tuple[int, int, str]]:
+        """Return the beginnings and ends of all spans: the text's number, the number of a token,
+        and the characters that lead from it to the place."""
+        special = np.flatnonzero(self._is_special[ids])
+        firsts = np.searchsorted(special, begins).tolist()
+        at, cuts = special.tolist(), []
         for number, (text, spans) in enumerate(texts):
-            first, begin = firsts[number], begins[number]
+            first = firsts[number]
             starts = [found.start() for found in self._special.finditer(text)]
             if len(starts) != firsts[number + 1] - first:  # a tokenizer that reads them otherwise
                 starts = []
             for span in spans:
                 for place in span:
                     last = bisect_left(starts, place) - 1
-                    cuts.append(_Cut(number, of_specials[first + last], text[starts[last]:place])
-                                if last >= 0 else _Cut(number, begin, text[:place]))
+                    cuts.append((number, at[first + last], text[starts[last]:place]) if last >= 0
+                                else (number, begins[number], text[:place]))
         return cuts
 
-    def _heads(self, heads: Iterable[str]) -> dict[str, bytes]:
+    def _heads(self, heads: set[str]) -> dict[str, bytes]:
         """Return the ids of texts, as bytes."""
         if len(self._known) > _MOST:
             self._known.clear()
-        found = {head: self._known.get(head) for head in heads}
-        new = [head for head, known in found.items() if known is None]
+        found = {head: self._known[head] for head in heads if head in self._known}
+        new = [*(heads - found.keys())]
         ids, lengths = self._encoder.encode_bare([head.encode("utf-8", "replace") for head in new])
         coded, ends = ids.tobytes(), (np.cumsum(lengths) * ids.itemsize).tolist()
         for head, begin, end in zip(new, [0, *ends], ends, strict=False):
             found[head] = coded[begin:end]
-            if len(head) <= _SHORT:
-                self._known[head] = coded[begin:end]
-        return found  # type: ignore[return-value]
+        self._known |= {head: found[head] for head in new if len(head) <= _SHORT}
+        return found
 
 
 def _shape(token: Any) -> str:
@@ -135,7 +127,7 @@ def _shape(token: Any) -> str:
         (_SPACE if token.rstrip else "")
 
 
-def _line_with(text: Marked, head: str) -> str:
+def _line(text: Marked, head: str) -> str:
     """Return the line of a text in which the place behind `head` lies."""
     place = text.text.find(head) + len(head)
     return head.rsplit("\n", 1)[-1] + text.text[place:].split("\n", 1)[0]

@@ -77,9 +77,11 @@ class ChatEncoder:
                   if token.content]
         special = [token.content for token in tokens if token.special]
         self._bos: int | None = encoder.tokenizer.bos_token_id
-        self._masker = Masker(Template(policy.template, encoder.tokenizer.special_tokens_map),
-                              policy.train_on, special, [token.content for token in tokens],
-                              encoder.tokenizer.bos_token)
+        with sandbox.limited() as begin:
+            begin()
+            self._masker = Masker(Template(policy.template, encoder.tokenizer.special_tokens_map),
+                                  policy.train_on, special, [token.content for token in tokens],
+                                  encoder.tokenizer.bos_token)
         self._boundaries = Boundaries(encoder)
         self._is_stop = np.zeros(encoder.vocab_size, bool)
         self._is_stop[encoder.tokenizer.convert_tokens_to_ids(
@@ -151,10 +153,13 @@ class ChatEncoder:
         texts: list[Marked] = []
         owned: list[int] = []
         dropped = {}
+        are_plain = self._masker.are_plain(conversations)
         with sandbox.limited() as begin:
             for number, each in enumerate(conversations):
                 begin()
                 try:
+                    if not are_plain:
+                        self._masker.require_plain(each)
                     found = self._masker.marked(each)
                 except TemplateError as error:
                     dropped[number] = Dropped(number, "template", str(error))

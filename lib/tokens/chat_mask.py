@@ -10,7 +10,8 @@ model would see it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lib.core.conversation import Conversation, Message
@@ -71,8 +72,7 @@ class Masker:
         self._ends = tuple(sorted((token for token in control if not _THOUGHT.search(token)
                                    or token in self.closing), key=len, reverse=True))
         self._last_letters = {token[-1] for token in self._ends}
-        self._control = {True: _alternatives(self._ends), False: _alternatives(
-            {*self._ends, *special})}
+        self._control = {True: _finders(self._ends), False: _finders({*self._ends, *special})}
 
     def _try(self) -> Iterator[str]:
         """Yield the texts of such conversations as every template takes, but for those it refuses.
@@ -91,12 +91,12 @@ class Masker:
         There is none where no answer is trained. Raises TemplateError where the template refuses
         the conversation, Unmaskable where it shows no boundary, ControlToken.
         """
-        self._require_plain(conversation)
-        conversation = conversation._replace(messages=_with_thoughts(conversation.messages))
         messages, tools, weights = conversation
+        if any("reasoning_content" in message for message in messages):
+            messages = list(map(_with_thoughts, messages))
         answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if self._train_on == ALL:
-            return self._all(conversation)
+            return self._all(messages, tools, weights)
         chosen = answers[-1:] if self._train_on == LAST else answers
         trained = [i for i in chosen if weights is None or weights[i]]
         if not trained:
@@ -114,9 +114,9 @@ class Masker:
                 found.append(answer)
         return found[::-1]
 
-    def _all(self, conversation: Conversation) -> list[Marked]:
+    def _all(self, messages: Sequence[Message], tools: Sequence[Message] | None,
+             weights: Sequence[float] | None) -> list[Marked]:
         """Return the whole text, trained but for the turns of weight 0."""
-        messages, tools, weights = conversation
         whole = self._template.follow(messages, tools)
         spans, start = [], 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
@@ -130,57 +130,53 @@ class Masker:
                 answers: list[int], i: int) -> Marked:
         """Return the text that ends with an answer, or a longer one, and where the answer is."""
         begin, edge = whole.edges[i], whole.edges[i + 1]
-        if i == len(messages) - 1:
-            text, marks = whole.text, whole.marks
-        elif edge >= 0:
-            text = whole.text[:edge] + self._template.tails[0]
-            marks = [mark for mark in whole.marks if mark[1] <= edge]
-        else:
+        if begin >= 0 and edge >= 0:  # all that the answer adds to the text stands between these
+            part = whole.text[begin:edge] + self._template.tails[0]
+            first, last = (bisect_left(whole.marks, (place,)) for place in (begin, edge))
+            marks = [(start - begin, end - begin) for start, end in whole.marks[first:last]]
+            spans = [(start + begin, end + begin) for start, end in self._spans(
+                part, marks, self._template.tails[1])]
+            is_whole = i == len(messages) - 1 or all(end <= edge for _, end in spans)
+            return Marked(whole.text if is_whole else whole.text[:begin] + part, spans)
+        text, marks = whole.text, whole.marks
+        if i < len(messages) - 1:
             text, marks, _ = self._template.render(messages[:i + 1], tools)
-        if self._template.has_marks:
-            spans = self._of_marks(messages, tools, begin, text, marks, answers, i)
+        before = ""
+        if not self._template.has_marks:
+            before = self._template.render(messages[:i], tools, prompt=True).text
+        elif len(marks) == answers.index(i) + 1:
+            marks = marks[-1:]
         else:
-            start = self._start(messages, tools, begin, text, i)
-            spans = [(start, self._end(text, start))]
-        if edge >= 0 and all(end <= edge for _, end in spans):
-            text = whole.text
-        return Marked(text, spans)
+            marks = marks[len(self._template.render(messages[:i], tools).marks):]
+        return Marked(text, self._spans(text, marks, before))
 
-    def _start(self, messages: Sequence[Any], tools: Sequence[Any] | None, begin: int, text: str,
-               i: int) -> int:
-        """Return where an answer begins: behind what the template writes to have it begun."""
-        head = self._template.tails[1]
-        if begin >= 0 and text.startswith(head, begin):
-            return begin + len(head)
-        before = text[:begin] + head if begin >= 0 else \
-            self._template.render(messages[:i], tools, prompt=True).text
+    def _spans(self, text: str, marks: list[Span], before: str) -> list[Span]:
+        """Return where the answer is that ends a text. before: what is written to have it begun."""
+        if self._template.has_marks:
+            marks = [mark for mark in marks if mark[0] < mark[1]]
+            return [*marks[:-1], *(self._closed(text, *mark) for mark in marks[-1:])]
         if not text.startswith(before):
             raise Unmaskable("what it writes before an answer is not what stands there once the "
                              "answer is given", *_differing_lines(before, text))
-        return len(before)
+        end = self._end(text, len(before))
+        if end < 0:
+            raise _unclosed(text[len(before):])
+        return [(len(before), end)]
 
-    def _of_marks(self, messages: Sequence[Any], tools: Sequence[Any] | None, begin: int, text: str,
-                  marks: list[Span], answers: list[int], i: int) -> list[Span]:
-        """Return the marked parts of an answer, the last of them up to its closing token."""
-        if begin >= 0:
-            own = [mark for mark in marks if mark[0] >= begin]
-        elif len(marks) == answers.index(i) + 1:
-            own = marks[-1:]
-        else:
-            own = marks[len(self._template.render(messages[:i], tools).marks):]
-        own = [mark for mark in own if mark[0] < mark[1]]
-        if own:
-            start, end = own[-1]
-            closed = self._end(text, start)
-            if not text[min(end, closed):max(end, closed)].strip("".join(self._ends) + " \r\n\t"):
-                end = closed
-            own[-1] = (start, end)
-        return own
+    def _closed(self, text: str, start: int, end: int) -> Span:
+        """Return the span of a mark, up to the answer's closing token and no further."""
+        closed = self._end(text, start)
+        if closed < 0 or text[end:closed].strip() not in ("", *self._ends):
+            closed = self._end(text[:end], start)
+        if closed < 0:
+            raise _unclosed(text[start:end])
+        return start, closed
 
     def _end(self, text: str, start: int) -> int:
         """Return where an answer ends that goes on from `start`: behind its closing token.
 
         White space and further tokens behind that are the template's, and no part of the answer.
+        Less than 0 where there is no such token.
         """
         at, found = len(text), []
         while True:
@@ -194,30 +190,46 @@ class Masker:
             found.append((at, token))
             at -= len(token)
         if not found:
-            raise Unmaskable("no token ends an answer", text[start:].rsplit("\n", 1)[-1][-80:])
+            return -1
         return next((end for end, token in reversed(found) if token in self.closing), found[-1][0])
 
-    def _require_plain(self, conversation: Conversation) -> None:
+    def are_plain(self, conversations: Sequence[Conversation]) -> bool:
+        """Tell whether nobody spells a special token in any of them: one search for many."""
+        texts: list[str] = []
+        for messages, tools, _ in conversations:
+            for message in messages:
+                if len(message) == 2:  # role and content
+                    texts.append(message.get("content") or "")
+                else:
+                    texts += _strings(message)
+            if tools:
+                texts += _strings(tools)
+        joined = "\0".join(texts)
+        return not any(finder.search(joined) for finder in self._control[False])
+
+    def require_plain(self, conversation: Conversation) -> None:
         """Raise ControlToken where somebody spells a token that the template alone may write."""
-        for number, message in enumerate(conversation.messages, 1):
-            pattern = self._control[message["role"] == ASSISTANT]
-            for key, value in message.items():
-                if key != "role" and (spelled := _search(pattern, value)):
-                    raise ControlToken(f"turn {number} ({message['role']}) spells the token "
-                                       f"{spelled}")
-        if conversation.tools and (spelled := _search(self._control[False], conversation.tools)):
-            raise ControlToken(f"a tool spells the token {spelled}")
+        said = [(f"turn {number} ({message['role']})", message["role"] == ASSISTANT,
+                 [value for key, value in message.items() if key != "role"])
+                for number, message in enumerate(conversation.messages, 1)]
+        for what, is_answer, value in [*said, ("a tool", False, conversation.tools)]:
+            for text in _strings(value):
+                for finder in self._control[is_answer]:
+                    if found := finder.search(text):
+                        raise ControlToken(f"{what} spells the token {found[0]}")
 
 
-def _with_thoughts(messages: Sequence[Message]) -> Sequence[Message]:
-    """Name thoughts as gpt-oss does too, as transformers has it."""
-    if not any("reasoning_content" in message for message in messages):
-        return messages
-    return [{"thinking": message["reasoning_content"], **message}
-            if "reasoning_content" in message else message for message in messages]
+def _with_thoughts(message: Message) -> Message:
+    """Give thoughts the name that gpt-oss has for them, too, as transformers does."""
+    thoughts = message.get("reasoning_content")
+    return message if thoughts is None else {"thinking": thoughts, **message}
 
 
 _OTHERS = "chat_templates/plain.jinja needs nothing but an eos token (--chat-template)"
+
+
+def _unclosed(answer: str) -> Unmaskable:
+    return Unmaskable("no token ends an answer", answer.rstrip().rsplit("\n", 1)[-1][-80:])
 
 
 def _refuse_closing(behind: str) -> None:
@@ -227,22 +239,28 @@ def _refuse_closing(behind: str) -> None:
                      "stop", found=found, hint=_OTHERS)
 
 
-def _alternatives(tokens: Sequence[str] | set[str]) -> re.Pattern[str]:
+def _alternatives(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return what finds the longest of some texts wherever one stands."""
     longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _search(pattern: re.Pattern[str], value: Any) -> str:
-    """Return what is found first in the strings of nested values."""
+def _finders(tokens: Iterable[str]) -> list[re.Pattern[str]]:
+    """Return what finds texts, one pattern per first letter: those are searched for fastest."""
+    by_first: dict[str, list[str]] = {}
+    for token in tokens:
+        by_first.setdefault(token[0], []).append(token)
+    return [_alternatives(several) for several in by_first.values()]
+
+
+def _strings(value: Any) -> list[str]:
+    """Return the strings in nested values."""
     if isinstance(value, str):
-        found = pattern.search(value)
-        return found[0] if found else ""
+        return [value]
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
-    if isinstance(value, (list, tuple)):
-        return next(filter(None, (_search(pattern, each) for each in value)), "")
-    return ""
+    return [text for each in value for text in _strings(each)] \
+        if isinstance(value, (list, tuple)) else []
 
 
 def _differing_lines(one: str, other: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import nodes
 from jinja2.runtime import LoopContext, missing
@@ -49,7 +49,8 @@ def _aliases(tree: nodes.Template) -> set[str]:
     sources: dict[str, list[bool]] = {"messages": [True]}
     assigned = [node for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)]
     for node in assigned:
-        sources.setdefault(node.target.name, []).append(_is_part(node.node))
+        name = cast(nodes.Name, node.target).name
+        sources.setdefault(name, []).append(_is_part(node.node))
     stores = [node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"]
     return {name for name, parts in sources.items() if all(parts)
             and stores.count(name) == len(parts) - (name == "messages")}
@@ -67,12 +68,15 @@ def _is_part(value: nodes.Node | None) -> bool:
 class Messages(Sequence[Any]):
     """Holds the messages of a conversation and notes which of them were asked for, and when.
 
-    blocks: the text so far, to be filled by who renders.
+    blocks: the text so far, to be filled by who renders. start: the first that is seen.
     """
 
-    def __init__(self, messages: Sequence[Any]) -> None:
-        self.blocks: list[str] = []
-        self._messages, self._start, self._notes = messages, 0, _Notes(len(messages), self.blocks)
+    __slots__ = ("_messages", "_notes", "_start", "blocks")
+
+    def __init__(self, messages: Sequence[Any], blocks: list[str], start: int = 0,
+                 notes: _Notes | None = None) -> None:
+        self.blocks, self._messages, self._start = blocks, messages, start
+        self._notes = notes or _Notes(len(messages))
 
     def edges(self) -> list[int]:
         """Return for each n where the text of the first n messages ends, -1 where not known.
@@ -80,11 +84,12 @@ class Messages(Sequence[Any]):
         Empty where the messages were not walked through once.
         """
         notes = self._notes
-        if notes.iterators != 1 or notes.at[-1] < 0:
+        if notes.walks != 1 or notes.at[-1] < 0:
             return []
-        sizes = [0, *accumulate(map(len, self.blocks))]
-        return [-1 if at < 0 or early else sizes[at]
-                for at, early in zip(notes.at, notes.early, strict=True)]
+        sizes = [*accumulate(map(len, self.blocks), initial=0), -1]
+        for n in notes.early:
+            notes.at[n] = -1
+        return [sizes[at] for at in notes.at]
 
     def __len__(self) -> int:
         self._notes.ask(len(self._messages))
@@ -94,48 +99,49 @@ class Messages(Sequence[Any]):
         return len(self._messages) > self._start
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):
-            if key.stop is None and key.step is None and isinstance(key.start, int) \
-                    and key.start >= 0:
-                rest = Messages.__new__(Messages)
-                rest._messages, rest._notes = self._messages, self._notes
-                rest.blocks, rest._start = self.blocks, min(self._start + key.start,
-                                                            len(self._messages))
-                return rest
-            self._notes.ask(len(self._messages))
-            return list(self._messages[self._start:])[key]
-        if not isinstance(key, int) or key < 0:
-            self._notes.ask(len(self._messages))
-            return list(self._messages[self._start:])[key]
-        self._notes.ask(self._start + key)
-        return self._messages[self._start + key]
+        if isinstance(key, int) and key >= 0:
+            self._notes.ask(self._start + key)
+            return self._messages[self._start + key]
+        if isinstance(key, slice) and key.stop is None and key.step is None \
+                and isinstance(key.start, int) and key.start >= 0:
+            start = min(self._start + key.start, len(self._messages))
+            return Messages(self._messages, self.blocks, start, self._notes)
+        self._notes.ask(len(self._messages))
+        return list(self._messages[self._start:])[key]
 
     def __iter__(self) -> Iterator[Any]:
-        self._notes.iterators += 1
-        return Walk(self._messages, self._start, self._notes)
+        self._notes.walks += 1
+        return Walk(self._messages, self.blocks, self._start, self._notes)
 
 
 class _Notes:
-    """Holds what was seen. taken: messages that the walk has reached. at: for each n, how many
-    blocks were written when the one behind the first n was asked for. early: whether that was known
-    to be there before."""
+    """Holds what was seen of some messages.
 
-    def __init__(self, count: int, blocks: list[str]) -> None:
-        self.count, self.blocks = count, blocks
-        self.taken = self.iterators = 0
-        self.at, self.early = [-1] * (count + 1), bytearray(count + 1)
+    taken: how many the walk has reached. at: for each n, how many blocks were written when the one
+    behind the first n was asked for; -1 where it was not. early: of which n it was known before
+    whether there is another.
+    """
+
+    __slots__ = ("at", "count", "early", "taken", "walks")
+
+    def __init__(self, count: int) -> None:
+        self.count, self.taken, self.walks = count, 0, 0
+        self.at = [-1] * (count + 1)
+        self.early: set[int] = set()
 
     def ask(self, index: int) -> None:
         """Note that it was asked whether a message of this number is there."""
-        for n in range(self.taken, min(index + 1, self.count)):
-            self.early[n] = True
+        self.early.update(range(self.taken, min(index + 1, self.count)))
 
 
 class Walk(Iterator[Any]):
     """Walks through messages for a loop of a template."""
 
-    def __init__(self, messages: Sequence[Any], start: int, notes: _Notes) -> None:
-        self._messages, self._next, self._notes = messages, start, notes
+    __slots__ = ("_blocks", "_messages", "_next", "_notes")
+
+    def __init__(self, messages: Sequence[Any], blocks: list[str], start: int, notes: _Notes
+                 ) -> None:
+        self._messages, self._blocks, self._next, self._notes = messages, blocks, start, notes
 
     def peek(self) -> None:
         """Note that the next one is asked for before the loop has come to it."""
@@ -143,7 +149,7 @@ class Walk(Iterator[Any]):
 
     def __next__(self) -> Any:
         notes, index = self._notes, self._next
-        notes.at[index] = len(notes.blocks)
+        notes.at[index] = len(self._blocks)
         if index == notes.count:
             raise StopIteration
         self._next = notes.taken = index + 1

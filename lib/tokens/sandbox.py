@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import BuiltinMethodType, FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2.ext
 import jinja2.nodes
@@ -58,7 +58,7 @@ class Generation(jinja2.ext.Extension):
     """Puts BEGIN and END around what stands between `{% generation %}` and `{% endgeneration %}`.
     """
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
     def parse(self, parser: Any) -> list[Any]:
         """Return the nodes of such a block."""

@@ -123,7 +123,7 @@ class Template:
             behind = following.tail(tree)
             self._is_followed = behind is not None
             made = _compiled(environment, behind or [])
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TemplateError, RecursionError) as error:
             raise UsageError("the chat template cannot be compiled",
                              found=str(error).splitlines()[0]) from error
         self.has_marks = any(node.data == sandbox.BEGIN
@@ -150,31 +150,35 @@ class Template:
         """
         if not self._is_followed:
             return self.render(messages, tools)
-        followed = following.Messages(messages)
+        blocks: list[str] = []
+        followed = following.Messages(messages, blocks)
         try:
-            done = self._render(followed, messages, tools, False, followed.blocks)
+            done = self._render(followed, messages, tools, False, blocks)
         except LimitError:
             raise
         except TemplateError:  # perhaps of something that it does with nothing but a list
             return self.render(messages, tools)
-        places = [place + n for n, place in enumerate(
-            place for mark in done.marks for place in mark)]  # with the marks in the text
-        edges = [edge - bisect_left(places, edge) for edge in followed.edges()]
+        edges = followed.edges()
+        if done.marks:
+            places = [place + n for n, place in enumerate(
+                place for mark in done.marks for place in mark)]  # with the marks in the text
+            edges = [edge - bisect_left(places, edge) for edge in edges]
         if not edges or done.text[edges[-1]:] != self.tails[0]:
             return done  # it ended elsewhere than behind the last message
-        return done._replace(edges=edges)
+        return Rendered(done.text, done.marks, edges)
 
     def _render(self, given: Any, messages: Sequence[Message], tools: Sequence[Message] | None,
                 prompt: bool, blocks: list[str]) -> Rendered:
-        most = max(_AT_LEAST, _LARGER * _size([messages, tools]))
-        size = 0
+        size, most = 0, _AT_LEAST
         try:
             for block in self._blocks(self._main, given, tools, prompt):
                 blocks.append(block)
                 size += len(block)
                 if size > most:
-                    raise LimitError(f"it wrote more than {most:,} characters")
-            text = "".join(blocks)
+                    most = max(most, _LARGER * _size([messages, tools]))
+                    if size > most:
+                        raise LimitError(f"it wrote more than {most:,} characters")
+            text, marks = _marked(blocks) if self.has_marks else ("".join(blocks), [])
         except TemplateError:
             raise
         except MemoryError:
@@ -182,14 +186,12 @@ class Template:
         except Exception as error:  # a template may do whatever Jinja can
             words = str(error).strip().splitlines() or [type(error).__name__]
             raise TemplateError(words[0]) from error
-        marks: list[Span] = []
-        if self.has_marks:
-            text, marks = _marked(text)
         return Rendered(text, marks, [-1] * (len(messages) + 1))
 
     def _blocks(self, template: Any, messages: Any, tools: Any, prompt: bool) -> Iterator[str]:
-        context = template.new_context({**self._tokens, "messages": messages, "tools": tools,
-                                        "add_generation_prompt": prompt})
+        context = template.new_context({
+            **template.globals, **self._tokens, "messages": messages, "tools": tools,
+            "add_generation_prompt": prompt}, shared=True)
         return template.root_render_func(context)
 
 
@@ -210,18 +212,21 @@ def _require_alone(tree: nodes.Template) -> None:
                          found=f"{type(node).__name__.lower()} in line {node.lineno}")
 
 
-def _marked(text: str) -> tuple[str, list[Span]]:
+def _marked(blocks: Sequence[str]) -> tuple[str, list[Span]]:
     """Return a text without what marks the assistant's part, and where that is."""
-    parts = re.split(f"([{sandbox.BEGIN}{sandbox.END}])", text)
+    text = "".join([block for block in blocks if block not in (sandbox.BEGIN, sandbox.END)])
+    if sandbox.BEGIN in text:  # a template that hands on what it has written
+        blocks = re.split(f"([{sandbox.BEGIN}{sandbox.END}])", "".join(blocks))
+        text = "".join(blocks[::2])
     marks, place, begin = [], 0, 0
-    for part in parts[:]:
-        if part == sandbox.BEGIN:
+    for block in blocks:
+        if block == sandbox.BEGIN:
             begin = place
-        elif part == sandbox.END:
+        elif block == sandbox.END:
             marks.append((begin, place))
         else:
-            place += len(part)
-    return "".join(parts[::2]), marks
+            place += len(block)
+    return text, marks
 
 
 def _size(value: Any) -> int:

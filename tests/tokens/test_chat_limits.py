@@ -1,0 +1,120 @@
+"""What a hostile or mistaken template may do: drop a conversation, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.core.errors import UsageError
+from lib.tokens import sandbox
+from lib.tokens.template import Template, TemplateError
+from tests.conftest import ROOT
+
+HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+BOMBS = {
+    "memory": "{{ 'x' | center(4000000000) }}",
+    "memory of a list": "{% set ns = namespace(x=['x']) %}{% for i in range(60) %}"
+                        "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "repetition": "{{ 'x' * 10000000000 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "product": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}"
+               "{% endfor %}",
+    "rounding": "{{ 1.5 | round(1000000000, 'floor') }}",
+    "range": "{{ range(1000000000) | list }}",
+    "text": "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+REACH = {
+    "files": "{{ messages.__class__.__mro__ }}",
+    "globals": "{{ raise_exception.__globals__ }}",
+    "functions": "{{ cycler.__init__.__globals__.os }}",
+    "format": "{{ '{0.__class__}'.format(messages) }}",
+    "format of a filter": "{{ ('{0.__class__.__mro__}' | attr('format'))(messages) }}",
+    "change": "{{ messages.append(1) }}",
+    "change of a turn": "{{ messages[0].update({'content': 'x'}) }}",
+    "namespace": "{% set ns = namespace(__class__=1) %}",
+}
+
+
+@pytest.mark.parametrize("source", REACH.values(), ids=REACH.keys())
+def test_a_template_reaches_nothing_of_python(source: str) -> None:
+    made = Template(source, {})
+    for way in (made.render, made.follow):
+        try:
+            text = way(HELLO).text
+        except TemplateError:
+            continue
+        assert "<class" not in text and "module" not in text and "'os'" not in text
+    assert HELLO[0] == {"role": "user", "content": "hi"} and len(HELLO) == 2
+
+
+def test_a_template_reads_no_other_and_has_no_clock_and_no_chance() -> None:
+    for source in ("{% include 'x' %}", "{% import 'x' as y %}", "{% from 'x' import y %}",
+                   "{% extends 'x' %}"):
+        with pytest.raises(UsageError, match="reads other templates"):
+            Template(source, {})
+    with pytest.raises(UsageError, match="cannot be compiled"):
+        Template("{{ [1, 2] | random }}", {})
+    assert Template("{{ strftime_now('%Y') }}", {}).render(HELLO).text == "26 Jul 2024"
+    # Macros of its own are no others: gpt-oss writes its tools by some.
+    assert Template("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') }}", {}).render(
+        HELLO).text == "<a>"
+
+
+def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "SECONDS", 0.05)
+    slow = Template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+                    "{% endfor %}", {})
+    with sandbox.limited() as begin:
+        for way in (slow.render, slow.follow):
+            begin()
+            with pytest.raises(TemplateError, match=r"more than 0\.05 seconds"):
+                way(HELLO)
+
+
+def test_memory_and_what_c_code_computes_are_limited() -> None:
+    """In a process of its own, which has to live on after each."""
+    script = f"""
+import resource, sys, time
+from lib.tokens import sandbox
+from lib.tokens.template import Template, TemplateError
+before, began = resource.getrlimit(resource.RLIMIT_AS), time.monotonic()
+with sandbox.limited() as begin:
+    for name, source in {BOMBS!r}.items():
+        begin()
+        try:
+            Template(source, {{}}).render({HELLO!r})
+            print(name, "was rendered")
+        except TemplateError as error:
+            print(name, "|", error)
+assert resource.getrlimit(resource.RLIMIT_AS) == before
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+print("peak", peak, "MiB", time.monotonic() - began, "s", file=sys.stderr)
+assert peak < 1500
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(BOMBS) and "was rendered" not in done.stdout, done.stdout
+    assert lines[0] == "memory | it took more memory than a conversation may"
+
+
+def test_a_token_that_the_tokenizer_lacks_is_not_written_as_a_word() -> None:
+    for source in ("{{ bos_token }}", "{{ bos_token + 'x' }}", "{{ 'x' + bos_token }}",
+                   "{{ 'x' ~ bos_token }}"):
+        with pytest.raises(TemplateError, match="writes bos_token, which the tokenizer has not"):
+            Template(source, {"eos_token": "</s>"}).render(HELLO)
+    asks = "{% if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}x"
+    assert Template(asks, {}).render(HELLO).text == "x"
+
+
+def test_what_a_project_template_needs_is_in_words() -> None:
+    plain = Path(ROOT / "chat_templates/plain.jinja").read_text()
+    tool = {"role": "tool", "content": "4"}
+    for messages, tools in (([*HELLO, tool], None), (HELLO, [{"name": "f"}])):
+        with pytest.raises(TemplateError, match="this template has no place for"):
+            Template(plain, {"eos_token": "</s>"}).render(messages, tools)
