@@ -149,7 +149,8 @@ def test_what_a_run_leaves(trained: Path):
     assert "  loss " not in "".join(logs)  # that is the line of the console
     keys = {"step", "epoch", "train/loss", "train/loss_mean", "train/grad_norm",
             "train/learning_rate", "train/tokens_seen", "perf/tokens_per_sec",
-            "perf/tokens_per_sec_per_device", "perf/run_tokens_per_sec", "perf/tflops",
+            "perf/tokens_per_sec_per_device", "perf/run_tokens_per_sec",
+            "perf/label_tokens_per_sec", "perf/tflops",
             "perf/mfu", "perf/slowest_rank", "perf/slowest_ratio",
             "time/optimizer", "eval/loss", "eval/perplexity",
             *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),

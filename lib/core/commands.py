@@ -38,16 +38,16 @@ def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
     return _joined([*_without(typed(), drop), *map(str, more)])
 
 
-def replaced(option: Sequence[str], old: object, new: object) -> str:
+def replaced(option: Sequence[str], old: object, new: object, drop: Sequence[str] = ()) -> str:
     """Return the command that was typed, with another value of an option (or of its `old=…`).
 
-    option: its short and its long form; it is found under all its names.
+    option: its short and its long form; it is found under all its names. drop: see `as_typed`.
     """
     option = elsewhere.spellings(option)
     value = re.compile(rf"(?P<flag>(?:{'|'.join(map(re.escape, option))})=?)?"
                        rf"{re.escape(str(old))}(?P<rest>=.*)?")
     words, before = [], ""
-    for word in typed():
+    for word in _without(typed(), drop):
         found = value.fullmatch(word)
         if found and (found["flag"] or before in option):
             words.append(f"{found['flag'] or ''}{new}{found['rest'] or ''}")

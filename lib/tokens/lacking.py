@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from lib.core import commands, manifest, paths
@@ -66,21 +66,42 @@ def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageE
             "rename one with `dataset.rename_column`, or make it by stage 02 with --fields"))
     folder = path.parent if path.is_file() else path
     dataset = folder.parent if folder.name in ("train", "validation") else folder
-    target = DATASETS_ROOT / f"{dataset.resolve().name}-chat"
-    make = commands.script("02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target,
-                           "--format", "chat")
     return UsageError(f"{dataset} holds conversations, and was not made by stage 02", found=found,
                       hint="make a chat dataset of it:",
-                      run=f"{make}\n{_with_other(dataset, path, target)}")
+                      run=_as_chats(folder, f"{dataset.resolve().name}-chat", (dataset, path)))
 
 
-def _with_other(dataset: Path, path: Path, target: Path) -> str:
-    """Return the command that was typed with another dataset, however this one was named."""
-    org, _, name = dataset.name.partition("--")
-    for given in (dataset, path, dataset.name, f"{org}/{name}"):
-        if (command := commands.replaced(OPTION, given, target)) != commands.as_typed():
-            return command
-    return commands.as_typed()
+def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
+    """Return the error for conversations with --streaming, None where the fields are others.
+
+    path: as -d names it. names: of the fields of a record.
+    """
+    if not columns.hold_chats(names):
+        return None
+    problem, found = "--streaming reads plain text, and not conversations", ", ".join(names)
+    if not path.exists():  # on the Hub
+        return UsageError(problem, found=f"fields {found}", hint="stage 03 fetches the files, and "
+                          "stage 02 makes a dataset of them with --format chat")
+    folder = path.parent if path.is_file() else path
+    return UsageError(problem, found=f"fields {found} in {path}", hint="make a chat dataset of it:",
+                      run=_as_chats(folder, folder.resolve().name, (path,),
+                                    drop=("--streaming", "--text-field")))
+
+
+def _as_chats(folder: Path, name: str, given: Collection[Path], drop: Sequence[str] = ()) -> str:
+    """Return the commands that make a chat dataset of a folder, and train on it.
+
+    given: what -d may have named.
+    """
+    target = DATASETS_ROOT / name
+    make = commands.script("02_build_hf_dataset.py", "--data-folder", folder, "--save-dir", target,
+                           "--format", "chat")
+    as_before = commands.as_typed(drop=drop)
+    org, _, rest = next(iter(given)).name.partition("--")
+    each = (commands.replaced(OPTION, text, target, drop=drop) for path in given
+            for text in (path, path.name, f"{org}/{rest}"))
+    train = next((command for command in each if command != as_before), as_before)
+    return f"{make}\n{train}"
 
 
 def _is_of_the_hub(path: Path) -> bool:

@@ -73,6 +73,21 @@ def read(path: Path, span: Span, place: int | None, text_field: str,
             raise EOFError(*damage)
 
 
+def names(path: Path, span: Span) -> list[str]:
+    """Return the fields of the first record of a span, or its columns; none where it has none."""
+    try:
+        if path.suffix.lower() == ".parquet":
+            from pyarrow.parquet import ParquetFile
+            with ParquetFile(path) as parquet:
+                return list(parquet.schema_arrow.names)
+        block = next(read(path, span, None, "", lambda place: None))
+        assert isinstance(block.content, bytes)
+        first = next(line for line in block.content.split(b"\n") if line.strip())
+        return list(_parse(first))
+    except (*DAMAGE, StopIteration, RecursionError, TypeError):
+        return []
+
+
 def _lines(file: BinaryIO, span: Span, place: int | None, too_long: Callable[[int], None],
            ) -> Iterator[Block]:
     here = place or 0

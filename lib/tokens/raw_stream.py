@@ -22,7 +22,7 @@ import numpy as np
 from lib.core import log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
-from lib.tokens import order, raw_reader
+from lib.tokens import lacking, order, raw_reader
 from lib.tokens.batches import Cursor, DataStream, Position, Step, micro_batch, read_ahead
 from lib.tokens.order import Division
 from lib.tokens.raw_reader import Block, Encoded, LeftOut
@@ -88,10 +88,11 @@ class RawDocuments:
         spans = self.spans(0)[:1] if self.shards.fetcher else \
             self.shards.spans[::-(-len(self.shards.spans) // _SAMPLED_SPANS)]
         texts: list[bytes] = []
-        left, problems = LeftOut(), []
+        left, problems, path = LeftOut(), [], Path()
         for span in spans:
             try:
-                blocks = raw_reader.read(self._fetched(span), span, None, self.text_field,
+                path = self._fetched(span)
+                blocks = raw_reader.read(path, span, None, self.text_field,
                                          lambda place: left.add("too long"))
                 if block := next(blocks, None):
                     found, _ = raw_reader.find_texts(block, self.text_field, left)
@@ -101,6 +102,9 @@ class RawDocuments:
             except raw_reader.DAMAGE as error:
                 problems.append(f"{span.path}: {error}")
         if not texts:
+            fields = raw_reader.names(path, span)
+            if chats := lacking.streamed_chats(Path(self.shards.name), fields):
+                raise chats
             problems += [f"{reason} {words}" for reason, words in left.first.items()]
             raise (UsageError if left.counts else ArtifactError)(
                 f"no readable document in {self.shards}", found="\n".join(problems[:8]),

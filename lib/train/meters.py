@@ -168,7 +168,7 @@ class LossWindow:
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
         self._running, self._last, self._window = (self._zero() for _ in range(3))
-        self._window_tokens = self._last_tokens = 0
+        self._window_tokens = self._last_tokens = self._steps = 0
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._layout.device)
@@ -183,15 +183,18 @@ class LossWindow:
         self._window = self._window + self._last
         self._last_tokens = label_tokens
         self._window_tokens += label_tokens
+        self._steps += 1
 
-    def read(self) -> tuple[float, float]:
-        """Return the loss of the last step and of the window, and begin another window.
+    def read(self) -> tuple[float, float, float]:
+        """Return the loss of the last step and of the window, and the label tokens of its steps on
+        average; begin another window.
 
-        All ranks must call this.
+        The loss over no token is 0. All ranks must call this.
         """
         step, window = self._layout.total([self._last.item(), self._window.item()])
-        means = step / max(1, self._last_tokens), window / max(1, self._window_tokens)
-        self._window, self._window_tokens = self._zero(), 0
+        tokens = self._window_tokens
+        means = step / max(1, self._last_tokens), window / max(1, tokens), tokens / self._steps
+        self._window, self._window_tokens, self._steps = self._zero(), 0, 0
         return means
 
 

@@ -78,7 +78,7 @@ class Report:
         this.
         """
         state, meters, ranks = self._state, self._meters, self._layout.ranks
-        loss, mean_loss = window.read()
+        loss, mean_loss, labels = window.read()
         times = meters.timers.read()
         per_second = self._plan.tokens_per_step / (times["time/total"] / 1000)
         per_device = per_second / ranks
@@ -88,6 +88,7 @@ class Report:
                 "train/grad_norm": grad_norm.item(), "train/learning_rate": learning_rate,
                 "train/tokens_seen": state.tokens,
                 "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
+                "perf/label_tokens_per_sec": labels / (times["time/total"] / 1000),
                 "perf/tflops": per_device * meters.flops / 1e12,
                 "perf/mfu": per_device * meters.flops / meters.peak,
                 **self._speeds(), **times, **self._stream.costs(times), **in_use,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from lib.optim.guard import StepGuard
 from lib.optim.registry import build, set_learning_rate
+from lib.train.meters import LossWindow
 
 
 @pytest.fixture
@@ -172,3 +174,17 @@ def test_a_rank_of_many_scales_its_part_up_where_small_gradients_vanish(model: n
             fill_gradients(model, factor)
             norms.append(guard.clip(build("adamw", model, 1e-2, (0.9, 0.95), 0.1), 1.0).item())
         assert norms[0] == norms[1] and alone.state() == many.state()
+
+
+def test_a_step_without_labels_changes_no_weight_to_nan(model: nn.Module) -> None:
+    """Windows across conversations may hold nothing that is trained."""
+    guard, optimizer = guarded(model, "fp32")
+    assert guard.loss_factor(0) == guard.loss_factor(1)
+    fill_gradients(model, 0.0)
+    assert guard.clip(optimizer, 1.0) == 0
+    optimizer.step()
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    window = LossWindow(SimpleNamespace(device=torch.device("cpu"), total=list))
+    window.add(torch.zeros(()))
+    window.end_step(0)
+    assert window.read() == (0, 0, 0)

@@ -246,7 +246,7 @@ def test_files_that_are_passed_over_are_named(tmp_path: Path, monkeypatch: pytes
     assert "takes 1 of the 2 files of org/name and passes over 1" in told[1]
 
 
-def test_nothing_to_read_is_refused(tmp_path: Path):
+def test_nothing_to_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ArtifactError, match="does not exist"):
         raw_shards.open_directory(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("x")
@@ -266,6 +266,18 @@ def test_nothing_to_read_is_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="no readable document") as told:
         part_of(tmp_path).sample()
     assert "it has words (a.parquet)" in told.value.found
+    pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    for path in (tmp_path, tmp_path / "b.jsonl"):
+        monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", str(path),
+                                         "--streaming", "--max-steps", "9"])
+        with pytest.raises(UsageError, match="and not conversations") as told:
+            part_of(path).sample()
+        build, train = told.value.run.splitlines()
+        target = f"hf_datasets/{tmp_path.name}"
+        assert build.endswith(f"--data-folder {tmp_path} --save-dir {target} --format chat")
+        assert train.endswith(f"04_train_fsdp.py -e x -d {target} --max-steps 9")
+    (tmp_path / "b.jsonl").unlink()
     (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
     with pytest.raises(ArtifactError, match="no readable document"):
         part_of(tmp_path).sample()
