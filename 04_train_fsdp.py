@@ -105,7 +105,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     # Perhaps hours, so before any process group exists.
     data = prepare_data(config, inputs, model.config.get_text_config().vocab_size)
     if config.prepare_only:
-        log.info("next: " + commands.as_typed(drop=["--prepare-only"]))
+        log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
         return
     with explained(config, experiment), ExitStack() as stack:  # closed in the reverse order
         run = set_up(config, experiment, inputs, model, data, meeting, stack)

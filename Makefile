@@ -1,4 +1,5 @@
 # make demo                the five stages on real text, from nothing to generated lines
+# make demo-chat           stages 02 to 05 on conversations, from nothing to an answer
 # make test                the quick tests          make test-slow   those of ten seconds and more
 # make test-long           half an hour more, as root: a cluster in small, every kind of damage
 # make test-faults         200 kills over stages 01 to 05: nothing may be lost (about five minutes)
@@ -85,7 +86,7 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help demo test test-slow test-long test-faults lint memory-table bench gpu-kit test-gpu bench-gpu \
+.PHONY: help demo demo-chat test test-slow test-long test-faults lint memory-table bench gpu-kit test-gpu bench-gpu \
   validate-framework validate-setup test-quick run status logs-follow stop
 
 $(VENV)/installed: $(PINS)
@@ -115,6 +116,22 @@ demo: $(VENV)/installed
 	$(PY) 05_export_checkpoint.py -e demo --out outputs/demo/export/final
 	@$(PY) launch/show_result.py outputs/demo --model outputs/demo/export/final \
 	  --prompt '    def __init__(self, loop' --prompt '        if self._'
+
+# What Python's functions do, by the documentation that they carry: a small model learns it by heart.
+demo-chat: $(VENV)/installed
+	$(PY) launch/demo_conversations.py raw_demo_chat
+	$(PY) 02_build_hf_dataset.py --data-folder raw_demo_chat --save-dir hf_datasets/demo-chat \
+	  --format chat
+	$(PY) 03_download_model.py --from-scratch --model-size 1M --model-name demo-chat \
+	  --train-tokenizer hf_datasets/demo-chat
+	$(PY) 04_train_fsdp.py -e demo-chat -d hf_datasets/demo-chat -m demo-chat --seq-length 256 \
+	  --prepare-only --show-samples 2
+	PYTHON=$(PY) launch/single_node.sh $(DEMO_RANKS) -- -e demo-chat -d hf_datasets/demo-chat \
+	  -m demo-chat --seq-length 256 --batch-size 4 --max-steps 350 --lr 1e-2 --warmup-steps 30 \
+	  --log-freq 50 --ckpt-freq 350
+	$(PY) 05_export_checkpoint.py -e demo-chat --out outputs/demo-chat/export/final
+	@$(PY) launch/show_result.py outputs/demo-chat --model outputs/demo-chat/export/final \
+	  --question 'What does shutil.copyfile do?' --question 'What does math.sqrt do?'
 
 test: $(VENV)/installed-dev
 	$(PY) -m pytest -q -n 3 --dist worksteal -m 'not slow and not long and not gpu'

@@ -263,7 +263,7 @@ def test_the_job_that_prepares_is_what_a_cluster_takes(tmp_path: Path) -> None:
     [container] = item["spec"]["template"]["spec"]["containers"]
     assert item["metadata"]["name"] == "j-prepare" and "resources" in container
     assert "nvidia.com/gpu" not in json.dumps(container["resources"])
-    assert container["command"][2:] == ["--data=/bucket/raw", "--fields=text",
+    assert container["command"][2:] == ["--data=/bucket/raw", "--fields=text", "--format=text",
                                         "--validation-percent=1.0", "--"]
     assert container["args"] == ["--experiment-name=j", "--device=cpu", "-d", "mine", "-m",
                                  "org/model"]
@@ -297,6 +297,8 @@ def test_the_commands_that_prepare_a_run(steps: Callable[..., list[str]], tmp_pa
     assert steps("--", "-d", "c4", "-m", "org/model")[3].endswith("--model-name org/model")
     organize = steps("--data", "/bucket/raw", "--", "-d", "mine", "-m", "scratch-1M")[0]
     assert organize.endswith("--src-dir /bucket/raw --dst-root splits/mine --mode symlink")
+    assert " --format chat " in steps("--data", "/bucket/raw", "--format", "chat", "--", "-d",
+                                      "mine", "-m", "scratch-1M")[1]
     (tmp_path / "hf_datasets" / "c4").mkdir(parents=True)
     assert len(steps("--", "-d", "c4", "-m", str(tmp_path))) == 1
     with pytest.raises(UsageError, match="hf_datasets/mine is not there, and no --data says"):

@@ -17,7 +17,7 @@ from launch import validate
 from tests.conftest import ROOT
 from tests.training import write_corpus
 
-VERBS = ("demo", "test", "test-slow", "test-long", "test-faults", "validate-framework",
+VERBS = ("demo", "demo-chat", "test", "test-slow", "test-long", "test-faults", "validate-framework",
          "validate-setup", "test-quick", "run", "logs-follow", "status", "stop", "bench", "lint",
          "gpu-kit", "test-gpu", "bench-gpu")
 BENCHMARKS = ROOT / "benchmarks"

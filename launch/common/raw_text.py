@@ -32,6 +32,8 @@ class RawText:
                                                          "may be repeated (default: all)")
     fields: str = option("", metavar="A,B.C", help="of structured documents keep only these keys "
                                                    "(default: every string)")
+    format: str = option("text", choices=("text", "chat"),
+                         help="chat: keep the conversations that the files hold")
     validation_percent: float = option(1.0, parse=options.percent, metavar="P",
                                        help="percentage of the rows for the validation split")
 
@@ -83,6 +85,7 @@ def _data_steps(raw: RawText, dataset: Path) -> Iterator[list[str]]:
     yield ["01_organize_data.py", "--src-dir", str(files), "--dst-root", str(splits), *mode]
     yield ["02_build_hf_dataset.py", "--data-folder", str(splits), "--save-dir", str(dataset),
            *(["--fields", raw.fields] if raw.fields else []),
+           *(["--format", raw.format] if raw.format != "text" else []),
            f"--validation-percent={raw.validation_percent}"]
 
 

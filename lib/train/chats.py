@@ -4,6 +4,7 @@ belong."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lib.tokens import template
 from lib.tokens.chat import ChatPolicy
 from lib.tokens.columns import CHAT
 from lib.tokens.dataset import Dataset
+from lib.tokens.encode import Encoder
 from lib.tokens.mixture import Corpus
 from lib.train.config import DEFAULTS, Config
 
@@ -53,6 +55,23 @@ def policy(config: Config, source: str, dataset: Dataset) -> ChatPolicy | None:
     if dataset.format != CHAT:
         return None
     return ChatPolicy(source, config.train_on, config.too_long, config.seq_length)
+
+
+def template_to_keep(source: str, model_dir: Path) -> str:
+    """Return a template that writes BOS itself where samples got it from the tokenizer.
+
+    Who renders a conversation for the model tells the tokenizer to add nothing, as with any other
+    template: the text must begin there as it began in training.
+    """
+    tokenizer = (encoder := Encoder(model_dir, 1)).tokenizer
+    if encoder.bos is None:
+        return source
+    made = template.Template(source, tokenizer.special_tokens_map)
+    with suppress(template.TemplateError):  # one that takes no such conversation names BOS, or not
+        if made.render([{"role": "user", "content": "a"}]).text.startswith(tokenizer.bos_token):
+            return source
+        return "{{- bos_token }}" + source
+    return source if "bos_token" in source else "{{- bos_token }}" + source
 
 
 def _have_chats(corpora: Sequence[Corpus]) -> bool:

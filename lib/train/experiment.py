@@ -18,6 +18,7 @@ from lib.models import chat_files, remote_code
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.tokens.chat_counts import ChatFacts
 from lib.tokens.encode import TOKENIZER_FILES
+from lib.train import chats
 from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.journal import Journal, read_config
@@ -80,7 +81,8 @@ def _describe(config: Config, experiment: Experiment, plan: Plan, inputs: Inputs
         experiment.config, experiment.state, experiment.metrics)])
     _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
     if chat:
-        chat_files.write(experiment.model, chat.template, list(chat.stops))
+        chat_files.write(experiment.model, chats.template_to_keep(chat.template, inputs.model_dir),
+                         list(chat.stops))
     inputs.require_unchanged()
     if left := commit.clean(experiment.checkpoints):
         journal.event("clean", 0, paths=left)
