@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lib.tokens.split_writer import Written
 from lib.tokens.store import ERRORS, TEMPLATE
 
 _EXAMPLES = 2
+_WORTH_A_PROCESS = 32 << 20  # bytes of conversations
 
 
 def write(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, policy: ChatPolicy,
@@ -29,9 +29,9 @@ def write(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, polic
     counts: dict[str, dict[str, int]] = {}
     chats: dict[str, ChatCounts] = {}
     files: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        workers = stack.enter_context(chat_workers.started(
-            num_workers, encoder.directory, policy, dataset.some_chats()))
+    # Each takes seconds to get ready, in which the others do so much.
+    count = min(num_workers, 1 + dataset.total_bytes() // _WORTH_A_PROCESS)
+    with chat_workers.started(count, encoder.directory, policy, dataset.some_chats()) as workers:
         for name in dataset.splits:
             writer = ChatWriter(directory, name, dtype, dataset)
             writer.run(workers, bar)
