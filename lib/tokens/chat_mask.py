@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lib.core.conversation import Conversation, Message
+from lib.core.conversation import CALLS, Conversation, Message
 from lib.core.errors import UsageError
 from lib.tokens.sandbox import TemplateError, TokenError
 from lib.tokens.template import Rendered, Span, Template
@@ -103,10 +103,14 @@ class Masker:
             return []
         messages = messages[:trained[-1] + 1]  # what comes later is context of nothing
         whole = self._template.follow(messages, tools)
+        _require_tools(tools, whole.text)
         found: list[Marked] = []
         for i in reversed(trained):
             answer = self._answer(messages, tools, whole, answers, i)
-            end = max((span[1] for span in answer.spans), default=0)
+            end = answer.spans[-1][1] if answer.spans else 0
+            if messages[i].get(CALLS):
+                _require_calls(messages[i], i + 1, answer.text[answer.spans[0][0]:end]
+                               if answer.spans else whole.text)
             if found and (answer.text is found[-1].text
                           or found[-1].text.startswith(answer.text[:end])):
                 found[-1].spans.extend(answer.spans)
@@ -118,6 +122,7 @@ class Masker:
              weights: Sequence[float] | None) -> list[Marked]:
         """Return the whole text, trained but for the turns of weight 0."""
         whole = self._template.follow(messages, tools)
+        _require_tools(tools, whole.text)
         spans, start = [], 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
             if whole.edges[i] < 0 or whole.edges[i + 1] < 0:
@@ -217,6 +222,27 @@ class Masker:
                 for finder in self._control[is_answer]:
                     if found := finder.search(text):
                         raise ControlToken(f"{what} spells the token {found[0]}")
+
+
+def _require_tools(tools: Sequence[Message] | None, text: str) -> None:
+    """Raise TemplateError where a template leaves out functions that may be called."""
+    for tool in tools or ():
+        if _name_of(tool) not in text:
+            raise TemplateError(f"it leaves out the tool {_name_of(tool)}")
+
+
+def _require_calls(message: Message, number: int, text: str) -> None:
+    """Raise TemplateError where a template leaves out calls: silence would be learned instead."""
+    for call in message.get(CALLS) or ():
+        if _name_of(call) not in text:
+            raise TemplateError(f"it leaves out the call of {_name_of(call)} in turn {number}")
+
+
+def _name_of(described: Any) -> str:
+    """Return the name of a function that a tool or a call describes, "" where it is not known."""
+    function = described.get("function", described) if isinstance(described, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def _with_thoughts(message: Message) -> Message:

@@ -41,16 +41,18 @@ LLAMA_3 = """\
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
+# The system prompt stands before the last turn, if that is a question; tools before the last one.
 MISTRAL = _SYSTEM_FIRST + """\
+{%- set users = turns | selectattr('role', 'equalto', 'user') | list %}
 {{- bos_token }}
 {%- for m in turns %}
 {%- if m.role == 'user' %}
-{%- if loop.last and tools %}
+{%- if tools and m == users[-1] %}
 {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
 {{- '[INST] ' + (first + '\\n\\n' if first and loop.last else '') + m.content + '[/INST]' }}
 {%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}
 {%- elif m.tool_calls %}{{- '[TOOL_CALLS] ' + m.tool_calls | tojson + eos_token }}
-{%- else %}{{- ' ' + m.content + eos_token }}{% endif %}
+{%- else %}{{- ' ' + m.content | trim + eos_token }}{% endif %}
 {%- endfor %}"""
 
 CHATML = """\
@@ -69,21 +71,26 @@ MARKED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
-QWEN_2_5 = """\
-{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system'
-    else 'You are a helpful assistant.') }}
-{%- if tools %}{{- '\\n\\n# Tools\\n' }}
-{%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}
-{%- endif %}{{- '<|im_end|>\\n' }}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
-{%- elif m.tool_calls %}
-{{- '<|im_start|>assistant' }}
-{%- for call in m.tool_calls %}
+_CALLS = """\
+{%- for call in m.tool_calls or [] %}
 {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": '
     + call.function.arguments | tojson + '}\\n</tool_call>' }}
-{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}"""
+_RESULTS = """\
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}"""
+_TOOLS = """\
+{%- if tools %}{{- '\\n\\n# Tools\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}{% endif %}"""
+
+QWEN_2_5 = """\
+{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system'
+    else 'You are a helpful assistant.') }}""" + _TOOLS + """{{- '<|im_end|>\\n' }}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}""" + _RESULTS + """
+{%- elif m.role == 'assistant' %}
+{{- '<|im_start|>assistant' + ('\\n' + m.content if m.content else '') }}""" + _CALLS + """
 {%- elif m.role != 'system' or not loop.first %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
 {%- endif %}
@@ -92,18 +99,26 @@ QWEN_2_5 = """\
 
 # Thoughts are kept since the last question, and dropped before it.
 QWEN_3 = """\
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- set first = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if first or tools %}{{- '<|im_start|>system\\n' + first }}""" + _TOOLS + """\
+{{- '<|im_end|>\\n' }}{% endif %}
+{%- set ns = namespace(last=messages | length - 1, found=false) %}
+{%- for m in messages[::-1] %}
+{%- if not ns.found and m.role == 'user' %}
+{%- set ns.found = true %}{% set ns.last = messages | length - loop.index %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}
-{%- set parts = m.content.split('</think>') %}
-{%- set answer = parts[-1].lstrip('\\n') %}
-{%- set thought = parts[0].split('<think>')[-1].strip('\\n') if parts | length > 1 else '' %}
+{%- set thought = m.reasoning_content or '' %}{% set answer = m.content %}
+{%- if '</think>' in answer %}
+{%- set thought = answer.split('</think>')[0].split('<think>')[-1] %}
+{%- set answer = answer.split('</think>')[-1] %}{% endif %}
 {{- '<|im_start|>assistant\\n' }}
-{%- if loop.index0 > ns.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}
-{{- answer + '<|im_end|>\\n' }}
-{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}
+{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
+{{- answer.lstrip('\\n') }}""" + _CALLS + """
+{%- elif m.role == 'tool' %}""" + _RESULTS + """
+{%- elif m.role != 'system' or not loop.first %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
@@ -119,17 +134,30 @@ PHI_3 = """\
 {%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% else %}{{- eos_token }}{% endif %}"""
 
-# The last answer ends with another token than those before it.
+# The last answer ends with another token than those before it, which lose their thoughts.
 GPT_OSS = """\
+{%- macro spoken(channel, text, end) -%}
+{{ '<|start|>assistant<|channel|>' + channel + '<|message|>' + text + end }}{% endmacro %}
 {{- '<|start|>system<|message|>You are a large language model.<|end|>' }}
-{%- for m in messages %}
-{%- if m.role == 'assistant' %}
-{{- '<|start|>assistant<|channel|>final<|message|>' + m.content
-    + ('<|return|>' if loop.last else '<|end|>') }}
-{%- else %}
-{{- '<|start|>' + ('developer' if m.role == 'system' else m.role) + '<|message|>' + m.content
-    + '<|end|>' }}
-{%- endif %}
+{%- set first = messages[0].role == 'system' %}
+{%- if first or tools %}{{- '<|start|>developer<|message|>' }}
+{%- if first %}{{- '# Instructions\\n\\n' + messages[0].content + '\\n\\n' }}{% endif %}
+{%- if tools %}{{- '# Tools\\n\\n' }}
+{%- for tool in tools %}{{- 'type ' + tool.function.name + ' = (_: any) => any;\\n' }}{% endfor %}
+{%- endif %}{{- '<|end|>' }}{% endif %}
+{%- for m in (messages[1:] if first else messages) %}
+{%- if m.role == 'assistant' and m.tool_calls %}
+{%- if m.thinking %}{{- spoken('analysis', m.thinking, '<|end|>') }}{% endif %}
+{{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name
+    + '<|channel|>commentary json<|message|>' + m.tool_calls[0].function.arguments | tojson
+    + '<|call|>' }}
+{%- elif m.role == 'assistant' %}
+{%- if loop.last and m.thinking %}{{- spoken('analysis', m.thinking, '<|end|>') }}{% endif %}
+{{- spoken('final', m.content, '<|return|>' if loop.last else '<|end|>') }}
+{%- elif m.role == 'tool' %}
+{{- '<|start|>functions.' + m.name + ' to=assistant<|channel|>commentary<|message|>'
+    + m.content | tojson + '<|end|>' }}
+{%- else %}{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
 
@@ -142,6 +170,7 @@ ANSWERS = {"llama 2": " {} </s>", "llama 3": "{}<|eot_id|>", "mistral": " {}</s>
            "gpt-oss": "<|channel|>final<|message|>{}<|return|>"}
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>",
            "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end|>", "<|user|>",
-           "<|assistant|>", "<|system|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>")
+           "<|assistant|>", "<|system|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>",
+           "<|call|>")
 # These add no BOS by themselves.
 WITHOUT_BOS = ("chatml", "marked", "qwen 2.5", "qwen 3", "gpt-oss")

@@ -1,0 +1,77 @@
+"""Tokenizers as chat models have them: of bytes, of merged bytes, and of sentencepiece's kinds."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lib.tokens.chat import EncodedChats
+from lib.tokens.encode import Encoder
+from tests.conftest import ROOT
+from tests.tokens.chat_templates import SPECIAL
+from tests.tokens.conftest import BOS, EOS, save_tokenizer
+
+KINDS = ("bytes", "merged", "metaspace", "metaspace in front", "unigram")
+_WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+               r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")  # as Qwen splits
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def encoder(home: Path, kind: str, bos: bool, **settings: Any) -> Encoder:
+    """Return the encoder of a tokenizer. settings: further ones of tokenizer_config.json."""
+    save_tokenizer(home, bos=bos)
+    whole = Tokenizer.from_file(str(home / "tokenizer.json"))
+    if kind != "bytes":
+        whole = _trained(kind, whole.post_processor if bos else None)
+    whole.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    whole.save(str(home / "tokenizer.json"))
+    config = json.loads((home / "tokenizer_config.json").read_text()) | settings
+    (home / "tokenizer_config.json").write_text(json.dumps(config))
+    return Encoder(home, 1)
+
+
+def _trained(kind: str, around: Any) -> Tokenizer:
+    texts = [path.read_text() for path in sorted((ROOT / "lib/tokens").glob("c*.py"))]
+    settings = {"vocab_size": 1200, "special_tokens": [BOS, EOS, "<unk>"], "show_progress": False}
+    if kind == "merged":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(_WORDS, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        made.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(**settings, initial_alphabet=(
+            pre_tokenizers.ByteLevel.alphabet()))
+    else:
+        scheme = "first" if kind == "metaspace in front" else "always"
+        made = Tokenizer(models.Unigram() if kind == "unigram" else
+                         models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+        settings["special_tokens"] += _BYTES
+        trainer = trainers.UnigramTrainer(**settings, unk_token="<unk>") if kind == "unigram" \
+            else trainers.BpeTrainer(**settings)
+    made.train_from_iterator(texts, trainer)
+    plain = json.loads(made.to_str())  # bytes are words of the vocabulary, and not special
+    plain["added_tokens"] = [token for token in plain["added_tokens"]
+                             if token["content"] not in _BYTES]
+    made = Tokenizer.from_str(json.dumps(plain))
+    if around is not None:
+        made.post_processor = around
+    return made
+
+
+def shown(encoder: Encoder, encoded: EncodedChats) -> list[str]:
+    """Return samples as text, what is trained between ⟦ and ⟧."""
+    found, ends = [], np.cumsum(encoded.lengths)
+    for begin, end in zip([0, *ends], ends, strict=False):
+        ids, trained = encoded.tokens[begin:end], encoded.trained[begin:end]
+        cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1), len(ids)]
+        parts = [(encoder.tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False),
+                  trained[a]) for a, b in pairwise(cuts)]
+        found.append("".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in parts))
+    return found

@@ -1,0 +1,108 @@
+"""Conversations with more tokens than a sample has: dropped, or cut between turns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib.core.conversation import Conversation
+from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens.encode import Encoder
+from tests.tokens import chat_tokenizers
+from tests.tokens.chat_templates import CHATML, MARKED, QWEN_2_5, QWEN_3
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    home: Path = tmp_path_factory.mktemp("tokenizer") / "it"
+    return chat_tokenizers.encoder(home, "merged", False)
+
+
+def talk(count: int, size: int = 20) -> Conversation:
+    """Return a system prompt and so many questions and answers, numbered."""
+    turns = [{"role": role, "content": f"{role[0]}{n} " + "word " * size}
+             for n in range(count) for role in ("user", "assistant")]
+    return Conversation([SYSTEM, *turns])
+
+
+def texts(encoder: Encoder, source: str, chat: Conversation, longest: int,
+          train_on: str = "assistant", too_long: str = "split") -> tuple[list[str], list]:
+    made = ChatEncoder(ChatPolicy(source, train_on, too_long, longest), encoder)
+    encoded = made.encode([talk(1, 1), chat, talk(1, 2)])
+    assert (encoded.lengths <= longest).all()
+    assert encoded.owners.tolist() == sorted(encoded.owners.tolist())
+    ends = np.cumsum(encoded.lengths)
+    assert not encoded.trained[ends - encoded.lengths].any()
+    assert np.logical_or.reduceat(encoded.trained, ends - encoded.lengths).all()
+    found = chat_tokenizers.shown(encoder, encoded)
+    return [text for text, owner in zip(found, encoded.owners, strict=True) if owner == 1], \
+        encoded.dropped
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED, QWEN_3], ids=["plain", "marked", "rewritten"])
+@pytest.mark.parametrize("longest", [140, 300, 900])
+def test_each_answer_is_trained_once_with_the_system_prompt_in_front(
+        encoder: Encoder, source: str, longest: int) -> None:
+    found, dropped = texts(encoder, source, talk(12), longest)
+    assert not dropped and len(found) > 1
+    for text in found:
+        assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+        assert text.removesuffix("\n").endswith("<|im_end|>⟧")
+    answers = [re.search(r"a(\d+) ", part)[1] for text in found
+               for part in re.findall("⟦(.*?)⟧", text, re.S)]
+    assert answers == [str(n) for n in range(12)]
+
+
+def test_parts_are_as_long_as_fits(encoder: Encoder) -> None:
+    _, [dropped] = texts(encoder, CHATML, talk(12), 300, too_long="drop")
+    assert len(texts(encoder, CHATML, talk(12), dropped.tokens)[0]) == 1
+    assert len(texts(encoder, CHATML, talk(12), dropped.tokens - 1)[0]) == 2
+
+
+def test_dropped_by_default_and_counted(encoder: Encoder) -> None:
+    found, [dropped] = texts(encoder, CHATML, talk(12), 300, too_long="drop")
+    assert not found and dropped.kind == "too long" and dropped.number == 1
+    whole = len(encoder.tokenizer(texts(encoder, CHATML, talk(12), 10_000)[0][0].translate(
+        dict.fromkeys(map(ord, "⟦⟧"))))["input_ids"])
+    assert dropped.tokens == whole
+    assert dropped.message == f"it has {whole:,} tokens, and a sample has at most 300"
+
+
+def test_a_question_that_does_not_fit_with_its_answer_is_lost_alone(encoder: Encoder) -> None:
+    chat = talk(6)
+    chat.messages[5]["content"] += "word " * 300  # the third question
+    found, [dropped] = texts(encoder, CHATML, chat, 300)
+    assert dropped.kind == "too long" and dropped.partly and dropped.tokens > 300
+    assert "1 answer of it with the question before did not fit" in dropped.message
+    assert sorted(re.findall(r"⟦a(\d)", "".join(found))) == ["0", "1", "3", "4", "5"]
+    found, [dropped] = texts(encoder, CHATML, talk(2, 400), 300)
+    assert not found and not dropped.partly and "2 answers" in dropped.message
+
+
+def test_calls_of_tools_are_cut_behind_an_answer(encoder: Encoder) -> None:
+    call = {"function": {"name": "add", "arguments": {}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]},
+             {"role": "tool", "name": "add", "content": "1 " * 50}] * 6
+    chat = Conversation([SYSTEM, {"role": "user", "content": "q"}, *turns,
+                         {"role": "assistant", "content": "Done."}], [call])
+    [text], [dropped] = texts(encoder, QWEN_2_5, chat, 400)
+    assert "# Tools" in text and text.endswith("</tool_call><|im_end|>⟧\n")
+    assert dropped.partly and text.count("⟦") + int(
+        re.search(r"; (\d) answers of it", dropped.message)[1]) == 7
+
+
+def test_the_last_answer_keeps_the_last_turns(encoder: Encoder) -> None:
+    [text], dropped = texts(encoder, CHATML, talk(12), 300, train_on="last")
+    assert not dropped and text.startswith("<|im_start|>system\nBe brief.")
+    assert re.findall(r"⟦a(\d+) ", text) == ["11"] and "u10 " in text and "u2 " not in text
+
+
+def test_all_is_trained_in_parts_too(encoder: Encoder) -> None:
+    found, dropped = texts(encoder, CHATML, talk(12), 300, train_on="all")
+    assert not dropped
+    assert re.findall(r"\ba(\d+) ", "".join(found)) == [str(n) for n in range(12)]
