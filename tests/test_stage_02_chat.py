@@ -104,7 +104,7 @@ def test_what_cannot_become_a_chat_dataset_is_refused_in_words(stage, tmp_path):
     raw = tmp_path / "raw"
     fill(raw)
     mixed = "".join(json.dumps(record) + "\n" for record in records("completion", 300)
-                    ).replace("answer ", "answer " * 100) * 180
+                    ).replace("answer ", "answer " * 1000) * 18
     (raw / "long.jsonl").write_text(mixed + json.dumps(records("alpaca", 2)[1]) + "\n")
     count = mixed.count("\n")
     assert (raw / "long.jsonl").stat().st_size > 2 * work.UNIT_BYTES
@@ -167,5 +167,5 @@ def test_stopped_after_any_unit_the_bytes_are_the_same(tmp_path, monkeypatch, de
         assert content(tmp_path / "out") == whole
         assert tally.chat.mixed == {
             "z.jsonl": (("messages", 1), ("prompt/completion", 2))}
-        assert len(tally.chat.formats) == 18 and tally.chat.turns["user"] > 1000
+        assert len(tally.chat.formats) == 18 and tally.chat.counts.turns["user"] > 1000
         shutil.rmtree(tmp_path / "out")

@@ -62,6 +62,12 @@ class ChatDocuments(Documents):
             self.note("content", f"a function or its call cannot be kept: {why}", DROPPED, offset,
                       line)
 
+    def finish(self) -> None:
+        """Finish the parts, and count what is in them."""
+        for part in self._parts.values():
+            part.finish()
+            self.tally.chat.counts.add(part.counts)
+
     def _note_other(self, what: str, action: str, offset: int | None, line: int | None) -> None:
         self.tally.chat.note_other(self._path, line, what)
         self.note("no conversation", f"it is no conversation but {what}", action, offset, line)
@@ -76,15 +82,13 @@ class ChatDocuments(Documents):
             self.tally.replaced += replaced
 
     def _row(self, chat: Conversation, place: Place) -> None:
-        characters = sum([len(message["content"]) for message in chat.messages])
-        if characters < self._shape.min_chars:
+        least = self._shape.min_chars
+        if least and sum([len(message["content"]) for message in chat.messages]) < least:
             self.tally.short += 1
         elif not self._hashes:
             self._train.add(chat, place)
-            self.tally.chat.count(chat, characters)
         else:
             canonical = json_data.dump([chat.messages, chat.tools], is_sorted=True)
             digest = hashlib.sha256(canonical).digest()
             self._parts[self._split_of(digest)].add(chat, place, digest[-DIGEST_BYTES:])
-            self.tally.chat.count(chat, characters)
         self.tally.documents += 1

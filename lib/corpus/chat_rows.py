@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from lib.core.conversation import CALLS, TEXTS, Conversation, Place
 from lib.corpus import json_data, parts
+from lib.corpus.chat_tally import ChatCounts
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 ROLE, CONTENT, *_OTHERS = *TEXTS, CALLS
+_FIRST_OF_CHARACTER = -64  # the least int8 that begins a character of UTF-8
 _ROW_OVERHEAD, _TURN_OVERHEAD = 200, 80  # bytes that they take in memory besides their texts
 
 
@@ -25,11 +27,12 @@ def schema() -> pa.Schema:
 
 
 class ChatPartWriter(parts.Part):
-    """Writes conversations."""
+    """Writes conversations, and counts those that are written."""
 
     def __init__(self, file: BinaryIO, digests: BinaryIO | None = None) -> None:
         super().__init__(file, schema(), digests)
         self._columns = _Columns()
+        self.counts = ChatCounts()
 
     @property
     def rows(self) -> int:
@@ -53,10 +56,20 @@ class ChatPartWriter(parts.Part):
         """Write the rows collected so far as one batch."""
         if not self._columns.rows:
             return
-        self._file.write(self._columns.batch().serialize())
+        batch = self._columns.batch()
+        self._file.write(batch.serialize())
+        self._columns.add_to(self.counts)
+        self.counts.characters += count_characters(batch)
         self._written += self._columns.rows
         self.text_bytes += sum(map(len, self._columns.contents))
         self._columns = _Columns()
+
+
+def count_characters(batch: pa.RecordBatch) -> int:
+    """Return how many characters the contents have: bytes that go on with none are one each."""
+    import numpy as np
+    data = np.frombuffer(batch["messages"].values.field(CONTENT).buffers()[2] or b"", np.int8)
+    return int(np.count_nonzero(data >= _FIRST_OF_CHARACTER))
 
 
 def batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
@@ -100,7 +113,9 @@ class _Columns:
         self._others: dict[str, dict[int, bytes]] = {name: {} for name in _OTHERS}
         self._tools: dict[int, bytes] = {}
         self._weights: dict[int, Sequence[float]] = {}
-        self._places: tuple[list[Any], ...] = ([], [], [])
+        self._sources: list[str] = []
+        self._lines: list[int | None] = []
+        self._offsets: list[int | None] = []
 
     def append(self, chat: Conversation, place: Place, encoded: _Encoded) -> None:
         """Add a row."""
@@ -114,10 +129,18 @@ class _Columns:
             self._tools[self.rows] = tools
         if chat.weights is not None:
             self._weights[self.rows] = chat.weights
-        for column, value in zip(self._places, place, strict=True):
-            column.append(value)
+        self._sources.append(place.source)
+        self._lines.append(place.line)
+        self._offsets.append(place.offset)
         self.rows += 1
         self.size += size
+
+    def add_to(self, counts: ChatCounts) -> None:
+        """Count what is in the columns, but for characters."""
+        counts.conversations += self.rows
+        counts.turns.update(self._roles)
+        counts.with_tools += len(self._tools)
+        counts.with_weights += len(self._weights)
 
     def batch(self) -> pa.RecordBatch:
         """Return the rows as Arrow holds them."""
@@ -130,9 +153,10 @@ class _Columns:
             pa.array(self._ends, pa.int64()), pa.StructArray.from_arrays(fields, fields=list(turn)))
         weights = pa.array(map(self._weights.get, range(self.rows)), kinds.field("weights").type,
                            size=self.rows)
-        places = [pa.array(values, kinds.field(name).type)
-                  for name, values in zip(Place._fields, self._places, strict=True)]
-        return pa.record_batch([messages, _sparse(self._tools, self.rows), weights, *places],
+        places = self._sources, self._lines, self._offsets
+        arrays = [pa.array(values, kinds.field(name).type)
+                  for name, values in zip(Place._fields, places, strict=True)]
+        return pa.record_batch([messages, _sparse(self._tools, self.rows), weights, *arrays],
                                schema=kinds)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lib.core import units
-from lib.core.conversation import Conversation
 from lib.core.errors import UsageError
 from lib.corpus import conversations
 from lib.corpus.scan import escape
@@ -19,30 +18,38 @@ Found = tuple[str, "int | None"]  # a format, and the line of its first conversa
 
 
 @dataclass
-class ChatTally:
-    """Counts conversations.
+class ChatCounts:
+    """Counts conversations. turns: by role. characters: of all contents."""
 
-    turns: by role. formats: by path. mixed: of files that have a second format both, the first of
-    each. others: what the first records hold that are no conversation.
-    """
-
+    conversations: int = 0
     turns: Counter[str] = field(default_factory=Counter)
     characters: int = 0
-    conversations: int = 0
     with_tools: int = 0
     with_weights: int = 0
+
+    def add(self, other: ChatCounts) -> None:
+        """Add what was counted elsewhere."""
+        for name, more in vars(other).items():
+            setattr(self, name, getattr(self, name) + more)
+
+    @property
+    def mean_turns(self) -> float:
+        """Return how many turns a conversation has."""
+        return sum(self.turns.values()) / max(1, self.conversations)
+
+
+@dataclass
+class ChatTally:
+    """Says what the conversations of some input are.
+
+    formats: by path. mixed: of files that have a second format both, the first of each. others:
+    what the first records hold that are no conversation.
+    """
+
+    counts: ChatCounts = field(default_factory=ChatCounts)
     formats: dict[str, Found] = field(default_factory=dict)
     mixed: dict[str, tuple[Found, Found]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
-
-    def count(self, chat: Conversation, characters: int) -> None:
-        """Count a conversation that is kept."""
-        self.conversations += 1
-        for message in chat.messages:
-            self.turns[message["role"]] += 1
-        self.characters += characters
-        self.with_tools += chat.tools is not None
-        self.with_weights += chat.weights is not None
 
     def note_format(self, path: str, name: str, line: int | None) -> None:
         """Note the format of a record."""
@@ -66,15 +73,18 @@ class ChatTally:
         for path, (_, second) in other.mixed.items():
             self.note_format(path, *shift(second))
         self.others = (self.others + other.others)[:_MOST_OTHERS]
-        self.turns += other.turns
-        for name in ("characters", "conversations", "with_tools", "with_weights"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.counts.add(other.counts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return vars(self) | {"counts": vars(self.counts)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ChatTally:
-        """Return what `vars` was made of, by way of JSON."""
+        """Return what `to_json` was made of."""
         known = cls(**value)
-        known.turns = Counter(known.turns)
+        if counts := value.get("counts"):
+            known.counts = ChatCounts(**counts | {"turns": Counter(counts["turns"])})
         known.formats = {path: (name, line) for path, (name, line) in known.formats.items()}
         known.mixed = {path: ((one[0], one[1]), (two[0], two[1]))
                        for path, (one, two) in known.mixed.items()}
@@ -103,27 +113,23 @@ class ChatTally:
 
         problems: lines of errors.jsonl by kind.
         """
+        counts = self.counts
         return {"formats": {name: {"files": len(paths), "paths": paths[:_LISTED]}
                             for name, paths in self.by_format().items()},
-                "conversations": self.conversations, "turns": dict(self.turns.most_common()),
-                "mean_turns": round(self.mean_turns, 2), "characters": self.characters,
-                "with_tools": self.with_tools, "with_weights": self.with_weights,
+                **vars(counts), "turns": dict(counts.turns.most_common()),
+                "mean_turns": round(counts.mean_turns, 2),
                 "dropped": {kind: problems[kind] for kind in conversations.KINDS
                             if problems.get(kind)}}
-
-    @property
-    def mean_turns(self) -> float:
-        """Return how many turns a conversation has."""
-        return sum(self.turns.values()) / max(1, self.conversations)
 
     def in_lines(self) -> dict[str, str]:
         """Return the lines of the report."""
         formats = [f"{name} in {units.counted(len(paths), 'file')} "
                    f"({units.join_names(paths, _NAMED)})"
                    for name, paths in self.by_format().items()]
-        turns = ", ".join(f"{count:,} {role}" for role, count in self.turns.most_common())
+        counts = self.counts
+        turns = ", ".join(f"{count:,} {role}" for role, count in counts.turns.most_common())
         return {"formats": "; ".join(formats),
-                "turns": f"{turns}; {self.mean_turns:.1f} in a conversation on average",
-                "of these": f"{self.characters:,} characters; "
-                            f"{units.counted(self.with_tools, 'conversation')} with tools, "
-                            f"{self.with_weights:,} with weights"}
+                "turns": f"{turns}; {counts.mean_turns:.1f} in a conversation on average",
+                "of these": f"{counts.characters:,} characters; "
+                            f"{units.counted(counts.with_tools, 'conversation')} with tools, "
+                            f"{counts.with_weights:,} with weights"}

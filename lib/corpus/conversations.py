@@ -25,6 +25,7 @@ ROLE_OF = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "
            "ai": "assistant", "function_call": "assistant", "observation": "tool",
            "function": "tool", "function_response": "tool", "ipython": "tool"
            } | {role: role for role in ROLES}
+_PLAIN_ROLE_OF = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
 # What may stand before a turn; "" is the beginning.
 _FOLLOWS = {"user": ("", "system", "developer", "assistant", "tool"),
             "assistant": ("user", "tool"), "tool": ("assistant", "tool"),
@@ -159,9 +160,9 @@ def _plain_message(turn: Any) -> Message | None:
     role, content = turn.get("role"), turn.get("content")
     if role is None:
         role, content = turn.get("from"), turn.get("value")
-    if type(role) is str and type(content) is str and content and not content.isspace() \
-            and role in ROLE_OF and role != "function_call":
-        return {"role": ROLE_OF[role], "content": content}
+    if type(role) is str and type(content) is str and (known := _PLAIN_ROLE_OF.get(role)) \
+            and content and not content.isspace():
+        return {"role": known, "content": content}
     return None
 
 

@@ -84,6 +84,10 @@ class Documents(ABC):
         The short way for clean input; what it refuses has to go through `add_value`.
         """
 
+    @abstractmethod
+    def finish(self) -> None:
+        """Finish the parts, after the last file."""
+
     def note_blank(self) -> None:
         """Note a plain-text file without text."""
         self.note("empty", "it holds only white space", SKIPPED_FILE, 0, 1)

@@ -56,14 +56,13 @@ def _take_all(lines: list[bytes], documents: Documents) -> bool:
 
 
 def _take(line: bytes, offset: int | None, raw: RawFile, documents: Documents) -> None:
-    read_line, decoder = (json_data.load_line, json_data.DECODER) if documents.as_data else \
-        (_fast, _DECODER)
     try:
-        value = read_line(line)
+        value = json_data.load_line(line) if documents.as_data else _fast(line)
     except (ValueError, RecursionError):
         if not line.strip() or (raw.damage and not line.endswith(b"\n")):
             return  # blank, or cut
         try:
+            decoder = json_data.DECODER if documents.as_data else _DECODER
             value = decoder.decode(documents.decode(line))
         except (ValueError, RecursionError) as error:
             documents.note(*_describe(error), DROPPED, offset, documents.lines)

@@ -68,7 +68,7 @@ class Tally:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
         return vars(self) | {"failed": sorted(self.failed), "fields_seen": sorted(self.fields_seen),
-                             "chat": vars(self.chat)}
+                             "chat": self.chat.to_json()}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Tally:

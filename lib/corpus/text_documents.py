@@ -105,6 +105,11 @@ class TextDocuments(Documents):
             self._train.extend(rows, self._source)
         return True
 
+    def finish(self) -> None:
+        """Finish the parts."""
+        for part in self._parts.values():
+            part.finish()
+
     def _extract(self, value: Any) -> list[str]:
         return extract_strings(self._fields.select(value) if self._fields else value)
 

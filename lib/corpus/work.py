@@ -205,8 +205,8 @@ def process(unit: WorkUnit) -> UnitResult:
             if unit.shape.dedup != "none":
                 for split, part in parts.items():
                     done.rows_of.setdefault(split, []).append(part.rows)
+        documents.finish()
         for split, part in parts.items():
-            part.finish()
             done.rows[split], done.text_bytes[split] = part.rows, part.text_bytes
     done.tally, done.lines = documents.tally, documents.lines
     return done
