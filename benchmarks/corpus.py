@@ -236,6 +236,26 @@ def memory(work: Path, megabytes: int, workers: int) -> None:
     clear(source, work / "out")
 
 
+def chats(work: Path, megabytes: int, args: argparse.Namespace) -> None:
+    """Print what conversations take as text and as conversations: of 3 kB in four turns."""
+    source, draw = work / "chats", random.Random(2)
+    source.mkdir()
+    texts = [words(draw, draw.randint(50, 1400)) for _ in range(5000)]
+    with (source / "a.jsonl").open("w") as file:
+        while file.tell() < megabytes * _MB:
+            turns = [{"role": role, "content": draw.choice(texts)}
+                     for role in ("user", "assistant") * draw.randint(1, 3)]
+            file.write(json.dumps({"id": str(draw.random()), "messages": turns}) + "\n")
+    command = ours(source, work / "out", args.workers)
+    found = compete({name: [*command, "--format", name] for name in ("text", "chat")},
+                    work / "out", args.repeat)
+    print("\n| conversations as | seconds | rate | per core of CPU | memory |\n" + "|---" * 5 + "|")
+    for name, (seconds, peak, cpu) in found.items():
+        row(f"`--format {name}`, {megabytes:,} MB", f"{seconds:.1f}", f"{megabytes / seconds:,.0f} "
+            "MB/s", f"{megabytes / cpu:,.0f} MB/s", f"{peak / _MB:,.0f} MB")
+    clear(source)
+
+
 def print_notes() -> None:
     """Print what `compare` found besides its lines."""
     print("\nSeconds that the parts of the machine need:\n\n- " + "\n- ".join(NOTES), flush=True)
@@ -269,9 +289,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="runs of each contestant")
     parser.add_argument("--memory-mb", type=int, default=0,
                         help="also measure memory at 1, 4 and 16 times this size")
+    parser.add_argument("--chats-mb", type=int, default=0,
+                        help="measure conversations of this size, and nothing else")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="benchmark-") as place:
         work = Path(place)
+        if args.chats_mb:
+            chats(work, args.chats_mb, args)
+            return
         make_small(work / "small", args.files)
         make_lines(work / "lines", args.lines_mb)
         print(f"{platform.machine()}, {os.cpu_count()} cores, {args.workers} workers, "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from lib.core.conversation import CALLS, TEXTS, Conversation, Place
 from lib.corpus import json_data, parts
-from lib.corpus.chat_tally import ChatCounts
+from lib.corpus.chat_tally import ChatTotals
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,7 +32,7 @@ class ChatPartWriter(parts.Part):
     def __init__(self, file: BinaryIO, digests: BinaryIO | None = None) -> None:
         super().__init__(file, schema(), digests)
         self._columns = _Columns()
-        self.counts = ChatCounts()
+        self.counts = ChatTotals()
 
     @property
     def rows(self) -> int:
@@ -135,7 +135,7 @@ class _Columns:
         self.rows += 1
         self.size += size
 
-    def add_to(self, counts: ChatCounts) -> None:
+    def add_to(self, counts: ChatTotals) -> None:
         """Count what is in the columns, but for characters."""
         counts.conversations += self.rows
         counts.turns.update(self._roles)

@@ -18,7 +18,7 @@ Found = tuple[str, "int | None"]  # a format, and the line of its first conversa
 
 
 @dataclass
-class ChatCounts:
+class ChatTotals:
     """Counts conversations. turns: by role. characters: of all contents."""
 
     conversations: int = 0
@@ -27,7 +27,7 @@ class ChatCounts:
     with_tools: int = 0
     with_weights: int = 0
 
-    def add(self, other: ChatCounts) -> None:
+    def add(self, other: ChatTotals) -> None:
         """Add what was counted elsewhere."""
         for name, more in vars(other).items():
             setattr(self, name, getattr(self, name) + more)
@@ -46,7 +46,7 @@ class ChatTally:
     what the first records hold that are no conversation.
     """
 
-    counts: ChatCounts = field(default_factory=ChatCounts)
+    counts: ChatTotals = field(default_factory=ChatTotals)
     formats: dict[str, Found] = field(default_factory=dict)
     mixed: dict[str, tuple[Found, Found]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class ChatTally:
         """Return what `to_json` was made of."""
         known = cls(**value)
         if counts := value.get("counts"):
-            known.counts = ChatCounts(**counts | {"turns": Counter(counts["turns"])})
+            known.counts = ChatTotals(**counts | {"turns": Counter(counts["turns"])})
         known.formats = {path: (name, line) for path, (name, line) in known.formats.items()}
         known.mixed = {path: ((one[0], one[1]), (two[0], two[1]))
                        for path, (one, two) in known.mixed.items()}
