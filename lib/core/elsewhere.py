@@ -96,6 +96,12 @@ ROWS = (
     _same("--seq-length", offline="seq_length",
           trainer="max_seq_length max_length block_size model_max_length", axolotl="sequence_len",
           titan="training.seq_len", aws="max_context_width"),
+    _same("--chat-template", trainer="chat_template_path"),
+    _other("--chat-template", "--chat-template FILE, where the model's own is not meant "
+           "(chat_templates/ has one of ChatML)", axolotl="chat_template_jinja"),
+    _other("--train-on", "--train-on assistant (the default: all answers), last or all",
+           trainer="assistant_only_loss completion_only_loss",
+           axolotl="train_on_inputs roles_to_train train_on_eos train_on_eot"),
     _other("--packing", "--packing documents, or concat (the default for text)",
            axolotl="sample_packing pad_to_sequence_len eval_sample_packing"),
     # Optimizer.

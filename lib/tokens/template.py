@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2 import meta, nodes
 
-from lib.core import commands, records
+from lib.core import commands, paths, records
 from lib.core.conversation import Message
 from lib.core.errors import ArtifactError, UsageError
 from lib.tokens import following, sandbox
@@ -32,17 +32,21 @@ _CHATML, _PLAIN = "chat_templates/chatml.jinja", "chat_templates/plain.jinja"
 def find(model_dir: Path, given: Path | None) -> str:
     """Return the source of the template that a person has given, else of the model's.
 
-    Looked at as transformers does: chat_template.jinja comes before tokenizer_config.json, and of
+    given: a file, or the name of one that ships with the project, such as `chatml`. The model's is
+    looked up as transformers does: chat_template.jinja comes before tokenizer_config.json, and of
     several templates the one named `default` counts. Raises UsageError where there is none, and
     ArtifactError where a file of the model cannot be read.
     """
     if given is not None:
+        shipped = paths.CHAT_TEMPLATES / f"{given}.jinja"
+        given = shipped if shipped.is_file() and not given.exists() else given
         try:
             source = given.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             found = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error})"
             raise UsageError(f"{_OPTION} {given} cannot be read", found=found or str(error),
-                             expected="a file that holds a chat template in Jinja") from None
+                             expected="a file that holds a chat template in Jinja, or one of "
+                                      f"{', '.join(shipped_names())}") from None
         if not source.strip():
             raise UsageError(f"{_OPTION} {given} is empty")
         return source
@@ -58,6 +62,11 @@ def find(model_dir: Path, given: Path | None) -> str:
     raise UsageError(f"the model in {model_dir} has no chat template", found=found,
                      hint=f"templates that are here: {', '.join(map(str, ways))}",
                      run=commands.as_typed(_OPTION, ways[0]))
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the templates that ship with the project."""
+    return sorted(path.stem for path in paths.CHAT_TEMPLATES.glob("*.jinja"))
 
 
 def _has_turn_tokens(model_dir: Path) -> bool:

@@ -83,9 +83,9 @@ class RunOptions:
         [], role=LOCAL, metavar="GLOB",
         help="with --online: files of the dataset, by path; may be repeated (default: all)")
     chat_template: Path | None = option(
-        None, role=LOCAL, parse=Path, metavar="FILE",
-        help="of chat datasets: template in Jinja to render conversations by (default: the "
-             "model's)")
+        None, role=LOCAL, parse=Path, metavar="FILE|chatml|plain",
+        help="of chat datasets: template in Jinja to render conversations by; chatml and plain "
+             "ship with the project (default: the model's)")
     train_on: str = option(
         "assistant", role=RESULT, quiet=True, renumbers=True, choices=("assistant", "last", "all"),
         help="of chat datasets: what is trained, the answers of the assistant, the last of them, "

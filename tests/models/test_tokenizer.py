@@ -183,7 +183,8 @@ def test_conversations_give_their_words_and_a_template(tmp_path: Path, corpus: P
     said = ["Where does the heron stand?", "In the reeds by the water."]
     turns = [{"role": role, "content": text}
              for role, text in zip(("user", "assistant"), said, strict=True)]
-    calls = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+    calls = {"role": "assistant", "content": "",
+             "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
     rows = [(Conversation([*turns, calls]), Place("a", n)) for n in range(50)]
     chat = datasets.Dataset(pyarrow.Table.from_batches([chat_rows.batch(rows)]))
     chat.save_to_disk(tmp_path / "chat")
@@ -196,6 +197,6 @@ def test_conversations_give_their_words_and_a_template(tmp_path: Path, corpus: P
     assert tokenizer.TURN[0] + "assistant\n" + said[1] in loaded.decode(ids)
 
     found = training_text.read([corpus, tmp_path / "chat"])  # strings, and large strings
-    assert found.is_chat and len(found.texts) == 402 + 100
+    assert found.is_chat and len(found.texts) == 402 + 150
     with pytest.raises(UsageError, match="too few for a tokenizer of conversations"):
         train(tmp_path / "chat", tmp_path / "small", 259)

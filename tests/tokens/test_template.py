@@ -17,6 +17,7 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
     given.write_text("mine")
     config.write_text(json.dumps({"chat_template": "of config"}))
     assert template.find(tmp_path, given) == "mine"
+    assert template.find(tmp_path, Path("chatml")).startswith("{#- ChatML.")
     assert template.find(tmp_path, None) == "of config"
     config.write_text(json.dumps({"chat_template": [{"name": "default", "template": "first"},
                                                     {"name": "rag", "template": "second"}]}))
