@@ -27,13 +27,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import datasets
 import pytest
 from torch._dynamo.exc import TorchDynamoException
 
 from lib.checkpoints import commit, hyperpod, storage
 from lib.core import hashing, offline, publish, stage, stamps
 from lib.core import workers as core_workers
-from lib.core.errors import StageError
+from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.corpus import place, store, work
 from lib.hub import client, repository, transfer
@@ -251,6 +252,23 @@ def test_what_stands_for_a_dataset(there: Terminal, monkeypatch: pytest.MonkeyPa
     there.cured(*prepare, "hf_datasets/corpus")
     damage("hf_datasets/corpus/**/*.arrow")
     there.cured(*prepare, "hf_datasets/corpus")
+
+
+def test_conversations(there: Terminal) -> None:
+    prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
+    Path("talks").mkdir()
+    rows = [{"messages": [{"role": "user", "content": f"say {n}"},
+                          {"role": "assistant", "content": f"it is {n}"}]} for n in range(60)]
+    Path("talks/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = there.fails("04_train_fsdp.py", "-e", "x", "-m", "model", "-d", "talks", "--streaming",
+                        "--max-steps", 2)
+    build, train = error.run.splitlines()
+    there.follow(UsageError("", run=build))
+    assert train.endswith("-d hf_datasets/talks --max-steps 2")
+    there.follow(there.fails(*prepare, "hf_datasets/talks"))  # the model has no template
+    datasets.Dataset.from_list(rows).save_to_disk("foreign")
+    shutil.copy(ROOT / "chat_templates/plain.jinja", "model/chat_template.jinja")
+    there.follow(there.fails(*prepare, "foreign"))
 
 
 def test_a_token_store(there: Terminal) -> None:

@@ -68,7 +68,7 @@ def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageE
     dataset = folder.parent if folder.name in ("train", "validation") else folder
     return UsageError(f"{dataset} holds conversations, and was not made by stage 02", found=found,
                       hint="make a chat dataset of it:",
-                      run=_as_chats(folder, f"{dataset.resolve().name}-chat", (dataset, path)))
+                      run=_chat_commands(folder, f"{dataset.resolve().name}-chat", (dataset, path)))
 
 
 def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
@@ -84,11 +84,12 @@ def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:
                           "stage 02 makes a dataset of them with --format chat")
     folder = path.parent if path.is_file() else path
     return UsageError(problem, found=f"fields {found} in {path}", hint="make a chat dataset of it:",
-                      run=_as_chats(folder, folder.resolve().name, (path,),
-                                    drop=("--streaming", "--text-field")))
+                      run=_chat_commands(folder, folder.resolve().name, (path,),
+                                         drop=("--streaming", "--text-field")))
 
 
-def _as_chats(folder: Path, name: str, given: Collection[Path], drop: Sequence[str] = ()) -> str:
+def _chat_commands(folder: Path, name: str, given: Collection[Path],
+                   drop: Sequence[str] = ()) -> str:
     """Return the commands that make a chat dataset of a folder, and train on it.
 
     given: what -d may have named.
