@@ -41,8 +41,8 @@ class Coded(NamedTuple):
 
     def labels(self) -> np.ndarray:
         """Return how many tokens of each text are trained, int64 [texts]."""
-        before = np.concatenate([[0], np.cumsum(self.trained)])
-        return before[np.cumsum(self.lengths)] - before[self.begins()]
+        edges = np.append(self.begins(), len(self.ids))
+        return np.diff(np.searchsorted(np.flatnonzero(self.trained), edges))
 
     def chosen(self, are: np.ndarray) -> Coded:
         """Return some of the texts; are: bool [texts]."""
@@ -83,10 +83,10 @@ class Boundaries:
                                            head.rsplit("\n", 1)[-1], _line(texts[number], head))
                 end = begins[number] * size
             places.append(end // size)
-        edges = np.zeros(len(ids) + 1, np.int8)
-        np.add.at(edges, places[0::2], 1)
-        np.add.at(edges, places[1::2], -1)
-        return Coded(ids, np.cumsum(edges[:-1], dtype=np.int8) > 0, lengths, wrong)
+        trained = np.zeros(len(ids), bool)
+        for start, stop in zip(places[0::2], places[1::2], strict=True):
+            trained[start:stop] = True
+        return Coded(ids, trained, lengths, wrong)
 
     def _cuts(self, texts: Sequence[Marked], ids: np.ndarray, begins: list[int]
               ) -> list[tuple[int, int, str]]:

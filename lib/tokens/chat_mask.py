@@ -22,6 +22,7 @@ from lib.tokens.template import Rendered, Span, Template
 ASSISTANT, LAST, ALL = ("assistant", "last", "all")
 # Tokens that an answer may spell although they are special: they stand around thoughts.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+_RUNS = 4  # of the endings of answers that are remembered
 _WORD = "Kingfisher"  # an answer that no template changes
 _USER = {"role": "user", "content": "Which bird?"}
 _ANSWER = {"role": "assistant", "content": _WORD}
@@ -71,6 +72,8 @@ class Masker:
         control = {*special, *written} - {""}
         self._ends = tuple(sorted((token for token in control if not _THOUGHT.search(token)
                                    or token in self.closing), key=len, reverse=True))
+        # What was found behind answers, and how many of its characters belong to them.
+        self._runs: dict[str, int] = {}
         self._last_letters = {token[-1] for token in self._ends}
         self._control = {True: _finders(self._ends), False: _finders({*self._ends, *special})}
 
@@ -137,8 +140,10 @@ class Masker:
         begin, edge = whole.edges[i], whole.edges[i + 1]
         if begin >= 0 and edge >= 0:  # all that the answer adds to the text stands between these
             part = whole.text[begin:edge] + self._template.tails[0]
-            first, last = (bisect_left(whole.marks, (place,)) for place in (begin, edge))
-            marks = [(start - begin, end - begin) for start, end in whole.marks[first:last]]
+            marks = whole.marks
+            if marks:
+                first, last = bisect_left(marks, (begin,)), bisect_left(marks, (edge,))
+                marks = [(start - begin, end - begin) for start, end in marks[first:last]]
             spans = [(start + begin, end + begin) for start, end in self._spans(
                 part, marks, self._template.tails[1])]
             is_whole = i == len(messages) - 1 or all(end <= edge for _, end in spans)
@@ -183,6 +188,11 @@ class Masker:
         White space and further tokens behind that are the template's, and no part of the answer.
         Less than 0 where there is no such token.
         """
+        for run, kept in self._runs.items():
+            before = text[len(text) - len(run) - 1:len(text) - len(run)]
+            if text.endswith(run, start + 1) and not before.isspace() \
+                    and before not in self._last_letters:
+                return len(text) - len(run) + kept
         at, found = len(text), []
         while True:
             while at > start and text[at - 1].isspace():
@@ -196,7 +206,10 @@ class Masker:
             at -= len(token)
         if not found:
             return -1
-        return next((end for end, token in reversed(found) if token in self.closing), found[-1][0])
+        end = next((end for end, token in reversed(found) if token in self.closing), found[-1][0])
+        if len(self._runs) < _RUNS and not text[at - 1].isspace():
+            self._runs[text[at:]] = end - at
+        return end
 
     def are_plain(self, conversations: Sequence[Conversation]) -> bool:
         """Tell whether nobody spells a special token in any of them: one search for many."""
