@@ -64,7 +64,12 @@ def _read_text(text: str, locator: Locator, documents: Documents) -> bool:
             node = loader.get_node()
             place = locator.at(node.start_mark.index)
             try:
-                documents.add_value(_Plain(limit).copy(loader.construct_document(node)), *place)
+                value = _Plain(limit).copy(loader.construct_document(node))
+                if documents.as_data and isinstance(value, list):  # of records, as in JSON
+                    for item, child in zip(value, node.value, strict=True):
+                        documents.add_value(item, *locator.at(child.start_mark.index))
+                else:
+                    documents.add_value(value, *place)
             except _Refused as refusal:
                 kind, message = refusal.args
                 documents.note(kind, message, DROPPED, *place)

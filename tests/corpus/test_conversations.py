@@ -194,14 +194,16 @@ def test_tables_of_text_and_yaml(read):
         "c.yaml": "messages:\n- {role: user, content: q}\n"
                   "- role: assistant\n  content: 2001-01-01\n  weight: 0\n"
                   "  tool_calls: [{name: f, arguments: {x: 1, y: 2.5, z: ~}}]\n"
-                  "---\nmessages:\n- {role: user, content: q}\n- {role: assistant, content: 42}\n"},
+                  "---\nmessages:\n- {role: user, content: q}\n- {role: assistant, content: 42}\n",
+        "d.yml": "- instruction: q\n  output: &a a\n- instruction: q\n  output: *a\n- 5\n"},
         format="chat")
     assert [[turn["content"] for turn in chat.messages] for chat, _ in outcome.chats] == [
-        ["how many?", "42"], ["q\n\n7", "1e3"], ["q", "2001-01-01"]]
+        ["how many?", "42"], ["q\n\n7", "1e3"], ["q", "2001-01-01"], ["q", "a"], ["q", "a"]]
+    assert [place.line for _, place in outcome.chats] == [2, 2, 1, 1, 3]
     assert outcome.chats[2][0].weights == [1, 0]
     assert outcome.chats[2][0].messages[1]["tool_calls"] == [call({"x": 1, "y": 2.5, "z": None})]
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [
-        ("a.csv", "empty answer", 3), ("c.yaml", "content", 8)]
+        ("a.csv", "empty answer", 3), ("c.yaml", "content", 8), ("d.yml", "no conversation", 5)]
     assert outcome.problems[1]["message"] == "the content of turn 2 is a number"
 
 
