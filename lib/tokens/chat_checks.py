@@ -55,23 +55,21 @@ def require_trainable(chats: ChatCounts, policy: ChatPolicy, path: Path,
     examples: samples in words, what is trained in ⟦…⟧.
     """
     require_some(chats, path)
-    share, found = chats.trained_share, "\n".join([
-        f"{chats.trained:,} of {units.counted(chats.tokens, 'token')} are trained in "
-        f"{units.counted(chats.samples, 'sample')}, such as", *examples])
     if policy.train_on != ASSISTANT:
         return
+    tokens, samples = units.counted(chats.tokens, "token"), units.counted(chats.samples, "sample")
+    found = "\n".join([f"{chats.trained:,} of {tokens} in {samples} are trained, as in", *examples])
     if chats.unprompted == chats.samples:
-        raise UsageError(f"every token of {path} would be trained, and not the assistant's alone",
-                         found=found, expected="what others say and what the template writes "
-                         "around it outside of the assistant's turns",
-                         hint="its `{% generation %}` marks may stand around all of the chat "
-                              "template; --train-on all means all of it")
-    if share < _FEWEST:
-        raise UsageError(f"only {100 * share:.2g} % of the tokens of {path} would be trained",
+        raise UsageError(f"every sample of {path} would be trained from its beginning on",
+                         expected="only what the assistant says, behind what it answers to",
+                         found=found, hint="the `{% generation %}` of the chat template may stand "
+                         "around all of it; --train-on all trains on all of it")
+    if chats.trained_share < _FEWEST:
+        raise UsageError(f"only {100 * chats.trained_share:.2g} % of the tokens of {path} would be "
+                         "trained", found=found,
                          expected=f"{100 * _FEWEST:g} % or more with --train-on {ASSISTANT}",
-                         found=found, hint="the chat template may leave answers out, or the "
-                         "answers are very short beside what is asked; --train-on all trains on "
-                         "all of it")
+                         hint="the chat template may leave answers out; where they are as short "
+                              "as that, --train-on last trains the last one of each")
 
 
 def warn(name: str, chats: ChatCounts) -> None:
