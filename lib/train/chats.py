@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lib.core import declared
 from lib.core.errors import Problems
-from lib.tokens import template
+from lib.tokens import sandbox, template
 from lib.tokens.chat import ChatPolicy
 from lib.tokens.columns import CHAT
 from lib.tokens.dataset import Dataset
@@ -67,7 +67,8 @@ def template_to_keep(source: str, model_dir: Path) -> str:
     if encoder.bos is None:
         return source
     made = template.Template(source, tokenizer.special_tokens_map)
-    with suppress(template.TemplateError):  # one that takes no such conversation names BOS, or not
+    with suppress(sandbox.TemplateError), sandbox.limited() as begin:  # unless it takes none such
+        begin()
         if made.render([{"role": "user", "content": "a"}]).text.startswith(tokenizer.bos_token):
             return source
         return "{{- bos_token }}" + source
