@@ -12,6 +12,7 @@ from typing import Any
 
 from lib.corpus import json_data
 
+_OUTER = ("type", "id")  # what stands beside a function, and not in it
 Functions = list[dict[str, Any]]
 
 
@@ -49,8 +50,7 @@ def list_tools(tools: Any) -> Functions | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("content", f"tools is {in_words(tools)}, and not a list of objects")
-    return [tool if "function" in tool or "name" not in tool else
-            {"type": "function", "function": tool} for tool in tools]
+    return [_wrapped(tool) if "name" in tool else tool for tool in tools]
 
 
 def list_calls(calls: Any, where: str) -> Functions:
@@ -61,12 +61,20 @@ def list_calls(calls: Any, where: str) -> Functions:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    whole = _wrapped(call) if isinstance(call, dict) else {}
+    function = whole.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused("content", f"a function call of {where} names no function")
-    outer = call if function is not call else {}
+    return {**whole, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _wrapped(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a function or a call with its type, and with name and the like one level deeper."""
+    if "function" in given:
+        return {"type": "function", **given}
+    outer = {key: given[key] for key in _OUTER if key in given}
     return {"type": "function", **outer,
-            "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+            "function": {key: value for key, value in given.items() if key not in _OUTER}}
 
 
 def _arguments(given: Any) -> Any:

@@ -25,13 +25,14 @@ def find_refusal(dataset: DatasetWriter, shape: Shape, folder: Path, files: int,
         return error
     if shape.format == CHAT and not chat.formats:
         return UsageError(
-            f"no record of {folder} is a conversation", found="\n".join([*chat.others, found]),
+            f"no record of {folder} is a conversation",
+            found="\n".join([*chat.others, f"problems: {problems}"]),
             expected="messages, conversations (ShareGPT), prompt and completion, or instruction "
                      "and output (alpaca) among the keys of a record",
             hint="rename the keys, or leave --format chat out: then each becomes plain text")
     if not dataset.rows[TRAIN]:
-        what = "gave a conversation" if shape.format == CHAT else "gave text"
-        return UsageError(f"no document of {folder} {what} for the split `train`", found=found)
+        gave = "gave a conversation" if shape.format == CHAT else "gave text"
+        return UsageError(f"no document of {folder} {gave} for the split `train`", found=found)
     if shape.fields and not tally.fields_seen and tally.problems["no string"]:
         return UsageError(f"no document of {folder} has --fields {','.join(shape.fields)}",
                           found=found)
@@ -47,7 +48,7 @@ def in_lines(dataset: DatasetWriter, shape: Shape, save_dir: Path, files: int, t
     summary, tally = dataset.summary(), dataset.tally
     rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
     lines = {"in": f"{units.counted(files, 'file')}, {units.size(total)}, "
-                   f"{units.counted(tally.documents, 'document')}",
+                   f"{units.counted(tally.documents, _noun(shape))}",
              **(tally.chat.in_lines() if shape.format == CHAT else {}),
              "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text"}
     if tally.short:
@@ -61,6 +62,10 @@ def in_lines(dataset: DatasetWriter, shape: Shape, save_dir: Path, files: int, t
         lines["problems"] = f"{counts} ({units.counted(len(tally.failed), 'file')} failed), " \
                             f"listed in {save_dir}/{ERRORS}"
     return lines
+
+
+def _noun(shape: Shape) -> str:
+    return "conversation" if shape.format == CHAT else "document"
 
 
 def list_doubts(tally: Tally, shape: Shape, rows_of: Mapping[str, int], duplicates: int,

@@ -61,11 +61,13 @@ RECORDS: dict[str, list[tuple[Any, Any, Any, Any]]] = {
         ({"messages": [USER, {**ANSWER, "thinking": "r", "refusal": None}]},
          [USER, {**ANSWER, "reasoning_content": "r"}], None, None),
         ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [
-            call('{"x": 1, "y": 2.5}')]}, {"role": "ipython", "content": "3"}, ANSWER],
-          "tools": [WEATHER]}, CALLING, [WEATHER], None),
+            {"name": "f", "arguments": '{"x": 1, "y": 2.5}'}]},
+            {"role": "ipython", "content": "3"}, ANSWER], "tools": [WEATHER]},
+         CALLING, [WEATHER], None),
         ({"messages": [USER, {"role": "assistant", "function_call": {
             "name": "f", "arguments": {"x": 1, "y": 2.5}}}, {"role": "function", "content": "3"},
-            ANSWER], "functions": [WEATHER["function"]]}, CALLING, [WEATHER], None),
+            ANSWER], "functions": [{"type": "function", **WEATHER["function"]}]},
+         CALLING, [WEATHER], None),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [call(
             {"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]}, id="c")]}]},
          [USER, {"role": "assistant", "content": "", "tool_calls": [call(
