@@ -41,7 +41,7 @@ def main() -> None:
                         help="bytes of text for what is slow (the Hugging Face tokenizer)")
     arguments = parser.parse_args()
     offline.enable()
-    rows = [*tokenising(arguments), *loading(arguments)]
+    rows = [*tokenising(arguments), *chats(arguments), *loading(arguments)]
     width = max(len(name) for name, _ in rows)
     for name, figure in rows:
         print(f"{name:<{width}}  {figure}")
@@ -83,6 +83,64 @@ def tokenising(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             ("store's encoder without gigatoken", f"{size / fallback_s / 1e6:.2f} MB/s "
                                                   f"({raw_s / fallback_s:.2f} of raw)"),
             ("datasets.map(batched=True)", f"{mapped:.2f} MB/s; the store is {fast / mapped:.0f}×")]
+
+
+# As families write that mark nothing, and as thinking models write, who drop earlier thoughts.
+_UNMARKED = """{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+_THINKING = _UNMARKED.replace("+ m.content", "+ ('<think></think>' if loop.last and m.role == "
+                              "'assistant' else '') + m.content")
+
+
+def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return rates in MB of what is said per second, one core, and how much of it is rendering."""
+    from tokenizers import Tokenizer
+
+    from lib.core.conversation import Conversation
+    from lib.tokens.chat import ChatEncoder, ChatPolicy
+    from lib.tokens.dataset import open_dataset
+    from lib.tokens.encode import Encoder
+
+    texts = [text.decode() for batch in open_dataset(arguments.dataset).documents("train")
+             for text in batch]
+    corpus, found = "".join(texts)[:8_000_000], []
+    marked = Path("chat_templates/chatml.jinja").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        tokenizer.save(f"{folder}/tokenizer.json")
+        for name, turns, size in (("4 turns, 2 kB", 4, 500), ("16 turns, 64 kB", 16, 4000)):
+            parts = [corpus[at:at + size].strip() or "x" for at in range(0, len(corpus), size)]
+            said = [Conversation([{"role": ("user", "assistant")[n % 2], "content": part}
+                                  for n, part in enumerate(parts[at:at + turns])])
+                    for at in range(0, len(parts) - turns, turns)]
+            for kind, source in (("unmarked", _UNMARKED), ("marked", marked),
+                                 ("rewritten", _THINKING)):
+                it = ChatEncoder(ChatPolicy(source, "assistant", "drop", 1 << 30),
+                                 Encoder(Path(folder), 1))
+                it.tune(said[:20])
+                found.append((f"chat, {name}, {kind}", _rate(it, said)))
+    return found
+
+
+def _rate(it: Any, said: list[Any]) -> str:
+    """Return how fast conversations become samples, by processor time, in groups of 200."""
+    import numpy as np
+    groups = [said[at:at + 200] for at in range(0, len(said), 200)] * 3
+    sizes = np.array([sum(len(turn["content"].encode()) for chat in group for turn in chat.messages)
+                      for group in groups])
+    seconds, lost = [], 0
+    for group in groups:
+        began = time.process_time()
+        it._texts(group)
+        between = time.process_time()
+        lost += len(it.encode(group).dropped)
+        seconds.append((between - began, time.process_time() - between))
+    rendering, whole = np.array(seconds).T
+    rates = sizes / whole / 1e6
+    return (f"{np.median(rates):.1f} MB/s, at best {rates.max():.1f}; "
+            f"{100 * np.median(rendering / whole):.0f} % renders and masks; {lost} dropped")
 
 
 def loading(arguments: argparse.Namespace) -> list[tuple[str, str]]:

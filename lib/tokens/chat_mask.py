@@ -176,7 +176,9 @@ class Masker:
     def _closed(self, text: str, start: int, end: int) -> Span:
         """Return the span of a mark, up to the answer's closing token and no further."""
         closed = self._end(text, start)
-        if closed < 0 or text[end:closed].strip() not in ("", *self._ends):
+        if closed == end:
+            return start, end
+        if closed < 0 or (closed > end and text[end:closed].strip() not in self._ends):
             closed = self._end(text[:end], start)
         if closed < 0:
             raise _unclosed(text[start:end])

@@ -90,8 +90,9 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Return an attribute, or the item of that name, as Jinja does; the usual ones faster."""
         kind = type(obj)
         if kind is dict:
-            if attribute in obj and attribute not in _NAMES_OF_DICTS:
-                return obj[attribute]
+            if attribute not in _NAMES_OF_DICTS:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj,
+                                                                              name=attribute)
         elif kind is str and attribute in _METHODS_OF_STRINGS:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
