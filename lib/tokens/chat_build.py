@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import hashing, manifest
+from lib.core import hashing, log, manifest
 from lib.core.progress import Progress
 from lib.tokens import chat_checks, chat_workers, columns
 from lib.tokens.chat import ChatPolicy
@@ -58,10 +58,14 @@ def estimated_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) 
         return 0
     with chat_workers.started(1, tokenizer_dir, policy, None) as workers:
         [(samples, _)] = chat_workers.encoded(workers, iter([sample]))
-    if samples.counts.samples == 0 and "too long" not in samples.counts.dropped:
-        chat_checks.require_some(samples.counts, dataset.path)
+    chats = samples.counts
+    if not chats.samples and "too long" not in chats.dropped:
+        chat_checks.require_some(chats, dataset.path)
+    if causes := chats.causes():
+        log.info(f"  of {chats.conversations} sampled conversations of {dataset.path} "
+                 f"{chats.dropped.total()} would be dropped: {causes}")
     size = dataset.extent()[1]
-    return round(size * samples.counts.tokens / max(1, columns.content_bytes(sample)))
+    return round(size * chats.tokens / max(1, columns.content_bytes(sample)))
 
 
 def _join_errors(path: Path, splits: list[str]) -> None:

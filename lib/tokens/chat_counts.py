@@ -47,11 +47,15 @@ class ChatCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first = {**other.first, **self.first}
 
+    def causes(self) -> str:
+        """Return how many conversations were dropped by which cause; empty where none was."""
+        return ", ".join(f"{count:,} {cause}" for cause, count in self.dropped.most_common())
+
     def rows(self, names: Mapping[int, str]) -> dict[str, str]:
         """Return it in words, a line for each thing that it tells; names: of tokens."""
         ends = ", ".join(f"{names[token]} {100 * count / max(1, self.samples):.3g} %"
                          for token, count in self.stops.most_common(_NAMED))
-        causes = ", ".join(f"{count:,} {cause}" for cause, count in self.dropped.most_common())
+        causes = self.causes()
         rows = {
             "conversations": f"{self.conversations:,} with {units.counted(self.turns, 'turn')}",
             "samples": f"{self.samples:,}, {100 * self.ended_share:.3g} % of them end in a stop "

@@ -85,7 +85,8 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
         if tokens.chat:
             log.table(tokens.chat.rows())
-            chat_checks.warn(str(corpus.dataset.path), tokens.chat.counts["train"])
+            if log.rank() == 0:
+                chat_checks.warn(str(corpus.dataset.path), tokens.chat.counts["train"])
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
         shown.show(stores, config.show_samples, inputs.model_dir)
