@@ -59,7 +59,8 @@ class Boundaries:
         self._encoder = encoder
         splitting = {number: token for number, token in
                      encoder.tokenizer.added_tokens_decoder.items()
-                     if token.special and not token.single_word and token.content}
+                     if (token.special or not token.normalized) and token.content.strip()
+                     and not token.single_word}
         self._is_special = np.zeros(encoder.vocab_size, bool)
         self._is_special[list(splitting)] = True
         longest_first = sorted(splitting.values(), key=lambda token: -len(token.content))

@@ -61,7 +61,9 @@ class Masker:
         self._template, self._train_on = template, train_on
         tried = list(self._try())
         behind = [text.rpartition(_WORD)[2] for text in tried]
-        pattern = _alternatives(added)
+        # But for white space and words, which some tokenizers have added too.
+        pattern = _alternatives(token for token in added if not token.strip().isalnum()
+                                and token.strip())
         written = {found for text in tried for found in pattern.findall(text)}
         self.closing = {found[0] for text in behind if (found := pattern.match(text.lstrip()))}
         if tried and not self.closing:

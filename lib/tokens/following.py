@@ -91,6 +91,14 @@ class Messages(Sequence[Any]):
             notes.at[n] = -1
         return [sizes[at] for at in notes.at]
 
+    def __repr__(self) -> str:
+        raise TypeError("the messages are to be written as a list")  # which this is not
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("the messages are to be compared as a list")
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __len__(self) -> int:
         self._notes.ask(len(self._messages))
         return len(self._messages) - self._start

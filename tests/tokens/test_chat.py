@@ -113,6 +113,14 @@ def test_what_is_followed_equals_what_is_rendered_turn_by_turn() -> None:
                          "{% break %}{% endif %}{% endfor %}",
                 "captured": "{% for m in messages %}{% set x %}{% generation %}{{ m.content }}"
                             "{% endgeneration %}{% endset %}{{ x }}{% endfor %}",
+                "written": "{{ messages }}{% for m in messages %}{{ m.content }}{% endfor %}",
+                "compared": "{% for m in messages %}{{ m.content }}{{ messages == [] }}"
+                            "{% endfor %}",
+                "as JSON": "{% for m in messages %}{{ messages | tojson }}{% endfor %}",
+                "filtered": "{% for m in messages if m.role == 'user' %}{{ m.content }}"
+                            "{% endfor %}",
+                "nested": "{% for m in messages %}{% for o in messages[1:] %}{{ o.role }}"
+                          "{% endfor %}{{ m.content }}{% endfor %}",
                 "state": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n "
                          "+ 1 %}{{ m.content }}{% endfor %}{{ ns.n }}"}
     known: dict[str, int] = {}
@@ -128,7 +136,9 @@ def test_what_is_followed_equals_what_is_rendered_turn_by_turn() -> None:
                     assert whole.text[:whole.edges[n]] + made.tails[prompt] == \
                         made.render(messages[:n], prompt=prompt).text, name
     forward = {"llama 3", "chatml", "marked", "qwen 2.5", "gemma 3", "phi 3", "plain"}
-    assert forward <= known.keys() and not {"twice", "break", "state"} & known.keys()
+    assert forward <= known.keys() and not {
+        "twice", "break", "state", "written", "compared", "as JSON", "filtered", "nested"} \
+        & known.keys()
 
 
 def test_the_sandbox_writes_what_transformers_writes(encoders: Encoders) -> None:
@@ -280,6 +290,37 @@ def test_turns_of_tools_between_answers(encoders: Encoders) -> None:
     assert trained(encoder, encoded) == 2 * [
         '<think>\nt\n</think>\n\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
         "<|im_end|>", "<think>\nu\n</think>\n\n3<|im_end|>"]
+
+
+def test_tokens_are_added_in_many_ways(tmp_path: Path) -> None:
+    """As Phi-3 has them, which take in white space, and Gemma, which has white space as tokens."""
+    from tokenizers import AddedToken, Tokenizer
+    chat_tokenizers.encoder(tmp_path / "it", "merged", False)
+    file = tmp_path / "it/tokenizer.json"
+    source = file.read_text()
+    ways = {"rstrip": [AddedToken("<|turn|>", rstrip=True), AddedToken("<|stop|>", rstrip=True)],
+            "not special": ["<|turn|>", "<|stop|>"],
+            "not normalized": [AddedToken("<|turn|>", normalized=False, special=False),
+                               AddedToken("<|stop|>", normalized=False, special=False)],
+            "white space": [AddedToken("<|turn|>"), AddedToken("<|stop|>")]}
+    template = CHATML.replace("<|im_start|>", "<|turn|>").replace("<|im_end|>", "<|stop|>")
+    for way, tokens in ways.items():
+        whole = Tokenizer.from_str(source)
+        add = whole.add_tokens if way.startswith("not") else whole.add_special_tokens
+        add(tokens)
+        if way == "white space":
+            whole.add_tokens([AddedToken("\n", normalized=False), AddedToken("user")])
+        whole.save(str(file))
+        encoder = Encoder(tmp_path / "it", 1)
+        it, chats = coder(encoder, template), [said("hi", "it's\nb"), said("<|stop|>", "a")]
+        for _ in range(2):
+            encoded = it.encode(chats)
+            assert trained(encoder, encoded) == ["it's\nb<|stop|>"], way
+            assert [each.kind for each in encoded.dropped] == ["control token"]
+            assert encoded.stops == {encoder.tokenizer.convert_tokens_to_ids("<|stop|>"): 1}
+            assert encoded.tokens.tolist() == encoder.tokenizer(
+                it._texts(chats)[0][0].text, add_special_tokens=False)["input_ids"]
+            it.tune(chats[:1])
 
 
 def test_a_conversation_that_a_template_refuses_is_dropped_alone(encoders: Encoders) -> None:
