@@ -68,9 +68,9 @@ def mixed(root: Path, files: int) -> None:
 
 def test_help_is_fast_and_names_every_option(stage):
     text = stage(SCRIPT, "--help", timeout=3, fresh=True).stdout
-    for option in ("--data-folder", "--save-dir", "--fields", "--strings", "--min-chars",
-                   "--validation-percent", "--keep-source", "--max-error-rate", "--config",
-                   "--dry-run", "--overwrite", "--num-workers", "--no-progress"):
+    for option in ("--data-folder", "--save-dir", "--format", "--fields", "--strings",
+                   "--min-chars", "--validation-percent", "--keep-source", "--max-error-rate",
+                   "--config", "--dry-run", "--overwrite", "--num-workers", "--no-progress"):
         assert option in text
 
 
