@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from types import BuiltinMethodType, FrameType
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ ROOM = 1 << 30  # bytes of address space beyond what the process has when render
 # What `{% generation %}` leaves in a text until it is read; Unicode has no characters there.
 BEGIN, END = "\ufdd0", "\ufdd1"
 _STATUS = Path("/proc/self/statm")
-_DATE = "26 Jul 2024"  # of "today": what is rendered must not depend on the day
+_TODAY = datetime(2024, 7, 26)  # what is rendered must not depend on the day
 _LONGEST = 1 << 24  # of what is repeated, and of bits of a number
 _NAMES_OF_DICTS = frozenset(dir(dict))
 _METHODS_OF_STRINGS = frozenset(name for name in dir(str) if name[0] != "_") - {
@@ -82,7 +83,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name in ("random", "urlize", "pprint"):
             self.filters.pop(name)
         self.globals.pop("lipsum")
-        self.globals |= {"raise_exception": _raise, "strftime_now": lambda _: _DATE,
+        self.globals |= {"raise_exception": _raise, "strftime_now": _TODAY.strftime,
                          "namespace": _Namespace,
                          "dict": lambda *pairs, **items: dict(*pairs, **items)}
 

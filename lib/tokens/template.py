@@ -200,7 +200,7 @@ class Template:
     def _blocks(self, template: Any, messages: Any, tools: Any, prompt: bool) -> Iterator[str]:
         context = template.new_context({
             **template.globals, **self._tokens, "messages": messages, "tools": tools,
-            "add_generation_prompt": prompt}, shared=True)
+            "documents": None, "add_generation_prompt": prompt}, shared=True)
         return template.root_render_func(context)
 
 

@@ -330,6 +330,10 @@ def test_a_conversation_that_a_template_refuses_is_dropped_alone(encoders: Encod
     assert [(each.number, each.kind, each.message) for each in found.dropped] == [
         (1, "template", "roles must alternate")]
     assert found.owners.tolist() == [0, 2]
+    for several in ([], [odd]):
+        none = coder(encoders["bytes", True], strict).encode(several)
+        assert len(none.tokens) == len(none.lengths) == len(none.owners) == 0 and not none.stops
+        assert len(none.dropped) == len(several)
 
 
 def test_the_fast_engine_serves_where_it_reads_special_tokens_alike(encoders: Encoders) -> None:
