@@ -190,8 +190,8 @@ def _message(turn: Any, number: int) -> Message:
 def _add_others(message: Message, turn: Record, number: int, is_call: bool) -> None:
     """Add what a turn has beside role and content. is_call: ShareGPT's, the content is the call."""
     for key in _KEPT:
-        if isinstance(value := turn.get(key), str):
-            message[key] = value
+        if isinstance(value := turn.get(key), (str, int)):
+            message[key] = str(value)  # some number their calls
     if thought := next((turn[key] for key in _THOUGHTS if isinstance(turn.get(key), str)), ""):
         message["reasoning_content"] = thought
     calls = turn.get(CALLS) or turn.get("function_call")

@@ -65,6 +65,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = whole.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused("content", f"a function call of {where} names no function")
+    if isinstance(whole.get("id"), int):
+        whole["id"] = str(whole["id"])  # as in the turn that answers it
     return {**whole, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 

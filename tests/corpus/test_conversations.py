@@ -73,6 +73,10 @@ RECORDS: dict[str, list[tuple[Any, Any, Any, Any]]] = {
          [USER, {"role": "assistant", "content": "", "tool_calls": [call(
              {"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]}, id="c")]}],
          None, None),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [call({}, id=7)]},
+                       {"role": "tool", "content": "", "tool_call_id": 7}]},
+         [USER, {**ANSWER, "tool_calls": [call({}, id="7")]},
+          {"role": "tool", "content": "", "tool_call_id": "7"}], None, None),
         ({"messages": [USER, {**ANSWER, "tool_calls": [call("no JSON")]}]},
          [USER, {**ANSWER, "tool_calls": [call("no JSON")]}], None, None),
         ({"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]}, [USER, ANSWER] * 2, None,
