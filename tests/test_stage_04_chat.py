@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lib.core.declared import fields
 from lib.optim.schedule import Schedule
 from lib.tokens import mixture, packing, store
-from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens.chat import TOO_LONG, TRAIN_ON, ChatEncoder, ChatPolicy
 from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.samples import IGNORED, Samples, Windows
+from lib.train.config import Config
 from tests.conftest import run_stage
 from tests.tokens import chats
 from tests.training import metrics, save_model
@@ -177,6 +179,8 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
 
 
 def test_options_of_chats_want_a_chat_dataset(project: Path) -> None:
+    choices = {field.name: field.metadata["more"].get("choices") for field in fields(Config)}
+    assert (choices["train_on"], choices["too_long"]) == (TRAIN_ON, TOO_LONG)
     words = ("--train-on", "last", "--too-long", "split", "--chat-template", "other.jinja")
     done = run_stage(*TRAIN, "-e", "x", "-d", "text", *words, "--dry-run", cwd=project, expect=2)
     for name in words[::2]:
@@ -191,5 +195,5 @@ def test_options_of_chats_want_a_chat_dataset(project: Path) -> None:
     assert "has no chat template" in done.stderr and "chat_templates/chatml.jinja" in done.stderr
     shutil.rmtree(project / ".cache")
     (project / "other.jinja").write_text(chats.CHATML)
-    done = run_stage(*plan, "--chat-template", "other.jinja", "--plan-gpus", 8, cwd=project)
+    done = run_stage(*plan, "--chat-template", "other.jinja", cwd=project)
     assert "tokens are not prepared yet" in done.stdout and not (project / ".cache/tokens").exists()
