@@ -98,7 +98,7 @@ def chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     from tokenizers import Tokenizer
 
     from lib.core.conversation import Conversation
-    from lib.tokens.chat import ChatEncoder, ChatPolicy
+    from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
     from lib.tokens.dataset import open_dataset
     from lib.tokens.encode import Encoder
 

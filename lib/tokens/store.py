@@ -28,9 +28,9 @@ import numpy as np
 
 from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
-from lib.tokens import chat_counts
-from lib.tokens.chat import ChatPolicy
-from lib.tokens.chat_counts import ChatCounts, ChatFacts
+from lib.tokens.chat import outcome
+from lib.tokens.chat.encoder import ChatPolicy
+from lib.tokens.chat.outcome import ChatCounts, ChatFacts
 from lib.tokens.dataset import Dataset
 from lib.tokens.dataset_files import SPLITS
 from lib.tokens.encode import Encoder, tokenizer_fingerprint
@@ -217,7 +217,7 @@ def _read_chat(path: Path, chat: dict[str, Any]) -> ChatFacts:
     counts = {name: ChatCounts.of_record(record) for name, record in chat["splits"].items()}
     names = {int(token): str(word) for token, word in chat["stop_tokens"].items()}
     template = (path / TEMPLATE).read_text(encoding="utf-8")
-    return chat_counts.made(template, counts, names)
+    return outcome.made(template, counts, names)
 
 
 def _is_sound(summary: dict[str, Any]) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lib.core import declared
 from lib.core.errors import Problems
-from lib.tokens import sandbox, template
-from lib.tokens.chat import ChatPolicy
+from lib.tokens.chat import sandbox, template
+from lib.tokens.chat.encoder import ChatPolicy
 from lib.tokens.columns import CHAT
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder

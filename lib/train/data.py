@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import log
-from lib.tokens import build, chat_checks, chat_counts, mixture, packing, shown, store
+from lib.tokens import build, mixture, packing, shown, store
 from lib.tokens.batches import DataStream, SampleStream
-from lib.tokens.chat_counts import ChatFacts
+from lib.tokens.chat import checks, outcome
+from lib.tokens.chat.outcome import ChatFacts
 from lib.tokens.encode import Encoder
 from lib.tokens.mixture import HeldOut
 from lib.tokens.raw_shards import RawShards
@@ -86,7 +87,8 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         if tokens.chat:
             log.table(tokens.chat.rows())
             if log.rank() == 0:
-                chat_checks.warn(str(corpus.dataset.path), tokens.chat.counts["train"])
+                checks.warn(str(corpus.dataset.path), tokens.chat.counts["train"],
+                            path / store.ERRORS)
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
         shown.show(stores, config.show_samples, inputs.model_dir)
@@ -99,7 +101,7 @@ def mix(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:
     train = mixture.mix(inputs.corpora, [split["train"] for split in splits])
     return Data(train, mixture.held_out(inputs.corpora, train,
                                         [split.get("validation") for split in splits]),
-                chat_counts.facts([tokens.chat for tokens in stores if tokens.chat]))
+                outcome.facts([tokens.chat for tokens in stores if tokens.chat]))
 
 
 def _split(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:

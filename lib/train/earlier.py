@@ -19,6 +19,7 @@ from lib.models import directory, prepared
 from lib.train import journal
 from lib.train.config import Config
 
+TEMPLATE = "chat template"  # an input of runs on conversations
 _SAMPLES = "samples in an epoch"
 # What decides which sample bears which number: inputs, and options that are declared so.
 _OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
@@ -80,6 +81,13 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
         raise UsageError(f"{where} holds states of another optimizer, which this one cannot take "
                          "over", found=in_lines(other),
                          hint="keep --optimizer, or begin another run from an export of this one")
+    if changed and not with_changes and any(each.name == TEMPLATE for each in changed):
+        raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
+                         hint="use another --experiment-name, --overwrite to start this one anew "
+                              "(the old one is kept aside), --resume-with-changes to go on all the "
+                              "same, or the text that the chat template had: "
+                              f"{where / 'model' / 'chat_template.jinja'} holds it, with BOS in "
+                              "front where the tokenizer would add one")
     if changed and not with_changes:
         raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
                          hint="use another --experiment-name, --overwrite to start this one anew "

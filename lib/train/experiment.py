@@ -16,7 +16,7 @@ from lib.core.lease import ExperimentHeld, Held, Lease
 from lib.core.paths import Experiment
 from lib.models import chat_files, remote_code
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
-from lib.tokens.chat_counts import ChatFacts
+from lib.tokens.chat.outcome import ChatFacts
 from lib.tokens.encode import TOKENIZER_FILES
 from lib.train import chats
 from lib.train.config import Config

@@ -100,7 +100,7 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(_shards_identity(config, shards) if shards
                        else {"dataset": mixture.fingerprint(corpora)}),
-                    **({"chat template": hashing.fingerprint(source)} if source else {})}
+                    **({earlier.TEMPLATE: hashing.fingerprint(source)} if source else {})}
     scratch = _is_from_scratch(config, model_dir, bool(begun or named))
     return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
                   model_stamps, stop_request, source)

@@ -14,7 +14,8 @@ from lib.optim.registry import OPTIMIZERS
 from lib.parallel import determinism
 from lib.parallel.layout import ParallelLayout
 from lib.planning import capacity, memory, saving
-from lib.tokens import chat_build, encode, packing, store
+from lib.tokens import encode, packing, store
+from lib.tokens.chat import preparation
 from lib.train import chats, checks, fitting, flops, outlook
 from lib.train import plan as plans
 from lib.train.config import Config
@@ -134,7 +135,7 @@ def _data(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
                for corpus, policy in zip(inputs.corpora, policies, strict=True)]
     if missing := [str(target) for target in targets if not target.exists()]:
         tokens = sum(
-            chat_build.estimated_tokens(corpus.dataset, inputs.model_dir, policy) if policy
+            preparation.estimated_tokens(corpus.dataset, inputs.model_dir, policy) if policy
             else encode.estimated_tokens(corpus.dataset, inputs.model_dir)
             for corpus, policy in zip(inputs.corpora, policies, strict=True))
         log.info(f"  tokens are not prepared yet ({', '.join(missing)}): the run makes them first, "

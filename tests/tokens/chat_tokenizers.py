@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lib.tokens.chat import EncodedChats
+from lib.tokens.chat.encoder import EncodedChats
 from lib.tokens.encode import Encoder
-from tests.conftest import ROOT
 from tests.tokens.chat_templates import SPECIAL
 from tests.tokens.conftest import BOS, EOS, save_tokenizer
 
@@ -35,8 +35,19 @@ def encoder(home: Path, kind: str, bos: bool, **settings: Any) -> Encoder:
     return Encoder(home, 1)
 
 
+def _texts() -> list[str]:
+    """Return made-up paragraphs, the same ones each time, with line breaks and indented lists."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 9))) for _ in range(1500)]
+    words += ["Number 12", "it's", "you'll", "def f(x):", "naïve", "日本", "<y>", "{z}", "'x'"]
+    words += ["word", "hello", "system", "user", "assistant"] * 20
+    ends = (" ", " ", " ", ", ", ".\n", "\n", "\n\n", "\n  - ", "\n    ", "!\n")
+    return ["".join(word + rng.choice(ends) for word in rng.choices(words, k=400))
+            for _ in range(60)]
+
+
 def _trained(kind: str, around: Any) -> Tokenizer:
-    texts = [path.read_text() for path in sorted((ROOT / "lib/tokens").glob("c*.py"))]
+    texts = _texts()
     settings = {"vocab_size": 1200, "special_tokens": [BOS, EOS, "<unk>"], "show_progress": False}
     if kind == "merged":
         made = Tokenizer(models.BPE())
@@ -55,7 +66,9 @@ def _trained(kind: str, around: Any) -> Tokenizer:
         settings["special_tokens"] += _BYTES
         trainer = trainers.UnigramTrainer(**settings, unk_token="<unk>") if kind == "unigram" \
             else trainers.BpeTrainer(**settings)
-    made.train_from_iterator(texts, trainer)
+    # Sentencepiece learns line by line, so that none of its tokens holds a line break.
+    made.train_from_iterator(texts if kind == "merged" else
+                             [line for text in texts for line in text.split("\n")], trainer)
     plain = json.loads(made.to_str())  # bytes are words of the vocabulary, and not special
     plain["added_tokens"] = [token for token in plain["added_tokens"]
                              if token["content"] not in _BYTES]

@@ -11,9 +11,9 @@ import pytest
 
 from lib.core.conversation import Conversation
 from lib.core.errors import UsageError
-from lib.tokens.chat import ChatEncoder, ChatPolicy, EncodedChats
+from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy, EncodedChats
+from lib.tokens.chat.template import Template
 from lib.tokens.encode import Encoder, Gigatoken
-from lib.tokens.template import Template
 from tests.conftest import ROOT
 from tests.tokens import chat_tokenizers
 from tests.tokens.chat_templates import ANSWERS, CHATML, MARKED, QWEN_3, TEMPLATES, WITHOUT_BOS
@@ -241,8 +241,9 @@ def test_white_space_around_an_answer(encoders: Encoders) -> None:
     assert trained(encoder, coder(encoder, stripped).encode([said("hi", "\n a \n")])) == [
         "a<|im_end|>"]
     # Merged with the line break of the template: who answers could not begin there.
-    [dropped] = it.encode([said("hi", "\nhello")]).dropped
+    [dropped] = it.encode([said("hi", "hello", "hi", "\nhello")]).dropped
     assert dropped.kind == "no boundary" and "within a token" in dropped.message
+    assert dropped.lines == ("<|im_start|>assistant\n", "<|im_start|>assistant\n")
 
 
 def test_what_comes_after_the_last_trained_answer_is_left_out(encoders: Encoders) -> None:
@@ -347,3 +348,27 @@ def test_the_fast_engine_serves_where_it_reads_special_tokens_alike(encoders: En
         assert isinstance(encoder._engine, Gigatoken)
         slow = coder(Encoder(encoder.directory, 1), CHATML).encode(several)
         assert all(np.array_equal(a, b) for a, b in zip(fast[:4], slow[:4], strict=True))
+
+
+def test_marks_that_reach_too_far_or_miss_an_answer_are_told(encoders: Encoders) -> None:
+    encoder, chat = encoders["bytes", False], said("a", "b", "c", "d", system=True)
+    turn = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    around = "{% generation %}{% for m in messages %}" + turn + "{% endfor %}{% endgeneration %}"
+    rest = "{% generation %}{% for m in messages[1:] %}" + turn + "{% endfor %}{% endgeneration %}"
+    head = "{% set m = messages[0] %}" + turn
+    first = "{% for m in messages %}{% if loop.index == 3 %}{% generation %}" + turn + \
+            "{% endgeneration %}{% else %}" + turn + "{% endif %}{% endfor %}"
+    for source, says in ((around, "begins before an answer"), (head + rest, "begins before"),
+                         (first, "marks nothing of an answer")):
+        [dropped] = coder(encoder, source).encode([chat]).dropped
+        assert dropped.kind == "no boundary" and says in dropped.message
+
+
+def test_what_a_template_does_not_write_is_counted(encoders: Encoders) -> None:
+    encoder = encoders["bytes", False]
+    thinking = Conversation([{"role": "system", "content": "Be brief."}, *said("a").messages[:1],
+                             {"role": "assistant", "content": "b", "reasoning_content": "hm"}])
+    users = CHATML.replace("messages %}", "messages if m.role != 'system' %}", 1)
+    assert coder(encoder, CHATML).encode([thinking, said("a", "b")]).left_out == {"thoughts": 1}
+    assert coder(encoder, users).encode([thinking] * 2).left_out == {
+        "thoughts": 2, "system prompt": 2}

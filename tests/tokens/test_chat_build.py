@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from lib.core.errors import ArtifactError, UsageError
-from lib.tokens import build, chat_workers, dataset, split_writer, store
-from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens import build, dataset, split_writer, store
+from lib.tokens.chat import processes
+from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
 from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
 from tests.tokens import chats
@@ -41,7 +42,7 @@ class Here:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no processes started."""
-    monkeypatch.setattr(chat_workers, "Worker", Here)
+    monkeypatch.setattr(processes, "Worker", Here)
 
 
 @pytest.fixture(scope="module")
@@ -199,14 +200,14 @@ def test_a_note_of_progress_that_is_torn_begins_anew(
         monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepare(corpus, tokenizer, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build.chat_build.ChatWriter, "close", _interrupt)
+        patch.setattr(build.preparation.ChatWriter, "close", _interrupt)
         prepare(corpus, tokenizer, tmp_path / "c")
     [note] = (tmp_path / "c/tokens").glob("*/content/train.progress.json")
     content = json.loads(note.read_text())
     for damaged in ({"bits": "x"}, {"counts": {"conversations": 1}}, {"errors": -5}):
         note.write_text(json.dumps(content | {"chat": content["chat"] | damaged}))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(build.chat_build.ChatWriter, "close", _interrupt)
+            patch.setattr(build.preparation.ChatWriter, "close", _interrupt)
             prepare(corpus, tokenizer, tmp_path / "c")
         assert json.loads(note.read_text())["chat"] == content["chat"]
     assert same(whole, prepare(corpus, tokenizer, tmp_path / "c"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lib.core.conversation import Conversation
-from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
 from lib.tokens.encode import Encoder
 from tests.tokens import chat_tokenizers
 from tests.tokens.chat_templates import TEMPLATES, WITHOUT_BOS
@@ -184,4 +184,5 @@ def test_tools_that_a_template_leaves_out_are_not_trained_as_silence(
     assert dropped.kind == "template"
     [dropped] = chats.encode([tools._replace(tools=None)]).dropped
     assert dropped.message in ("it leaves out the call of add in turn 2",
+                               "it marks nothing of an answer as the assistant's",
                                "roles must alternate")

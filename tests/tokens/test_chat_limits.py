@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import UsageError
-from lib.tokens import sandbox
-from lib.tokens.template import Template, TemplateError
+from lib.tokens.chat import sandbox
+from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
+from lib.tokens.chat.template import Template, TemplateError
+from lib.tokens.encode import Encoder
 from tests.conftest import ROOT
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -19,6 +21,9 @@ BOMBS = {
     "memory of a list": "{% set ns = namespace(x=['x']) %}{% for i in range(60) %}"
                         "{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "repetition": "{{ 'x' * 10000000000 }}",
+    "width": "{{ '%1000000000d' % 5 }}",
+    "given width": "{{ '%*d' % (1000000000, messages | length) }}",
+    "width of a format": "{{ '{:4000000000d}'.format(5) }}",
     "power": "{{ 9 ** (9 ** 9) }}",
     "product": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}"
                "{% endfor %}",
@@ -35,6 +40,7 @@ REACH = {
     "format of a filter": "{{ ('{0.__class__.__mro__}' | attr('format'))(messages) }}",
     "change": "{{ messages.append(1) }}",
     "change of a turn": "{{ messages[0].update({'content': 'x'}) }}",
+    "messages": "{{ messages.blocks }}{{ messages.edges }}{{ messages._blocks }}",
     "namespace": "{% set ns = namespace(__class__=1) %}",
 }
 
@@ -79,8 +85,8 @@ def test_memory_and_what_c_code_computes_are_limited() -> None:
     """In a process of its own, which has to live on after each."""
     script = f"""
 import resource, sys, time
-from lib.tokens import sandbox
-from lib.tokens.template import Template, TemplateError
+from lib.tokens.chat import sandbox
+from lib.tokens.chat.template import Template, TemplateError
 before, began = resource.getrlimit(resource.RLIMIT_AS), time.monotonic()
 with sandbox.limited() as begin:
     for name, source in {BOMBS!r}.items():
@@ -118,3 +124,12 @@ def test_what_a_project_template_needs_is_in_words() -> None:
     for messages, tools in (([*HELLO, tool], None), (HELLO, [{"name": "f"}])):
         with pytest.raises(TemplateError, match="this template has no place for"):
             Template(plain, {"eos_token": "</s>"}).render(messages, tools)
+
+
+def test_an_endless_template_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Path) -> None:
+    """At the first conversation that it is tried with, and whatever is caught on the way."""
+    monkeypatch.setattr(sandbox, "SECONDS", 0.05)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UsageError, match="the chat template cannot be used") as caught:
+        ChatEncoder(ChatPolicy(endless, "assistant", "drop", 99), Encoder(tokenizer, 1))
+    assert "more than 0.05 seconds" in caught.value.render()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lib.core.conversation import Conversation
-from lib.tokens.chat import ChatEncoder, ChatPolicy
+from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
 from lib.tokens.encode import Encoder
 from tests.tokens import chat_tokenizers
 from tests.tokens.chat_templates import CHATML, MARKED, QWEN_2_5, QWEN_3
@@ -45,7 +45,7 @@ def texts(encoder: Encoder, source: str, chat: Conversation, longest: int,
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED, QWEN_3], ids=["plain", "marked", "rewritten"])
-@pytest.mark.parametrize("longest", [140, 300, 900])
+@pytest.mark.parametrize("longest", [140, 300, 500])
 def test_each_answer_is_trained_once_with_the_system_prompt_in_front(
         encoder: Encoder, source: str, longest: int) -> None:
     found, dropped = texts(encoder, source, talk(12), longest)

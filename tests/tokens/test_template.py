@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import ArtifactError, UsageError
-from lib.tokens import template
+from lib.tokens.chat import template
 
 
 def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:

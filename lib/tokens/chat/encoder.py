@@ -10,11 +10,12 @@ import numpy as np
 
 from lib.core import units
 from lib.core.conversation import Conversation
-from lib.tokens import chat_split, sandbox
-from lib.tokens.boundaries import Boundaries, Coded
-from lib.tokens.chat_mask import ALL, ASSISTANT, LAST, ControlToken, Marked, Masker, Unmaskable
+from lib.core.errors import UsageError
+from lib.tokens.chat import cutting, sandbox
+from lib.tokens.chat.boundaries import Boundaries, Coded
+from lib.tokens.chat.mask import ALL, ASSISTANT, LAST, ControlToken, Marked, Masker, Unmaskable
+from lib.tokens.chat.template import Template, TemplateError
 from lib.tokens.encode import Encoder
-from lib.tokens.template import Template, TemplateError
 
 TRAIN_ON = (ASSISTANT, LAST, ALL)
 DROP, SPLIT = TOO_LONG = ("drop", "split")
@@ -54,7 +55,8 @@ class EncodedChats(NamedTuple):
 
     tokens: uint32 [N]. trained: bool [N], never the first token of a sample. lengths: int64
     [samples]. owners: int64 [samples], the number of the conversation that each is from. stops: how
-    many samples end in each token, of those whose last trained token is a special one.
+    many samples end in each token, of those whose last trained token is a special one. left_out:
+    what the template did not write, by what it is.
     """
 
     tokens: np.ndarray
@@ -63,6 +65,7 @@ class EncodedChats(NamedTuple):
     owners: np.ndarray
     dropped: list[Dropped]
     stops: Counter[int]
+    left_out: Counter[str]
 
 
 class ChatEncoder:
@@ -77,11 +80,16 @@ class ChatEncoder:
                   if token.content]
         special = [token.content for token in tokens if token.special]
         self._bos: int | None = encoder.tokenizer.bos_token_id
-        with sandbox.limited() as begin:
-            begin()
-            self._masker = Masker(Template(policy.template, encoder.tokenizer.special_tokens_map),
-                                  policy.train_on, special, [token.content for token in tokens],
-                                  encoder.tokenizer.bos_token)
+        try:
+            with sandbox.limited() as begin:
+                begin()
+                self._masker = Masker(
+                    Template(policy.template, encoder.tokenizer.special_tokens_map),
+                    policy.train_on, special, [token.content for token in tokens],
+                    encoder.tokenizer.bos_token)
+        except (TemplateError, MemoryError) as error:
+            raise UsageError("the chat template cannot be used",
+                             found=str(error) or "it took more memory than it may") from None
         self._boundaries = Boundaries(encoder)
         self._is_stop = np.zeros(encoder.vocab_size, bool)
         self._is_stop[encoder.tokenizer.convert_tokens_to_ids(
@@ -94,7 +102,9 @@ class ChatEncoder:
 
     def encode(self, conversations: Sequence[Conversation]) -> EncodedChats:
         """Return the samples of some conversations, and which of them gave none."""
+        self._masker.left_out.clear()
         coded, owners, dropped = self._encoded(conversations)
+        left_out = Counter(self._masker.left_out)  # before parts of long ones are looked at again
         parts: dict[int, list[Coded]] = {}
         for number in np.unique(owners[coded.lengths > self._policy.longest]).tolist():
             if number not in dropped:
@@ -106,7 +116,8 @@ class ChatEncoder:
         for number in set(range(len(conversations))) - set(owners.tolist()) - dropped.keys():
             dropped[number] = Dropped(number, "nothing trained", "no answer of it is trained")
         return EncodedChats(coded.ids, coded.trained, coded.lengths, owners,
-                            [dropped[number] for number in sorted(dropped)], self._stops(coded))
+                            [dropped[number] for number in sorted(dropped)], self._stops(coded),
+                            left_out)
 
     def _fitting(self, conversation: Conversation, number: int, sizes: np.ndarray
                  ) -> tuple[list[Coded], Dropped | None]:
@@ -121,7 +132,7 @@ class ChatEncoder:
             is_fit = not dropped and (coded.lengths <= longest).all()
             return coded.chosen(coded.labels() > 0) if is_fit else None
 
-        parts, lost = chat_split.split(conversation, code, longest / max(1, int(sizes.max())),
+        parts, lost = cutting.split(conversation, code, longest / max(1, int(sizes.max())),
                                        self._policy.train_on == LAST)
         if not lost:
             return parts, None

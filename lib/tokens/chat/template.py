@@ -17,8 +17,8 @@ from jinja2 import meta, nodes
 from lib.core import commands, paths, records
 from lib.core.conversation import Message
 from lib.core.errors import ArtifactError, UsageError
-from lib.tokens import following, sandbox
-from lib.tokens.sandbox import LimitError, TemplateError
+from lib.tokens.chat import following, sandbox
+from lib.tokens.chat.sandbox import LimitError, TemplateError
 
 Span = tuple[int, int]  # of characters, the end exclusive
 
@@ -167,7 +167,7 @@ class Template:
             raise
         except TemplateError:  # perhaps of something that it does with nothing but a list
             return self.render(messages, tools)
-        edges = followed.edges()
+        edges = following.edges(followed)
         if done.marks:
             places = [place + n for n, place in enumerate(
                 place for mark in done.marks for place in mark)]  # with the marks in the text

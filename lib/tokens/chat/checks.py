@@ -10,13 +10,14 @@ import numpy as np
 
 from lib.core import log, units
 from lib.core.errors import UsageError
-from lib.tokens.chat import ASSISTANT, ChatPolicy
-from lib.tokens.chat_counts import ChatCounts
+from lib.tokens.chat.encoder import ASSISTANT, ChatPolicy
+from lib.tokens.chat.outcome import ChatCounts
 
 SPLIT_OPTION = "--too-long split"
 _LOOKED_AT = 1000  # conversations after which a template is given up that suits none of them
 _OF_TEMPLATE = ("template", "no boundary")  # causes that lie in the template
 _FEWEST = 0.01  # of the tokens, trained
+_MOST_UNSUITED = 0.05  # of the conversations
 _MOST_END = 0.5  # of the samples, in a stop token
 _LONGEST = 60  # characters of a part of a sample that is shown, and so many parts
 _PARTS = 5
@@ -72,8 +73,17 @@ def require_trainable(chats: ChatCounts, policy: ChatPolicy, path: Path,
                               "as that, --train-on last trains the last one of each")
 
 
-def warn(name: str, chats: ChatCounts) -> None:
-    """Tell what is odd about the samples of a split; name: of the dataset."""
+def warn(name: str, chats: ChatCounts, errors: Path) -> None:
+    """Tell what is odd about the samples of a split. name: of the dataset. errors: where each
+    conversation is named that was dropped."""
+    if chats.dropped:
+        log.info(f"  {errors} names each conversation that was dropped")
+    unsuited = sum(chats.dropped[cause] for cause in _OF_TEMPLATE)
+    if unsuited > _MOST_UNSUITED * chats.conversations:
+        cause = max(_OF_TEMPLATE, key=lambda each: chats.dropped[each])
+        log.warn(f"{name}: the chat template suits {unsuited:,} of "
+                 f"{units.counted(chats.conversations, 'conversation')} not, which are dropped; of "
+                 f"the first it is said: {chats.first.get(cause, '')}")
     if chats.samples and chats.ended_share < _MOST_END:
         log.warn(f"{name}: {100 * chats.ended_share:.3g} % of the samples end in a token that "
                  "would end an answer: a model that is trained on them may not stop. See the chat "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lib.core.conversation import Conversation
-from lib.tokens.boundaries import Coded
+from lib.tokens.chat.boundaries import Coded
 
 Code = Callable[[Conversation], Coded | None]  # None: it does not fit
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from lib.core.conversation import CALLS, Conversation, Message
+from lib.core.conversation import Conversation, Message
 from lib.core.errors import UsageError
-from lib.tokens.sandbox import TemplateError, TokenError
-from lib.tokens.template import Rendered, Span, Template
+from lib.tokens.chat import left_out
+from lib.tokens.chat.sandbox import LimitError, TemplateError, TokenError
+from lib.tokens.chat.template import Rendered, Span, Template
 
 ASSISTANT, LAST, ALL = ("assistant", "last", "all")
 # Tokens that an answer may spell although they are special: they stand around thoughts.
@@ -52,13 +55,14 @@ class Marked(NamedTuple):
 class Masker:
     """Finds what is trained. special, added: the texts of the tokenizer's tokens of these kinds.
 
-    closing: the tokens that end an answer. Raises UsageError where the template cannot serve with
-    this tokenizer.
+    closing: the tokens that end an answer. left_out: what the template did not write. Raises
+    UsageError where the template cannot serve with this tokenizer.
     """
 
     def __init__(self, template: Template, train_on: str, special: Sequence[str],
                  added: Sequence[str], bos: str | None) -> None:
         self._template, self._train_on = template, train_on
+        self.left_out: Counter[str] = Counter()
         tried = list(self._try())
         behind = [text.rpartition(_WORD)[2] for text in tried]
         # But for white space and words, which some tokenizers have added too.
@@ -86,6 +90,8 @@ class Masker:
             try:
                 yield self._template.render(messages).text
             except TemplateError as error:
+                if isinstance(error, LimitError):
+                    raise
                 if isinstance(error, TokenError):
                     raise UsageError(f"the chat template does not fit the tokenizer: {error}",
                                      hint=_OTHERS) from None
@@ -108,14 +114,17 @@ class Masker:
             return []
         messages = messages[:trained[-1] + 1]  # what comes later is context of nothing
         whole = self._template.follow(messages, tools)
-        _require_tools(tools, whole.text)
+        left_out.require_tools(tools, whole.text)
+        if left_out.is_lost(messages[0], whole.text):
+            self.left_out["system prompt"] += 1
         found: list[Marked] = []
         for i in reversed(trained):
             answer = self._answer(messages, tools, whole, answers, i)
-            end = answer.spans[-1][1] if answer.spans else 0
-            if messages[i].get(CALLS):
-                _require_calls(messages[i], i + 1, answer.text[answer.spans[0][0]:end]
-                               if answer.spans else whole.text)
+            end = answer.spans[-1][1]
+            if len(messages[i]) > 2:  # role and content
+                left_out.require_calls(messages[i], i + 1, answer.text[answer.spans[0][0]:end])
+                if left_out.are_thoughts_lost(messages[i], answer.text):
+                    self.left_out["thoughts"] += 1
             if found and (answer.text is found[-1].text
                           or found[-1].text.startswith(answer.text[:end])):
                 found[-1].spans.extend(answer.spans)
@@ -127,7 +136,7 @@ class Masker:
              weights: Sequence[float] | None) -> list[Marked]:
         """Return the whole text, trained but for the turns of weight 0."""
         whole = self._template.follow(messages, tools)
-        _require_tools(tools, whole.text)
+        left_out.require_tools(tools, whole.text)
         spans, start = [], 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
             if whole.edges[i] < 0 or whole.edges[i + 1] < 0:
@@ -144,6 +153,7 @@ class Masker:
             part = whole.text[begin:edge] + self._template.tails[0]
             marks = whole.marks
             if marks:
+                _require_behind(marks, begin, whole.text)
                 first, last = bisect_left(marks, (begin,)), bisect_left(marks, (edge,))
                 marks = [(start - begin, end - begin) for start, end in marks[first:last]]
             spans = [(start + begin, end + begin) for start, end in self._spans(
@@ -153,19 +163,21 @@ class Masker:
         text, marks = whole.text, whole.marks
         if i < len(messages) - 1:
             text, marks, _ = self._template.render(messages[:i + 1], tools)
-        before = ""
         if not self._template.has_marks:
             before = self._template.render(messages[:i], tools, prompt=True).text
-        elif len(marks) == answers.index(i) + 1:
-            marks = marks[-1:]
-        else:
-            marks = marks[len(self._template.render(messages[:i], tools).marks):]
-        return Marked(text, self._spans(text, marks, before))
+            return Marked(text, self._spans(text, marks, before))
+        asked = self._template.render(messages[:i], tools)
+        shared = commonprefix([asked.text, text])  # noqa: RUF071  (of characters)
+        _require_behind(marks, len(shared), text)
+        marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(asked.marks):]
+        return Marked(text, self._spans(text, marks, ""))
 
     def _spans(self, text: str, marks: list[Span], before: str) -> list[Span]:
         """Return where the answer is that ends a text. before: what is written to have it begun."""
         if self._template.has_marks:
             marks = [mark for mark in marks if mark[0] < mark[1]]
+            if not marks:
+                raise Unmaskable("it marks nothing of an answer as the assistant's")
             return [*marks[:-1], *(self._closed(text, *mark) for mark in marks[-1:])]
         if not text.startswith(before):
             raise Unmaskable("what it writes before an answer is not what stands there once the "
@@ -241,25 +253,12 @@ class Masker:
                         raise ControlToken(f"{what} spells the token {found[0]}")
 
 
-def _require_tools(tools: Sequence[Message] | None, text: str) -> None:
-    """Raise TemplateError where a template leaves out functions that may be called."""
-    for tool in tools or ():
-        if _name_of(tool) not in text:
-            raise TemplateError(f"it leaves out the tool {_name_of(tool)}")
-
-
-def _require_calls(message: Message, number: int, text: str) -> None:
-    """Raise TemplateError where a template leaves out calls: silence would be learned instead."""
-    for call in message.get(CALLS) or ():
-        if _name_of(call) not in text:
-            raise TemplateError(f"it leaves out the call of {_name_of(call)} in turn {number}")
-
-
-def _name_of(described: Any) -> str:
-    """Return the name of a function that a tool or a call describes, "" where it is not known."""
-    function = described.get("function", described) if isinstance(described, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else ""
+def _require_behind(marks: list[Span], place: int, text: str) -> None:
+    """Raise Unmaskable where a mark of an answer begins before what was said before it ends."""
+    for start, end in marks:
+        if start < place < end:
+            raise Unmaskable("what it marks as the assistant's begins before an answer",
+                             text[start:place].strip()[:80], text[place:end].strip()[:80])
 
 
 def _with_thoughts(message: Message) -> Message:

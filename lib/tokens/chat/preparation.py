@@ -10,10 +10,11 @@ import numpy as np
 
 from lib.core import hashing, log, manifest
 from lib.core.progress import Progress
-from lib.tokens import chat_checks, chat_workers, columns
-from lib.tokens.chat import ChatPolicy
-from lib.tokens.chat_counts import ChatCounts
-from lib.tokens.chat_writer import ChatWriter
+from lib.tokens import columns
+from lib.tokens.chat import checks, processes
+from lib.tokens.chat.encoder import ChatPolicy
+from lib.tokens.chat.outcome import ChatCounts
+from lib.tokens.chat.writer import ChatWriter
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.split_writer import Written
@@ -31,7 +32,7 @@ def write(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, polic
     files: list[dict[str, Any]] = []
     # Each takes seconds to get ready, in which the others do so much.
     count = min(num_workers, 1 + dataset.total_bytes() // _WORTH_A_PROCESS)
-    with chat_workers.started(count, encoder.directory, policy, dataset.some_chats()) as workers:
+    with processes.started(count, encoder.directory, policy, dataset.some_chats()) as workers:
         for name in dataset.splits:
             writer = ChatWriter(directory, name, dtype, dataset)
             writer.run(workers, bar)
@@ -39,7 +40,7 @@ def write(directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, polic
             files += writer.close()[:-1]  # but the errors, which are put together
             counts[name], chats[name] = writer.counts(), writer.chats
             if name == "train":
-                chat_checks.require_trainable(writer.chats, policy, dataset.path,
+                checks.require_trainable(writer.chats, policy, dataset.path,
                                               _examples(directory, name, dtype, encoder))
     _join_errors(directory / ERRORS, list(dataset.splits))
     (directory / TEMPLATE).write_text(policy.template, encoding="utf-8")
@@ -56,11 +57,11 @@ def estimated_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) 
     sample = dataset.some_chats()
     if sample is None:
         return 0
-    with chat_workers.started(1, tokenizer_dir, policy, None) as workers:
-        [(samples, _)] = chat_workers.encoded(workers, iter([sample]))
+    with processes.started(1, tokenizer_dir, policy, None) as workers:
+        [(samples, _)] = processes.encoded(workers, iter([sample]))
     chats = samples.counts
     if not chats.samples and "too long" not in chats.dropped:
-        chat_checks.require_some(chats, dataset.path)
+        checks.require_some(chats, dataset.path)
     if causes := chats.causes():
         log.info(f"  of {chats.conversations} sampled conversations of {dataset.path} "
                  f"{chats.dropped.total()} would be dropped: {causes}")
@@ -95,5 +96,5 @@ def _examples(directory: Path, name: str, dtype: str, encoder: Encoder) -> list[
                          ends[-1])
     bits = np.fromfile(directory / f"{name}.labels.bin", np.uint8, -(-ends[-1] // 8))
     trained = np.unpackbits(bits, bitorder="little").astype(bool)
-    return [chat_checks.shown(encoder.tokenizer, tokens[begin:end], trained[begin:end])
+    return [checks.shown(encoder.tokenizer, tokens[begin:end], trained[begin:end])
             for begin, end in zip([0, *ends], ends, strict=False)]

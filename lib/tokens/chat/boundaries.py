@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.tokens.chat_mask import Marked, Unmaskable
+from lib.tokens.chat.mask import Marked, Unmaskable
 from lib.tokens.encode import Encoder
 
 # What tokenizers take for white space around a token that strips it.
@@ -73,15 +73,15 @@ class Boundaries:
                                                   for text, _ in texts])
         begins = [0, *np.cumsum(lengths).tolist()]
         cuts = self._cuts(texts, ids, begins)
-        heads = self._heads({head for _, _, head in cuts})
+        heads = self._heads({head for _, _, head, _ in cuts})
         coded, size = ids.tobytes(), ids.itemsize
         places, wrong = [], {}
-        for number, at, head in cuts:
+        for number, at, head, place in cuts:
             known = heads[head]
             begin, end = at * size, at * size + len(known)
             if coded[begin:end] != known or end > begins[number + 1] * size:
                 wrong[number] = Unmaskable("an answer begins or ends within a token",
-                                           head.rsplit("\n", 1)[-1], _line(texts[number], head))
+                                           *_lines(texts[number].text, place))
                 end = begins[number] * size
             places.append(end // size)
         trained = np.zeros(len(ids), bool)
@@ -90,9 +90,9 @@ class Boundaries:
         return Coded(ids, trained, lengths, wrong)
 
     def _cuts(self, texts: Sequence[Marked], ids: np.ndarray, begins: list[int]
-              ) -> list[tuple[int, int, str]]:
+              ) -> list[tuple[int, int, str, int]]:
         """Return the beginnings and ends of all spans: the text's number, the number of a token,
-        and the characters that lead from it to the place."""
+        the characters that lead from it to the place, and the place."""
         special = np.flatnonzero(self._is_special[ids])
         firsts = np.searchsorted(special, begins).tolist()
         at, cuts = special.tolist(), []
@@ -104,8 +104,8 @@ class Boundaries:
             for span in spans:
                 for place in span:
                     last = bisect_left(starts, place) - 1
-                    cuts.append((number, at[first + last], text[starts[last]:place]) if last >= 0
-                                else (number, begins[number], text[:place]))
+                    cuts.append((number, at[first + last], text[starts[last]:place], place)
+                                if last >= 0 else (number, begins[number], text[:place], place))
         return cuts
 
     def _heads(self, heads: set[str]) -> dict[str, bytes]:
@@ -128,7 +128,9 @@ def _shape(token: Any) -> str:
         (_SPACE if token.rstrip else "")
 
 
-def _line(text: Marked, head: str) -> str:
-    """Return the line of a text in which the place behind `head` lies."""
-    place = text.text.find(head) + len(head)
-    return head.rsplit("\n", 1)[-1] + text.text[place:].split("\n", 1)[0]
+def _lines(text: str, place: int) -> tuple[str, str]:
+    """Return the line in which a place lies, up to there and whole; an empty one with that before.
+    """
+    start = text.rfind("\n", 0, max(0, place - 1)) + 1
+    end = text.find("\n", place)
+    return text[start:place], text[start:end if end >= 0 else len(text)]

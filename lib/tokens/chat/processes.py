@@ -16,8 +16,8 @@ import numpy as np
 
 from lib.core.workers import Worker
 from lib.tokens import columns
-from lib.tokens.chat import ChatEncoder, ChatPolicy, Dropped
-from lib.tokens.chat_counts import ChatCounts
+from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy, Dropped
+from lib.tokens.chat.outcome import ChatCounts
 from lib.tokens.encode import Encoder
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _encode(chats: ChatEncoder, rows: pa.RecordBatch, longest: int) -> PreparedC
         len(placed), sum(len(chat.messages) for chat, _ in placed), len(made.lengths),
         len(made.tokens), int(made.trained.sum()), int(made.trained[begins + 1].sum()),
         Counter(map(_cause, made.dropped)), made.stops,
-        {_cause(one): one.message for one in reversed(made.dropped)})
+        made.left_out, {_cause(one): one.message for one in reversed(made.dropped)})
     return PreparedChats(made.tokens, made.trained, made.lengths, counts,
                          [DroppedChat(placed[one.number][1], one.kind, one.message, one.partly)
                           for one in made.dropped])

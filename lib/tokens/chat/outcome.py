@@ -18,7 +18,8 @@ class ChatCounts:
 
     dropped: by cause. stops: by token id, samples whose last trained token is that special token.
     first: by cause, what is said of the first conversation that was dropped. unprompted: samples
-    that are trained from their second token on, so that nothing of them is a prompt.
+    that are trained from their second token on, so that nothing of them is a prompt. left_out: what
+    the template does not write, by what it is.
     """
 
     conversations: int = 0
@@ -29,6 +30,7 @@ class ChatCounts:
     unprompted: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     stops: Counter[int] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -62,21 +64,24 @@ class ChatCounts:
                        f"token{f' ({ends})' if ends else ''}",
             "tokens": f"{self.tokens:,}, {self.trained:,} of them trained "
                       f"({100 * self.trained_share:.3g} %)"}
-        return rows | ({"dropped": f"{causes} (errors.jsonl names each)"} if causes else {})
+        left_out = ", ".join(f"{count:,} × {what}" for what, count in self.left_out.most_common())
+        return rows | ({"dropped": causes} if causes else {}) \
+            | ({"not written": f"{left_out}, by this template"} if left_out else {})
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
-        return {**vars(self), "dropped": dict(self.dropped),
+        return {**vars(self), "dropped": dict(self.dropped), "left_out": dict(self.left_out),
                 "stops": {str(token): count for token, count in self.stops.items()}}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> ChatCounts:
         """Return it from JSON; TypeError or ValueError where that is not what `record` gives."""
         stops = {int(token): count for token, count in record["stops"].items()}
-        made = cls(**{**record, "dropped": Counter(record["dropped"]), "stops": Counter(stops)})
+        made = cls(**{**record, "dropped": Counter(record["dropped"]), "stops": Counter(stops),
+                      "left_out": Counter(record["left_out"])})
         counts = [count for name, count in vars(made).items()
-                  if name not in ("dropped", "stops", "first")]
-        counts += [*made.dropped.values(), *made.stops.values()]
+                  if name not in ("dropped", "stops", "left_out", "first")]
+        counts += [*made.dropped.values(), *made.stops.values(), *made.left_out.values()]
         if not all(type(count) is int and count >= 0 for count in counts) \
                 or not isinstance(made.first, dict):
             raise ValueError("a count that is none")

@@ -12,9 +12,9 @@ import numpy as np
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.core.workers import Worker
-from lib.tokens import chat_checks, chat_workers
-from lib.tokens.chat_counts import ChatCounts
-from lib.tokens.chat_workers import DroppedChat
+from lib.tokens.chat import checks, processes
+from lib.tokens.chat.outcome import ChatCounts
+from lib.tokens.chat.processes import DroppedChat
 from lib.tokens.dataset import Dataset
 from lib.tokens.split_writer import Sink, SplitWriter
 from lib.tokens.store import ERRORS, LABEL_MASK
@@ -47,12 +47,12 @@ class ChatWriter(SplitWriter):
             log.info(f"  going on after {units.counted(done, 'conversation')} of an interrupted "
                      "run")
         rows = self._dataset.chats(self.name, done)
-        for samples, size in chat_workers.encoded(workers, rows):
+        for samples, size in processes.encoded(workers, rows):
             self.append(samples.tokens, samples.lengths)
             self._mark(samples.trained)
             self._errors.write(np.frombuffer(b"".join(map(_line, samples.dropped)), np.uint8))
             self.chats.add(samples.counts)
-            chat_checks.require_maskable(self.chats, self._dataset.path)
+            checks.require_maskable(self.chats, self._dataset.path)
             bar.advance(size)
             self.save_if_due()
         self.save()

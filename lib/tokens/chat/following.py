@@ -68,28 +68,16 @@ def _is_part(value: nodes.Node | None) -> bool:
 class Messages(Sequence[Any]):
     """Holds the messages of a conversation and notes which of them were asked for, and when.
 
-    blocks: the text so far, to be filled by who renders. start: the first that is seen.
+    blocks: the text so far, to be filled by who renders. start: the first that is seen. Nothing
+    has a name that a template could ask for: it would be empty for a list.
     """
 
-    __slots__ = ("_messages", "_notes", "_start", "blocks")
+    __slots__ = ("_blocks", "_messages", "_notes", "_start")
 
     def __init__(self, messages: Sequence[Any], blocks: list[str], start: int = 0,
                  notes: _Notes | None = None) -> None:
-        self.blocks, self._messages, self._start = blocks, messages, start
+        self._blocks, self._messages, self._start = blocks, messages, start
         self._notes = notes or _Notes(len(messages))
-
-    def edges(self) -> list[int]:
-        """Return for each n where the text of the first n messages ends, -1 where not known.
-
-        Empty where the messages were not walked through once.
-        """
-        notes = self._notes
-        if notes.walks != 1 or notes.at[-1] < 0:
-            return []
-        sizes = [*accumulate(map(len, self.blocks), initial=0), -1]
-        for n in notes.early:
-            notes.at[n] = -1
-        return [sizes[at] for at in notes.at]
 
     def __repr__(self) -> str:
         raise TypeError("the messages are to be written as a list")  # which this is not
@@ -113,13 +101,27 @@ class Messages(Sequence[Any]):
         if isinstance(key, slice) and key.stop is None and key.step is None \
                 and isinstance(key.start, int) and key.start >= 0:
             start = min(self._start + key.start, len(self._messages))
-            return Messages(self._messages, self.blocks, start, self._notes)
+            return Messages(self._messages, self._blocks, start, self._notes)
         self._notes.ask(len(self._messages))
         return list(self._messages[self._start:])[key]
 
     def __iter__(self) -> Iterator[Any]:
         self._notes.walks += 1
-        return Walk(self._messages, self.blocks, self._start, self._notes)
+        return Walk(self._messages, self._blocks, self._start, self._notes)
+
+
+def edges(messages: Messages) -> list[int]:
+    """Return for each n where the text of the first n messages ends, -1 where not known.
+
+    Empty where the messages were not walked through once.
+    """
+    notes = messages._notes
+    if notes.walks != 1 or notes.at[-1] < 0:
+        return []
+    sizes = [*accumulate(map(len, messages._blocks), initial=0), -1]
+    for n in notes.early:
+        notes.at[n] = -1
+    return [sizes[at] for at in notes.at]
 
 
 class _Notes:

@@ -7,6 +7,7 @@ files, no attributes that begin with an underscore, no clock and no randomness.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import threading
@@ -28,6 +29,7 @@ ROOM = 1 << 30  # bytes of address space beyond what the process has when render
 BEGIN, END = "\ufdd0", "\ufdd1"
 _STATUS = Path("/proc/self/statm")
 _TODAY = datetime(2024, 7, 26)  # what is rendered must not depend on the day
+_WIDE = re.compile(r"%[^%a-zA-Z]*(\d{5}|\*)")
 _LONGEST = 1 << 24  # of what is repeated, and of bits of a number
 _NAMES_OF_DICTS = frozenset(dir(dict))
 _METHODS_OF_STRINGS = frozenset(name for name in dir(str) if name[0] != "_") - {
@@ -73,7 +75,7 @@ class Generation(jinja2.ext.Extension):
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Is Jinja's sandbox with what templates expect of transformers (5.17 to 5.23)."""
 
-    intercepted_binops = frozenset(["**", "*"])
+    intercepted_binops = frozenset(["**", "*", "%"])
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True,
@@ -114,7 +116,11 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Multiply within bounds: what C code computes no signal interrupts."""
+        """Multiply and format within bounds: what C code computes no signal interrupts."""
+        if operator == "%":
+            if isinstance(left, str) and _WIDE.search(left):
+                raise LimitError("it formats with a width of more than four digits")
+            return super().call_binop(context, operator, left, right)
         if isinstance(left, (int, float)) and isinstance(right, (int, float)):
             bits = [max(1, abs(int(each)).bit_length()) for each in (left, right)]
             size = bits[0] * abs(int(right)) if operator == "**" else sum(bits)
@@ -181,15 +187,17 @@ def limited() -> Iterator[Callable[[], None]]:
         raise LimitError(f"it took more than {SECONDS:g} seconds")
 
     def begin() -> None:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        # Of this process, so that a busy machine changes nothing; again and again, since what
+        # catches it may go on.
+        signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)
 
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGPROF, stop)
     try:
         with limit_memory():
             yield begin
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextmanager

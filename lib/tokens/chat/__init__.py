@@ -1,0 +1,1 @@
+"""From conversations to samples, and to which of their tokens are trained."""
