@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lib.core.declared import fields
 from lib.optim.schedule import Schedule
 from lib.tokens import mixture, packing, store
-from lib.tokens.chat.encoder import TOO_LONG, TRAIN_ON, ChatEncoder, ChatPolicy
+from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat.policy import TOO_LONG, TRAIN_ON, ChatPolicy
 from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.samples import IGNORED, Samples, Windows

@@ -20,8 +20,7 @@ from lib.core import (
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 from lib.tokens import store
-from lib.tokens.chat import preparation
-from lib.tokens.chat.encoder import ChatPolicy
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder, tokenizer_fingerprint
 from lib.tokens.split_writer import PROGRESS, TextWriter, Written
@@ -131,6 +130,7 @@ def _fill(build: publish.Build, dataset: Dataset, encoder: Encoder, num_workers:
     dataset.require_same()
     began = time.monotonic()
     with Progress("tokenising", text_bytes, "B", progress) as bar:
+        from lib.tokens.chat import preparation  # which takes time to import
         written = preparation.write(build.dir, dataset, encoder, dtype, chat, num_workers, bar) \
             if chat else _write_texts(build.dir, dataset, encoder, dtype, bar)
     for leftover in (*build.dir.glob(f"*.{PROGRESS}"), *build.dir.glob(f"*.{store.ERRORS}")):

@@ -29,8 +29,8 @@ import numpy as np
 from lib.core import commands, hashing, log, manifest, paths
 from lib.core.errors import ArtifactError
 from lib.tokens.chat import outcome
-from lib.tokens.chat.encoder import ChatPolicy
 from lib.tokens.chat.outcome import ChatCounts, ChatFacts
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
 from lib.tokens.dataset_files import SPLITS
 from lib.tokens.encode import Encoder, tokenizer_fingerprint

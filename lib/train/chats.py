@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lib.core import declared
 from lib.core.errors import Problems
-from lib.tokens.chat import sandbox, template
-from lib.tokens.chat.encoder import ChatPolicy
+from lib.tokens.chat import policy as chat_policy
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.columns import CHAT
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
@@ -27,7 +27,7 @@ def find_template(config: Config, model_dir: Path, corpora: Sequence[Corpus]) ->
     Raises UsageError where there is none, or where options of chat datasets are given without one.
     """
     if _have_chats(corpora):
-        return template.find(model_dir, config.chat_template)
+        return chat_policy.find(model_dir, config.chat_template)
     problems = Problems()
     for name in _OPTIONS:
         if getattr(config, name) != getattr(DEFAULTS, name):
@@ -63,6 +63,7 @@ def template_to_keep(source: str, model_dir: Path) -> str:
     Who renders a conversation for the model tells the tokenizer to add nothing, as with any other
     template: the text must begin there as it began in training.
     """
+    from lib.tokens.chat import sandbox, template  # which takes time to import
     tokenizer = (encoder := Encoder(model_dir, 1)).tokenizer
     if encoder.bos is None:
         return source

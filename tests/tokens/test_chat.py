@@ -11,7 +11,8 @@ import pytest
 
 from lib.core.conversation import Conversation
 from lib.core.errors import UsageError
-from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy, EncodedChats
+from lib.tokens.chat.encoder import ChatEncoder, EncodedChats
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.chat.template import Template
 from lib.tokens.encode import Encoder, Gigatoken
 from tests.conftest import ROOT

@@ -11,8 +11,9 @@ import pytest
 
 from lib.core.errors import ArtifactError, UsageError
 from lib.tokens import build, dataset, split_writer, store
-from lib.tokens.chat import processes
-from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
+from lib.tokens.chat import preparation, processes
+from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
 from tests.tokens import chats
@@ -200,14 +201,14 @@ def test_a_note_of_progress_that_is_torn_begins_anew(
         monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepare(corpus, tokenizer, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(build.preparation.ChatWriter, "close", _interrupt)
+        patch.setattr(preparation.ChatWriter, "close", _interrupt)
         prepare(corpus, tokenizer, tmp_path / "c")
     [note] = (tmp_path / "c/tokens").glob("*/content/train.progress.json")
     content = json.loads(note.read_text())
     for damaged in ({"bits": "x"}, {"counts": {"conversations": 1}}, {"errors": -5}):
         note.write_text(json.dumps(content | {"chat": content["chat"] | damaged}))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(build.preparation.ChatWriter, "close", _interrupt)
+            patch.setattr(preparation.ChatWriter, "close", _interrupt)
             prepare(corpus, tokenizer, tmp_path / "c")
         assert json.loads(note.read_text())["chat"] == content["chat"]
     assert same(whole, prepare(corpus, tokenizer, tmp_path / "c"))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lib.core.conversation import Conversation
-from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
+from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.encode import Encoder
 from tests.tokens import chat_tokenizers
 from tests.tokens.chat_templates import TEMPLATES, WITHOUT_BOS

@@ -10,7 +10,8 @@ import pytest
 
 from lib.core.errors import UsageError
 from lib.tokens.chat import sandbox
-from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
+from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.chat.template import Template, TemplateError
 from lib.tokens.encode import Encoder
 from tests.conftest import ROOT

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lib.core.conversation import Conversation
-from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy
+from lib.tokens.chat.encoder import ChatEncoder
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.encode import Encoder
 from tests.tokens import chat_tokenizers
 from tests.tokens.chat_templates import CHATML, MARKED, QWEN_2_5, QWEN_3

@@ -9,28 +9,28 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import ArtifactError, UsageError
-from lib.tokens.chat import template
+from lib.tokens.chat import policy
 
 
 def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
     given, config = tmp_path / "mine.jinja", tmp_path / "tokenizer_config.json"
     given.write_text("mine")
     config.write_text(json.dumps({"chat_template": "of config"}))
-    assert template.find(tmp_path, given) == "mine"
-    assert template.find(tmp_path, Path("chatml")).startswith("{#- ChatML.")
-    assert template.find(tmp_path, None) == "of config"
+    assert policy.find(tmp_path, given) == "mine"
+    assert policy.find(tmp_path, Path("chatml")).startswith("{#- ChatML.")
+    assert policy.find(tmp_path, None) == "of config"
     config.write_text(json.dumps({"chat_template": [{"name": "default", "template": "first"},
                                                     {"name": "rag", "template": "second"}]}))
-    assert template.find(tmp_path, None) == "first"
+    assert policy.find(tmp_path, None) == "first"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of json"}))
-    assert template.find(tmp_path, None) == "of json"
+    assert policy.find(tmp_path, None) == "of json"
     (tmp_path / "chat_template.jinja").write_text("of file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("other")
-    assert template.find(tmp_path, None) == "of file"
+    assert policy.find(tmp_path, None) == "of file"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ArtifactError, match=r"chat_template\.jinja cannot be read"):
-        template.find(tmp_path, None)
+        policy.find(tmp_path, None)
 
 
 @pytest.mark.parametrize(("make", "says"), [
@@ -40,7 +40,7 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
 def test_a_given_template_that_is_none_is_refused(tmp_path: Path, make: object, says: str) -> None:
     make(tmp_path / "it.jinja")
     with pytest.raises(UsageError) as caught:
-        template.find(tmp_path, tmp_path / "it.jinja")
+        policy.find(tmp_path, tmp_path / "it.jinja")
     assert says in caught.value.render()
 
 
@@ -50,17 +50,17 @@ def test_a_model_without_a_template_names_those_that_are_here(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(
         {"chat_template": [{"name": "rag", "template": "x"}]}))
     with pytest.raises(UsageError) as caught:
-        template.find(tmp_path, None)
+        policy.find(tmp_path, None)
     said = caught.value.render()
     assert "chat_templates/chatml.jinja" in said and "chat_templates/plain.jinja" in said
     assert "other purposes: rag" in said
     assert caught.value.run.endswith("/plain.jinja"), "which needs no tokens but eos"
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|im_end|>"}]}')
     with pytest.raises(UsageError) as caught:
-        template.find(tmp_path, None)
+        policy.find(tmp_path, None)
     assert "04_train_fsdp.py -e x --chat-template " in caught.value.run
     assert caught.value.run.endswith("/chatml.jinja")
     (tmp_path / "theirs.jinja").write_text("x")
     with pytest.raises(UsageError) as caught:
-        template.find(tmp_path, None)
+        policy.find(tmp_path, None)
     assert str(tmp_path / "theirs.jinja") in caught.value.run

@@ -10,8 +10,8 @@ import numpy as np
 
 from lib.core import log, units
 from lib.core.errors import UsageError
-from lib.tokens.chat.encoder import ASSISTANT, ChatPolicy
 from lib.tokens.chat.outcome import ChatCounts
+from lib.tokens.chat.policy import ASSISTANT, ChatPolicy
 
 SPLIT_OPTION = "--too-long split"
 _LOOKED_AT = 1000  # conversations after which a template is given up that suits none of them

@@ -13,25 +13,10 @@ from lib.core.conversation import Conversation
 from lib.core.errors import UsageError
 from lib.tokens.chat import cutting, sandbox
 from lib.tokens.chat.boundaries import Boundaries, Coded
-from lib.tokens.chat.mask import ALL, ASSISTANT, LAST, ControlToken, Marked, Masker, Unmaskable
+from lib.tokens.chat.mask import ControlToken, Marked, Masker, Unmaskable
+from lib.tokens.chat.policy import DROP, LAST, ChatPolicy
 from lib.tokens.chat.template import Template, TemplateError
 from lib.tokens.encode import Encoder
-
-TRAIN_ON = (ASSISTANT, LAST, ALL)
-DROP, SPLIT = TOO_LONG = ("drop", "split")
-
-
-class ChatPolicy(NamedTuple):
-    """Says how conversations become samples.
-
-    template: in Jinja. train_on: of TRAIN_ON. too_long: of TOO_LONG, for what has more tokens than
-    `longest`.
-    """
-
-    template: str
-    train_on: str
-    too_long: str
-    longest: int
 
 
 class Dropped(NamedTuple):

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from lib.core.conversation import Conversation, Message
 from lib.core.errors import UsageError
 from lib.tokens.chat import left_out
+from lib.tokens.chat.policy import ALL, ASSISTANT, LAST
 from lib.tokens.chat.sandbox import LimitError, TemplateError, TokenError
 from lib.tokens.chat.template import Rendered, Span, Template
 
-ASSISTANT, LAST, ALL = ("assistant", "last", "all")
 # Tokens that an answer may spell although they are special: they stand around thoughts.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 _RUNS = 4  # of the endings of answers that are remembered

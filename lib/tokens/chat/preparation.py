@@ -12,8 +12,8 @@ from lib.core import hashing, log, manifest
 from lib.core.progress import Progress
 from lib.tokens import columns
 from lib.tokens.chat import checks, processes
-from lib.tokens.chat.encoder import ChatPolicy
 from lib.tokens.chat.outcome import ChatCounts
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.chat.writer import ChatWriter
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder

@@ -16,8 +16,9 @@ import numpy as np
 
 from lib.core.workers import Worker
 from lib.tokens import columns
-from lib.tokens.chat.encoder import ChatEncoder, ChatPolicy, Dropped
+from lib.tokens.chat.encoder import ChatEncoder, Dropped
 from lib.tokens.chat.outcome import ChatCounts
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.encode import Encoder
 
 if TYPE_CHECKING:
