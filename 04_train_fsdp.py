@@ -166,7 +166,7 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     # The model: sharded before it has memory. What is in it comes further down.
     compiler = make_compiler(config.compile, device)
     memory_before = capacity.usage(device)["memory/current_gib"]
-    shard(config, model, layout, compiler)
+    shard(config, inputs, model, layout, compiler)
     # All that is saved.
     optimizer = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
                                config.weight_decay, compiler.wrap if compiler else None)

@@ -81,7 +81,8 @@ added, said = adapters.adapt(model, asked, Placement())
 held = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
 model.load_state_dict(held)
 extra = {name: held.pop(name) for name in added}
-plain.load_state_dict({n: adapters.fold(asked, n, tensor, extra) for n, tensor in held.items()})
+plain.load_state_dict({name: adapters.fold(asked, plain, name, tensor, extra)
+                       for name, tensor in held.items()})
 tokens = torch.arange(24).reshape(2, 12)
 torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
 print(said)

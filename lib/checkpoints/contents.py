@@ -5,8 +5,9 @@
     optimizer.exp_avg.<parameter>   first and second moments of AdamW
     optimizer.exp_avg_sq.<parameter>
 
-or what else the optimizer's states are, if they are tensors sharded like the parameter.
-Learning rate and betas are functions of the options and the step, so they are not saved.
+or what else the optimizer's states are, if they are tensors sharded like the parameter. What is
+frozen is not saved. Learning rate and betas are functions of the options and the step, so they are
+not saved either.
 """
 
 from __future__ import annotations
@@ -81,12 +82,14 @@ class Saved(Protocol):
 def name_tensors(model: nn.Module, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return parameters (sharded as they are; tied ones once), persistent buffers and states.
 
-    states: of the optimizer, by `<state>.<parameter>`.
+    states: of the optimizer, by `<state>.<parameter>`. Where parameters are frozen, only those that
+    are not: the rest is in the files of the model that the run began with.
     """
-    from lib.models.sharded import plain
-    tensors = {MODEL + name: plain(p) for name, p in model.named_parameters()}
-    persistent = model.state_dict().keys()
-    tensors |= {BUFFER + name: b for name, b in model.named_buffers() if name in persistent}
+    from lib.models.sharded import is_frozen, plain
+    tensors = {MODEL + name: plain(p) for name, p in model.named_parameters() if p.requires_grad}
+    if not is_frozen(model):
+        persistent = model.state_dict().keys()
+        tensors |= {BUFFER + name: b for name, b in model.named_buffers() if name in persistent}
     return tensors | {OPTIMIZER + name: value for name, value in states.items()}
 
 

@@ -141,7 +141,7 @@ def _hub_tensors(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: 
     with ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(reader.read, saved[0])
         for group, following in zip(groups, [*saved[1:], []], strict=True):
-            full = {name: adapters.fold(folded, name, tensor, added)
+            full = {name: adapters.fold(folded, model, name, tensor, added)
                     for name, tensor in zip(group, coming.result(), strict=True)}
             if reader.reads_ahead:
                 coming = ahead.submit(reader.read, following)

@@ -13,12 +13,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lib.core.errors import UsageError
+from lib.models import lora
 from lib.models.float8 import Float8
+from lib.models.lora import Lora
 from lib.models.sharded import Placement
 
 
 class ModelAdapter(Protocol):
-    """Changes a model before training and undoes that at export; made of settings by name."""
+    """Changes a model before training and undoes that at export; made of settings by name.
+
+    before_plans: the memory of a run is planned for the model as it is afterwards.
+    """
+
+    before_plans: bool
 
     def convert(self, model: PreTrainedModel, placement: Placement) -> tuple[set[str], str]:
         """Change a meta-device model; return the names that were added, and a sentence that says
@@ -30,10 +37,12 @@ class ModelAdapter(Protocol):
     def owns(self, name: str) -> bool:
         """Tell whether a name is one that `convert` adds."""
 
-    def fold(self, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def fold(self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor],
+             ) -> Tensor:
         """Return what a model without the adapter holds under a name, of the same shape.
 
-        tensor: full, what the checkpoint holds under it. added: all that `convert` added, full.
+        model: without adapters, on meta. tensor: full, what the checkpoint or the model that the
+        run began with holds under the name. added: all that `convert` added, full.
         """
 
 
@@ -47,14 +56,17 @@ class Adapted(NamedTuple):
     said: list[str]
 
 
-ADAPTERS: dict[str, Callable[..., ModelAdapter]] = {"float8": Float8}
+ADAPTERS: dict[str, Callable[..., ModelAdapter]] = {"lora": Lora, "float8": Float8}
 
 
 def asked_by(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of the adapters of a run, by name. options: those of its identity."""
-    if options.get("precision") != "fp8":
-        return {}
-    return {"float8": {"recipe": options.get("fp8_recipe", "tensorwise")}}
+    asked = {}
+    if options.get("lora_rank"):
+        asked["lora"] = lora.settings(options)
+    if options.get("precision") == "fp8":
+        asked["float8"] = {"recipe": options.get("fp8_recipe", "tensorwise")}
+    return asked
 
 
 def make(asked: Mapping[str, Mapping[str, Any]]) -> list[ModelAdapter]:
@@ -79,9 +91,9 @@ def adapt(model: PreTrainedModel, adapters: Sequence[ModelAdapter],
     return adapted
 
 
-def fold(adapters: Sequence[ModelAdapter], name: str, tensor: Tensor,
+def fold(adapters: Sequence[ModelAdapter], model: PreTrainedModel, name: str, tensor: Tensor,
          added: Mapping[str, Tensor]) -> Tensor:
     """Return what a model without adapters holds under a name; undoes the last adapter first."""
     for adapter in reversed(adapters):
-        tensor = adapter.fold(name, tensor, added)
+        tensor = adapter.fold(model, name, tensor, added)
     return tensor

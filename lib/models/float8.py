@@ -31,7 +31,7 @@ from lib.models.sharded import Placement, is_gathered_in_8_bits
 MULTIPLE = 16  # the kernels take sizes that are multiples of it
 _PACKAGE = "torchao==0.18.0"
 _LINEARS = ("Linear", "FalconLinear")  # classes whose `forward` is nothing but the product
-_ROUTERS = ("gate", "router")  # they choose experts: few numbers, on which much depends
+ROUTERS = ("gate", "router")  # they choose experts: few numbers, on which much depends
 _NOISY = ("torchao", "torch.utils._pytree")  # while torchao is imported
 
 
@@ -50,6 +50,8 @@ class Float8:
     for."""
 
     recipe: str
+
+    before_plans = False  # which are made as for bf16
 
     def convert(self, model: PreTrainedModel, placement: Placement) -> tuple[set[str], str]:
         """Have the linears of a model's blocks compute in 8-bit floats; nothing is added.
@@ -85,7 +87,8 @@ class Float8:
         """Return False: nothing is added."""
         return False
 
-    def fold(self, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def fold(self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor],
+             ) -> Tensor:
         """Return the tensor: masters are those of any other precision."""
         return tensor
 
@@ -120,7 +123,7 @@ def _choose_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[
                 continue
             elif type(module).__name__ not in _LINEARS:
                 left["linears that do more than a product"] += 1
-            elif name.rpartition(".")[2] in _ROUTERS:
+            elif name.rpartition(".")[2] in ROUTERS:
                 left["routers"] += 1
             elif any(size % MULTIPLE for size in module.weight.shape):
                 left[f"linears with sizes that are no multiples of {MULTIPLE}"] += 1

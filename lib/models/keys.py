@@ -32,6 +32,14 @@ from lib.models.sharded import own_classes, without_padding
 from lib.models.tensors import FLOATING, Shape
 
 
+class Added(torch.nn.Module):
+    """Marks modules that an adapter has put into a model: no Hub checkpoint has their parameters.
+    """
+
+    def draw(self, full: Tensor) -> None:
+        """Give a parameter, full and zero on the CPU, its first values."""
+
+
 def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
     """Return names and shapes of the tensors that `save_pretrained` writes for this model.
 
@@ -128,7 +136,9 @@ def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
 
 def _list_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves, under all of their names."""
-    ignored = set(model._keys_to_ignore_on_save or ())
+    ignored = set(model._keys_to_ignore_on_save or ()) | {
+        name for path, module in model.named_modules() if isinstance(module, Added)
+        for name, _ in module.named_parameters(prefix=path)}
     return {name: without_padding(tensor, tensor)
             for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor) and name not in ignored}

@@ -111,6 +111,11 @@ def without_padding(tensor: Tensor, parameter: Tensor) -> Tensor:
                    DTensorSpec(mesh, placements, meta), requires_grad=False)
 
 
+def is_frozen(model: nn.Module) -> bool:
+    """Tell whether a model has parameters that are not trained: see lora.py."""
+    return not all(parameter.requires_grad for parameter in model.parameters())
+
+
 def tie_again(model: PreTrainedModel) -> None:
     """Make tied weights one parameter again after `to_empty`, where that is needed.
 

@@ -24,6 +24,9 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16",
           torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 FLOATING = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()
             if dtype.is_floating_point}  # names in files → names in configs
+# With fp8, all but the linears of the blocks computes in bf16: see float8.py.
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+                  "fp8": torch.bfloat16}
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
                "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}

@@ -19,6 +19,7 @@ from lib.core import units, workers
 from lib.core.errors import ArtifactError
 from lib.models import directory, keys
 from lib.models.architecture import decoder_layers
+from lib.models.keys import Added
 from lib.models.recipes import Recipe
 from lib.models.sharded import (
     local_slice,
@@ -99,6 +100,23 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     if undrawn:
         _copy_constructed(model, undrawn, seed)
     restore_buffers(model)
+
+
+@torch.no_grad()
+def draw_added(model: PreTrainedModel, seed: int) -> None:
+    """Draw the first weights of the adapters in a model, see lora.py.
+
+    model: sharded or plain, materialised. As PEFT does: A by Kaiming's uniform rule with a = √5, B
+    zero, so that the model computes what it did without. The result depends on the seed and the
+    names alone.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Added):
+            with _own_random_stream(f"{seed}/{name}"):
+                for parameter in module.parameters(recurse=False):
+                    full = torch.zeros(plain(parameter).shape)
+                    module.draw(full)
+                    local_tensor(parameter).copy_(full[local_slice(parameter)])
 
 
 @torch.no_grad()

@@ -70,11 +70,14 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return all states but the counts as `<state>.<parameter>`, sharded as the parameters are.
 
+    Frozen parameters have none.
+
     They are made (zeros) where no step was taken yet.
     """
     from lib.models.sharded import without_padding
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    trained = [named for named in model.named_parameters() if named[1].requires_grad]
+    for name, parameter in trained:
         states = optimizer.state[parameter]
         if not states:
             states.update(optimizer.new_state(parameter))

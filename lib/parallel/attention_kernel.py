@@ -22,8 +22,8 @@ from torch.nn.attention import (
 )
 from transformers import AttentionInterface, PretrainedConfig
 
+from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import attention
-from lib.parallel.parallelize import COMPUTE_DTYPES
 
 _MODULE = "flash_attn_interface"  # of the package flash_attn_3; torch imports it by this name
 _LENGTH = 256  # of the row that a kernel is tried on

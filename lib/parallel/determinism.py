@@ -10,7 +10,7 @@ import torch
 import torch._inductor.config
 import torch.nn.functional as F
 
-from lib.parallel.parallelize import COMPUTE_DTYPES
+from lib.models.tensors import COMPUTE_DTYPES
 
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS sums in any order
 _SHAPE, _TRIES = (1, 16, 4096, 128), 5  # of the attention that is timed: [B, H, T, D]

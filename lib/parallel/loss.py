@@ -128,12 +128,13 @@ class _ChunkedLoss(torch.autograd.Function):
         """
         # Chunks as alike as can be: for another size the gradient would be compiled once more.
         rows = max(_FEWEST_ROWS, -(-len(labels) // -(-len(labels) * len(weight) // at_once)))
+        is_trained = ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if not any(ctx.needs_input_grad):
             gradient_of = None
         of_hidden = torch.empty_like(hidden[:0] if gradient_of is None else hidden)
         # One chunk is the whole product, which needs no sum.
-        of_weight = None if gradient_of is None or rows >= len(labels) else \
+        of_weight = None if gradient_of is None or not is_trained or rows >= len(labels) else \
             torch.zeros_like(weight, dtype=torch.float32)
         of_bias = None
         for first in range(0, len(labels), rows):
@@ -148,14 +149,16 @@ class _ChunkedLoss(torch.autograd.Function):
             loss += chunk_loss
             del logits
             torch.mm(gradient, weight, out=of_hidden[first:first + rows])
+            if not is_trained:
+                continue
             of_weight = _added(of_weight, gradient, chunk)
             if bias is not None:
                 of_chunk = gradient.sum(0, dtype=torch.float32)
                 of_bias = of_chunk if of_bias is None else of_bias.add_(of_chunk)
-        if of_weight is not None:
-            ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype),
-                                  None if bias is None or of_bias is None
-                                  else of_bias.to(bias.dtype))
+        if gradient_of is not None:
+            ctx.save_for_backward(of_hidden, *(
+                None if summed is None or of is None else summed.to(of.dtype)
+                for summed, of in ((of_weight, weight), (of_bias, bias))))
         return loss
 
     @staticmethod

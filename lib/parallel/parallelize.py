@@ -33,13 +33,11 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
 from lib.models.sharded import mark_padded, own_class
+from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import evenly
 from lib.parallel.compiling import Compiler
 
 _SMALL_SHARE = 0.05
-# With fp8, all but the linears of the blocks computes in bf16: see lib/models/float8.py.
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-                  "fp8": torch.bfloat16}
 # What selective checkpointing keeps: the results that are expensive to recompute. The rest
 # (norms, activations, rotations) costs memory traffic alone.
 _KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
@@ -113,10 +111,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     Groups, bottom-up: each block of `_no_split_modules`; the input embedding; the final norm with
     the output layer (one group with the embedding when their weights are tied, since a shared
     parameter belongs to one group); the rest with the root. Masters, gradients and reductions are
-    float32, compute is `precision`; gradients are summed over all ranks, not averaged. All ranks
-    must call this, also when there is just one: the mixed-precision policy acts through the
-    sharding. Raises UsageError for a model without blocks: sharding just the root would gather the
-    whole model at once.
+    float32, compute is `precision`, and so is what is frozen; gradients are summed over all ranks,
+    not averaged. Adapters are gathered with their block: FSDP2 (torch 2.11 to 2.13) asks for one
+    dtype of those parameters alone that are trained, and a group of their own would be a second
+    exchange. All ranks must call this, also when there is just one: the mixed-precision policy acts
+    through the sharding. Raises UsageError for a model without blocks: sharding just the root would
+    gather the whole model at once.
     """
     compute, ranks = COMPUTE_DTYPES[precision], mesh.size(-1)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -141,8 +141,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
         # Forward ends and backward begins with these: gathering them twice would be waste.
         fully_shard(last, reshard_after_forward=False, **options)
     fully_shard(model, **options)
-    dtypes = {p.dtype for p in model.parameters()}
-    assert dtypes == {torch.float32}, f"masters must be float32, got {dtypes}"
+    dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
+    assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"
     _prefetch(embedding, blocks, last)
     if mesh.size() > 1:  # a rank by itself sums nothing, and torch would divide by 1 in a copy
         _sum_gradients(model)

@@ -25,6 +25,7 @@ _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 # By field, the package of requirements-optional.txt that an option wants.
 _PACKAGES = {"wandb": "wandb", "ckpt_hyperpod": "amzn-sagemaker-checkpointing"}
 _LONG_WARMUP = 0.5  # of the steps
+LORA_LR = 10  # times the default: "LoRA without regret" (Schulman et al. 2025)
 DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model that has weights
 
 
@@ -34,7 +35,7 @@ def require_sound(config: Config, has_begun: bool) -> None:
     has_begun: an earlier launch of this run has left checkpoints.
     """
     problems = Problems()
-    for check in (_model, _streaming, _batch, _checkpoints, _packages):
+    for check in (_model, _adapters, _streaming, _batch, _checkpoints, _packages):
         check(config, problems)
     if config.seq_length and config.seq_length < _SHORTEST:
         problems.add(f"--seq-length {config.seq_length} is too short to learn from: a token is "
@@ -74,6 +75,15 @@ def _model(config: Config, problems: Problems) -> None:
         if getattr(config, name) and not config.model_size:
             problems.add(f"--{name.replace('_', '-')} belongs to --model-size",
                          expected=f"--from-scratch --model-size {'|'.join(scratch.SIZES)}")
+
+
+def _adapters(config: Config, problems: Problems) -> None:
+    for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"):
+        if not config.lora_rank and getattr(config, name) != getattr(DEFAULTS, name):
+            problems.add(f"{declared.flag(name)} belongs to --lora-rank",
+                         expected="the rank of the adapters: 8 to 256 as a rule")
+    if config.lora_dropout >= 1:
+        problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
 
 
 def _streaming(config: Config, problems: Problems) -> None:

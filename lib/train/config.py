@@ -15,7 +15,7 @@ from lib.optim.registry import OPTIMIZERS
 from lib.parallel import recompute
 from lib.planning.saving import GPU_HOURS_PER_FAILURE
 from lib.train import console
-from lib.train.run_options import RunOptions
+from lib.train.lora_options import LoraOptions
 
 AUTO = "auto"  # of --batch-size and --activation-checkpointing, until something is chosen
 RESULT, ALIKE, LOCAL = Role
@@ -38,7 +38,7 @@ def _or_switch(on: str | None, off: str, parse: Callable[[str], str] = str,
 
 
 @dataclass(frozen=True)
-class Config(RunOptions):
+class Config(LoraOptions):
     """What a run is asked for, None or AUTO until settled. why: by field, where a value is from."""
 
     num_epochs: int | None = option(

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import nn
 
-from lib.parallel.parallelize import COMPUTE_DTYPES
+from lib.models.tensors import COMPUTE_DTYPES
 
 # Dense bf16/fp16 tensor-core peaks without sparsity, summed in float32, in FLOP/s, from the
 # vendors' data sheets. The names are words of what the driver calls a GPU.

@@ -129,12 +129,14 @@ def settle(config: Config, inputs: Inputs) -> Config:
         if getattr(config, name) is None and (value := inputs.begun_with(name)):
             config = config.settled("earlier launch", **{name: value})
     if config.lr is None:
-        config = config.settled(
-            "from scratch" if inputs.scratch else "a model with weights",
-            lr=checks.DEFAULT_LRS[inputs.scratch])
+        why = "from scratch" if inputs.scratch else "a model with weights"
+        config = config.settled("adapters" if config.lora_rank else why, lr=checks.DEFAULT_LRS[
+            inputs.scratch] * (checks.LORA_LR if config.lora_rank else 1))
     if config.min_lr is None:
         config = config.settled("a tenth of --lr", min_lr=config.lr / 10)
     checks.require_falling(config, config.lr)
+    if config.lora_rank and config.lora_alpha is None:
+        config = config.settled("2 × --lora-rank", lora_alpha=2.0 * config.lora_rank)
     return config
 
 

@@ -16,8 +16,9 @@ from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.models import adapters, architecture, directory
-from lib.models.sharded import Placement
-from lib.models.weights import initialise, load_pretrained
+from lib.models.adapters import ModelAdapter
+from lib.models.sharded import Placement, is_frozen
+from lib.models.weights import draw_added, initialise, load_pretrained
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import attention, attention_kernel, parallelize
 from lib.parallel.compiling import Compiler
@@ -59,6 +60,8 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
     elif config.fp8_recipe != "tensorwise":
         raise UsageError(f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
                          found=f"--precision {config.precision}")
+    for said in adapters.adapt(model, _asked(config, before_plans=True), Placement()).said:
+        log.info(said)
     _require_whole_blocks(config, model)
     if not (config.plan_gpus or config.prepare_only):  # for a run on other machines, perhaps
         precision.warn_if_emulated(config.precision)
@@ -93,19 +96,37 @@ def _require_writable(directory: Path) -> None:
                          hint="--save-dir DIR names another place")
 
 
-def shard(config: Config, model: PreTrainedModel, layout: ParallelLayout,
+def shard(config: Config, inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout,
           compiler: Compiler | None) -> None:
-    """Shard the model and give it memory, without content."""
+    """Shard the model and give it memory, without content but for what is frozen.
+
+    No checkpoint holds that. Raises UsageError when its files have changed since it was planned.
+    """
     offload = update_device(config, layout) != layout.device
     placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
-    asked = adapters.make(adapters.asked_by(config.having(Role.RESULT)))
-    for said in adapters.adapt(model, asked, placement).said:
+    for said in adapters.adapt(model, _asked(config, before_plans=False), placement).said:
         log.info(said)
     small = not offload and parallelize.may_stay_gathered(model, capacity.total(layout.device))
     log.info("sharded: " + parallelize.parallelize(
         model, layout.fsdp, config.precision, config.activation_checkpointing, compiler, offload,
         small))
     parallelize.materialise(model, layout.device, offload)
+    if is_frozen(model):
+        _load_frozen(inputs, model)
+
+
+def _asked(config: Config, before_plans: bool) -> list[ModelAdapter]:
+    """Return the adapters of a run that change its model before it is planned, or afterwards."""
+    asked = adapters.make(adapters.asked_by(config.having(Role.RESULT)))
+    return [adapter for adapter in asked if adapter.before_plans == before_plans]
+
+
+def _load_frozen(inputs: Inputs, model: PreTrainedModel) -> None:
+    began = time.monotonic()
+    load_pretrained(model, inputs.model_dir)
+    inputs.require_unchanged()
+    log.info(f"frozen weights: read from {inputs.model_dir} in "
+             f"{units.duration(time.monotonic() - began)}")
 
 
 def update_device(config: Config, layout: ParallelLayout) -> torch.device:
@@ -114,15 +135,21 @@ def update_device(config: Config, layout: ParallelLayout) -> torch.device:
 
 
 def first_weights(config: Config, inputs: Inputs, model: nn.Module, layout: ParallelLayout) -> None:
-    """Fill a model that no checkpoint has filled; UsageError when its files have changed."""
+    """Fill a model that no checkpoint has filled; UsageError when its files have changed.
+
+    Of one with a frozen part, which `shard` has filled, that are its adapters.
+    """
     began = time.monotonic()
-    if inputs.scratch:
+    if is_frozen(model):
+        draw_added(model, config.seed)
+    elif inputs.scratch:
         initialise(model, config.seed)
     else:
         load_pretrained(model, inputs.model_dir)
         inputs.require_unchanged()
-    log.info(f"weights: {units.count(model.num_parameters())} parameters "
-             f"{weights_of(config, inputs)} in {units.duration(time.monotonic() - began)}")
+    if not is_frozen(model):
+        log.info(f"weights: {units.count(model.num_parameters())} parameters "
+                 f"{weights_of(config, inputs)} in {units.duration(time.monotonic() - began)}")
     torch.manual_seed(config.seed + 1_000_003 * layout.rank)  # dropout differs between ranks
 
 

@@ -10,7 +10,7 @@ import torch
 from lib.core import commands, log
 from lib.core.errors import Problems
 from lib.models import float8
-from lib.parallel.parallelize import COMPUTE_DTYPES
+from lib.models.tensors import COMPUTE_DTYPES
 from lib.train.config import AUTO, Config
 
 _WIDTH, _TRIES = 256, 3  # of the products that are timed

@@ -11,7 +11,7 @@ from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.core.paths import Experiment
 from lib.models import float8
-from lib.models.sharded import tie_again
+from lib.models.sharded import is_frozen, tie_again
 from lib.models.weights import restore_buffers
 from lib.parallel.layout import on_rank_0
 from lib.tokens.batches import BEGINNING
@@ -44,8 +44,9 @@ def resume(state: TrainState, checkpointer: Checkpointer, experiment: Experiment
         *earlier.with_samples(checkpoint.commit(), plan.identity(), plan.samples),
         checkpoint.path, plan.config.resume_with_changes)
     began = time.monotonic()
-    tie_again(state.model)
-    restore_buffers(state.model)
+    if not is_frozen(state.model):  # else its files have filled all that the checkpoint lacks
+        tie_again(state.model)
+        restore_buffers(state.model)
     record = checkpointer.load(checkpoint, state)
     state.resumed_from, state.resumed_path = facts.get("resumed_from"), facts.get("resumed_path")
     if earlier.is_other_data(changes):

@@ -33,6 +33,7 @@ class Scaled:
     """Multiplies what some linear layers return."""
 
     ends: str
+    before_plans = True
 
     def convert(self, model: PreTrainedModel, _: Placement) -> tuple[set[str], str]:
         added = set()
@@ -44,7 +45,8 @@ class Scaled:
                     added.add(name + FACTOR)
         return added, f"{len(added)} linears scaled"
 
-    def fold(self, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    def fold(self, _: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor],
+             ) -> Tensor:
         layer, _, kind = name.rpartition(".")
         factor = added.get(layer + FACTOR)
         if factor is None:
@@ -73,7 +75,7 @@ def test_what_is_added_is_folded_away(monkeypatch: pytest.MonkeyPatch, family: s
             parameter.normal_(0.0, 0.2)
     held = model.state_dict()
     extra = {name: held.pop(name) for name in added}
-    plain.load_state_dict({name: adapters.fold(asked, name, tensor, extra)
+    plain.load_state_dict({name: adapters.fold(asked, plain, name, tensor, extra)
                            for name, tensor in held.items()})
     expected = model(input_ids=TOKENS).logits
     assert expected.std() > 0.01
@@ -85,13 +87,14 @@ def test_the_last_to_change_a_model_is_folded_first() -> None:
         def __init__(self, power: int) -> None:
             self.power = power
 
-        def fold(self, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+        def fold(self, _: None, name: str, tensor: Tensor, added: Mapping[str, Tensor]) -> Tensor:
             return tensor * 2 + self.power
-    assert adapters.fold([Order(1), Order(10)], "x", torch.tensor(1), {}) == (1 * 2 + 10) * 2 + 1
+    asked = [Order(1), Order(10)]
+    assert adapters.fold(asked, None, "x", torch.tensor(1), {}) == (1 * 2 + 10) * 2 + 1
 
 
 def test_an_unknown_adapter_is_an_error() -> None:
-    with pytest.raises(UsageError, match="there is no adapter lora") as error:
-        adapters.make({"lora": {}})
+    with pytest.raises(UsageError, match="there is no adapter dora") as error:
+        adapters.make({"dora": {}})
     assert "float8" in error.value.render()
     assert adapters.make({}) == [] and adapters.adapt(None, [], Placement()) == (set(), [])

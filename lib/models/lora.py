@@ -1,0 +1,216 @@
+"""`--lora-rank`: low-rank adapters beside frozen linears.
+
+A linear of the blocks gives W x + s B (A x) instead of W x: Hu et al. 2021, "LoRA: low-rank
+adaptation of large language models". A is [rank, in], B is [out, rank], and s is alpha ÷ rank, or
+alpha ÷ √rank with rsLoRA (Kalajdzievski 2023). W and all else of the model is frozen and kept in
+the dtype it computes in; A and B are float32 masters. They are modules beneath the linear that they
+belong to, so their names are those of PEFT's files: `….q_proj.lora_A.weight`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lib.core import units
+from lib.core.errors import UsageError
+from lib.models.architecture import decoder_layers
+from lib.models.float8 import ROUTERS
+from lib.models.keys import Added
+from lib.models.sharded import Placement, own_class
+from lib.models.tensors import COMPUTE_DTYPES
+
+ALL, ATTENTION, MLP = "all-linear", "attention", "mlp"
+A, B = "lora_A", "lora_B"
+# Classes whose `forward` is nothing but the product. Conv1D, of GPT-2 and its like, has its weight
+# the other way round: [in, out].
+_LINEARS = ("Linear", "FalconLinear", "Conv1D")
+_TRANSPOSED = "Conv1D"
+_ROUTERS = (*ROUTERS, "shared_expert_gate")
+_OWNED = re.compile(rf"(.+)\.({A}|{B})\.weight")
+_SHOWN = 8
+
+
+class Factor(Added, nn.Linear):
+    """Holds A or B of an adapter, and applies it: to x after dropout, with a scale.
+
+    drawn: its first values are, else they are zero.
+    """
+
+    def __init__(self, inputs: int, outputs: int, drawn: bool, dropout: float = 0.0,
+                 scale: float = 1.0) -> None:
+        super().__init__(inputs, outputs, bias=False, device="meta", dtype=torch.float32)
+        self.drawn, self.dropout, self.scale = drawn, dropout, scale
+
+    def draw(self, full: Tensor) -> None:
+        """Give A its first values; those of B are zero."""
+        if self.drawn:
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in] → [..., out]."""
+        if self.dropout and self.training:
+            x = F.dropout(x, self.dropout)
+        out = F.linear(x, self.weight)
+        return out if self.scale == 1.0 else out * self.scale
+
+
+def _add_product(linear: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Add s B A x to what a linear has given for x; a hook, which copies of a model share."""
+    return output + linear.lora_B(linear.lora_A(arguments[0]))
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Gives linears an adapter each and freezes all else.
+
+    targets: all-linear, attention, mlp, or a regular expression that matches the whole name of a
+    linear or the last part of it. precision: what the model computes in, and is frozen in.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: str = ALL
+    rslora: bool = False
+    precision: str = "fp32"
+
+    before_plans = True  # the plan of memory is of the adapted model
+
+    @property
+    def scale(self) -> float:
+        """Return s."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def convert(self, model: PreTrainedModel, placement: Placement) -> tuple[set[str], str]:
+        """Freeze a meta-device model and attach its adapters.
+
+        Returns the names of their parameters, and a sentence about them. Raises UsageError where
+        the targets match nothing that can have an adapter.
+        """
+        dtype = COMPUTE_DTYPES[self.precision]
+        freeze(model, dtype)
+        added = self.attach(model)
+        own = units.count(sum(model.get_parameter(name).numel() for name in added))
+        kind = "rsLoRA" if self.rslora else "LoRA"
+        return added, f"{kind}: rank {self.rank}, alpha {self.alpha:g}, on " \
+            f"{units.counted(len(added) // 2, 'linear')} ({self.targets}): {own} of " \
+            f"{units.count(model.num_parameters())} parameters are trained; the rest is frozen " \
+            f"in {str(dtype).removeprefix('torch.')}"
+
+    def attach(self, model: PreTrainedModel) -> set[str]:
+        """Put adapters beneath the targets of a model, on meta; return their parameters' names."""
+        names = choose(model, self.targets)
+        for name in names:
+            linear = model.get_submodule(name)
+            out, inputs = _sizes(linear)
+            linear.add_module(A, Factor(inputs, self.rank, True, self.dropout))
+            linear.add_module(B, Factor(self.rank, out, False, scale=self.scale))
+            linear.register_forward_hook(_add_product)
+        return {f"{name}.{part}.weight" for name in names for part in (A, B)}
+
+    def owns(self, name: str) -> bool:
+        """Tell whether a name is that of an adapter."""
+        return _OWNED.fullmatch(name) is not None
+
+    def fold(self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor],
+             ) -> Tensor:
+        """Return W + s B A in float32, or the tensor itself where it has no adapter.
+
+        model: without adapters, perhaps on meta.
+        """
+        path = name.removesuffix(".weight")
+        if f"{path}.{A}.weight" not in added:
+            return tensor
+        product = added[f"{path}.{B}.weight"].float() @ added[f"{path}.{A}.weight"].float()
+        if _is_transposed(model.get_submodule(path)):
+            product = product.t()
+        return product.mul_(self.scale).add_(tensor)
+
+
+def freeze(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make all parameters of a meta-device model frozen ones of a dtype; ties stay."""
+    frozen: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in frozen:
+                    frozen[parameter] = nn.Parameter(parameter.detach().to(dtype),
+                                                     requires_grad=False)
+                module._parameters[name] = frozen[parameter]
+
+
+def choose(model: PreTrainedModel, targets: str) -> list[str]:
+    """Return the names of the linears of a model's blocks that targets stand for, in order.
+
+    Routers are among them only where a regular expression names them. Raises UsageError where none
+    is, and for a regular expression that matches the output layer or the embedding.
+    """
+    kinds = _linears(model)
+    if targets in (ALL, ATTENTION, MLP):
+        chosen = [name for name, kind in kinds.items()
+                  if kind != "router" and targets in (ALL, kind)]
+    else:
+        chosen = [name for name in kinds if matches(targets, name)]
+        _require_in_blocks(model, targets)
+    if not chosen:
+        leaves = sorted({name.rpartition(".")[2] for name in kinds})
+        raise UsageError(f"--lora-targets {targets} matches no linear in the blocks of a "
+                         f"{model.config.model_type} model", expected="the names of some of its "
+                         "linears, or a regular expression that matches them",
+                         found=", ".join(leaves[:_SHOWN]) or "no linear at all")
+    return chosen
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Tell whether a regular expression matches a whole name, or the whole last part of it."""
+    return any(re.fullmatch(pattern, text) for text in (name, name.rpartition(".")[2]))
+
+
+def _linears(model: PreTrainedModel) -> dict[str, str]:
+    """Return the linears of the blocks by name: each is of attention, mlp or a router."""
+    found: dict[str, str] = {}
+    for block_name, block in decoder_layers(model).items():
+        attention = [f"{name}." for name, module in block.named_modules(prefix=block_name)
+                     if "attention" in own_class(module).__name__.lower() and module is not block]
+        for name, module in block.named_modules(prefix=block_name):
+            if own_class(module).__name__ in _LINEARS:
+                is_router = name.rpartition(".")[2] in _ROUTERS
+                found[name] = "router" if is_router else ATTENTION \
+                    if any(name.startswith(outer) for outer in attention) else MLP
+    return found
+
+
+def _require_in_blocks(model: PreTrainedModel, pattern: str) -> None:
+    """Raise UsageError where a regular expression matches an embedding or the output layer."""
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    if outside := [name for name, module in model.named_modules()
+                   if id(module) in ends and matches(pattern, name)]:
+        raise UsageError(f"--lora-targets {pattern} matches {' and '.join(outside)}, which can "
+                         "have no adapter: only linears of the blocks can")
+
+
+def _sizes(linear: nn.Module) -> tuple[int, int]:
+    """Return the features that a linear gives and takes."""
+    rows, columns = linear.weight.shape
+    return (columns, rows) if _is_transposed(linear) else (rows, columns)
+
+
+def _is_transposed(linear: nn.Module) -> bool:
+    return own_class(linear).__name__ == _TRANSPOSED
+
+
+def settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run's adapters. options: of its identity."""
+    return {"rank": options["lora_rank"], "alpha": options["lora_alpha"],
+            "dropout": options.get("lora_dropout", 0.0),
+            "targets": options.get("lora_targets", ALL),
+            "rslora": options.get("lora_rslora", False), "precision": options["precision"]}
