@@ -102,6 +102,20 @@ ROWS = (
     _other("--train-on", "--train-on assistant (the default: all answers), last or all",
            trainer="assistant_only_loss completion_only_loss",
            axolotl="train_on_inputs roles_to_train train_on_eos train_on_eot"),
+    # Adapters.
+    _same("--lora-rank", trainer="lora_r", axolotl="lora_r"),
+    _other("--lora-rank", "--lora-rank N trains adapters of that rank", trainer="use_peft",
+           axolotl="adapter"),
+    _other("--lora-rank", "nothing is quantised: the model is kept in bf16, shared by all ranks; "
+           "--cpu-offload on where that does not fit",
+           trainer="load_in_4bit load_in_8bit bnb_4bit_quant_type",
+           axolotl="load_in_4bit load_in_8bit"),
+    _other("--lora-targets", "--lora-targets all-linear, attention, mlp or 'q_proj|v_proj'",
+           trainer="lora_target_modules", axolotl="lora_target_modules lora_target_linear"),
+    _other("--lora-targets", "adapters are plain LoRA on linears of the blocks; nothing else is "
+           "trained beside them", trainer="use_dora lora_modules_to_save",
+           axolotl="peft_use_dora lora_modules_to_save"),
+    _other("--lora-rslora", "--lora-rslora on", trainer="use_rslora", axolotl="peft_use_rslora"),
     _other("--packing", "--packing documents, or concat (the default for text)",
            axolotl="sample_packing pad_to_sequence_len eval_sample_packing"),
     # Optimizer.
