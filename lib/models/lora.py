@@ -40,15 +40,11 @@ _SHOWN = 8
 
 
 class Factor(Added, nn.Linear):
-    """Holds A or B of an adapter, and applies it: to x after dropout, with a scale.
+    """Holds A or B of an adapter. drawn: its first values are, else they are zero."""
 
-    drawn: its first values are, else they are zero.
-    """
-
-    def __init__(self, inputs: int, outputs: int, drawn: bool, dropout: float = 0.0,
-                 scale: float = 1.0) -> None:
+    def __init__(self, inputs: int, outputs: int, drawn: bool) -> None:
         super().__init__(inputs, outputs, bias=False, device="meta", dtype=torch.float32)
-        self.drawn, self.dropout, self.scale = drawn, dropout, scale
+        self.drawn, self.dropout, self.scale = drawn, 0.0, 1.0
 
     def draw(self, full: Tensor) -> None:
         """Give A its first values; those of B are zero."""
@@ -56,16 +52,21 @@ class Factor(Added, nn.Linear):
             nn.init.kaiming_uniform_(full, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in] → [..., out]."""
+        """Return s A x for x after dropout; x: [..., in] → [..., rank]."""
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        out = F.linear(x, self.weight)
-        return out if self.scale == 1.0 else out * self.scale
+        low = F.linear(x, self.weight)
+        return low if self.scale == 1.0 else low * self.scale
+
+    def add_to(self, output: Tensor, low: Tensor) -> Tensor:
+        """Return output + B low in one pass over the output; low: [..., rank] → [..., out]."""
+        return torch.addmm(output.flatten(0, -2), low.flatten(0, -2),
+                           self.weight.t()).view_as(output)
 
 
 def _add_product(linear: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Add s B A x to what a linear has given for x; a hook, which copies of a model share."""
-    return output + linear.lora_B(linear.lora_A(arguments[0]))
+    return linear.lora_B.add_to(output, linear.lora_A(arguments[0]))
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ class Lora:
         for name in names:
             linear = model.get_submodule(name)
             out, inputs = _sizes(linear)
-            linear.add_module(A, Factor(inputs, self.rank, True, self.dropout))
-            linear.add_module(B, Factor(self.rank, out, False, scale=self.scale))
+            linear.add_module(A, Factor(inputs, self.rank, drawn=True))
+            linear.add_module(B, Factor(self.rank, out, drawn=False))
+            linear.lora_A.dropout, linear.lora_A.scale = self.dropout, self.scale
             linear.register_forward_hook(_add_product)
         return {f"{name}.{part}.weight" for name in names for part in (A, B)}
 

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
+from lib.models.lora import Factor
 from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import evenly
@@ -71,7 +72,8 @@ def wrap_blocks(model: nn.Module, recompute: str, compiler: Compiler | None) -> 
     for block in decoder_layers(model).values():
         forward = block.forward
         if recompute != "none":
-            forward = _recomputing(forward, _kept(block) if recompute == "selective" else None)
+            forward = _recomputing(forward, partial(_policy, _kept(block), _rank(block))
+                                   if recompute == "selective" else None)
         if compiler is not None:
             forward = compiler.wrap(forward)
         if forward is not block.forward:
@@ -84,9 +86,16 @@ def _kept(block: nn.Module) -> Set[str]:
     return _KEPT - _BIASED if is_biased else _KEPT
 
 
-def _recomputing(forward: Callable[..., Any], kept: Set[str] | None) -> Callable[..., Any]:
-    contexts = {} if kept is None else {
-        "context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, kept))}
+def _rank(block: nn.Module) -> int:
+    """Return the rank of a block's adapters, 0 without any."""
+    return max((min(module.weight.shape) for module in block.modules()
+                if isinstance(module, Factor)), default=0)
+
+
+def _recomputing(forward: Callable[..., Any], policy: Callable[..., CheckpointPolicy] | None,
+                 ) -> Callable[..., Any]:
+    contexts = {} if policy is None else {
+        "context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -95,8 +104,12 @@ def _recomputing(forward: Callable[..., Any], kept: Set[str] | None) -> Callable
     return recomputed
 
 
-def _policy(kept: Set[str], _: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    keep = operation.name().partition(".")[0] in kept
+def _policy(kept: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, **__: Any,
+            ) -> CheckpointPolicy:
+    name = operation.name().partition(".")[0]
+    # What adapters add is as large as what their linears give, and cheap: a product over the rank.
+    is_added = name == "aten::addmm" and arguments[1].shape[1] <= rank
+    keep = name in kept and not is_added
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
