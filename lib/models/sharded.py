@@ -18,6 +18,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from lib.core import units
+
 ROWS = 1  # the dimension of [experts, rows, columns] that padding makes longer
 _REAL_ROWS = "real_rows"  # attribute of a padded parameter
 
@@ -114,6 +116,12 @@ def without_padding(tensor: Tensor, parameter: Tensor) -> Tensor:
 def is_frozen(model: nn.Module) -> bool:
     """Tell whether a model has parameters that are not trained: see lora.py."""
     return not all(parameter.requires_grad for parameter in model.parameters())
+
+
+def size_of(model: PreTrainedModel) -> str:
+    """Say how many parameters a model has, and how many are trained where not all are."""
+    trained = f", {units.count(model.num_parameters(only_trainable=True))} trained"
+    return f"{units.count(model.num_parameters())} parameters{trained * is_frozen(model)}"
 
 
 def tie_again(model: PreTrainedModel) -> None:

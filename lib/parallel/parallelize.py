@@ -127,7 +127,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     float32, compute is `precision`, and so is what is frozen; gradients are summed over all ranks,
     not averaged. Adapters are gathered with their block: FSDP2 (torch 2.11 to 2.13) asks for one
     dtype of those parameters alone that are trained, and a group of their own would be a second
-    exchange. All ranks must call this, also when there is just one: the mixed-precision policy acts
+    exchange. What is frozen stays plain where a rank has all of it: gathering would copy it. All
+    ranks must call this, also when there is just one: the mixed-precision policy acts
     through the sharding. Raises UsageError for a model without blocks: sharding just the root would
     gather the whole model at once.
     """
@@ -137,7 +138,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
         "mesh": mesh, "mp_policy": policy,
         "shard_placement_fn": lambda p: Shard(evenly.sharded_dim(p.shape, ranks))}
     if offload:
-        options["offload_policy"] = CPUOffloadPolicy()
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    elif ranks == 1:
+        options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     blocks = list(decoder_layers(model).values())
     if not blocks:
         raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
@@ -162,8 +165,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
            f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions" \
-           f"{' in host memory' if offload else ''}, {precision} compute" \
+           f"{' in host memory' if offload else ''}{frozen_in(model)}, {precision} compute" \
            f"{'; small enough to stay gathered until backward' if keep_gathered else ''}"
+
+
+def frozen_in(model: nn.Module) -> str:
+    """Say what the weights are kept in that are not trained; nothing where all are."""
+    dtype = next((p.dtype for p in model.parameters() if not p.requires_grad), None)
+    return f" of the adapters, frozen weights in {str(dtype).partition('.')[2]}" if dtype else ""
 
 
 def _sum_gradients(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
+from lib.models.sharded import size_of
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import compiling
 from lib.planning import bound, capacity, memory
@@ -132,11 +133,15 @@ class Fit:
         return share * (self.room - self.swap) - less
 
     def states(self, case: Case) -> Bytes:
-        """Return the bytes of a rank's weights, gradients and optimizer states."""
-        each = {"parameters": _FLOAT32, "gradients": _FLOAT32,
-                "optimizer": OPTIMIZERS[case.optimizer].state_bytes}
-        return {kind: round(size * self.model.num_parameters() / case.shard_size)
-                for kind, size in each.items()}
+        """Return the bytes of a rank's weights, gradients and optimizer states.
+
+        What is frozen has neither gradients nor states.
+        """
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        trained = self.model.num_parameters(only_trainable=True)
+        whole = {"parameters": weights, "gradients": _FLOAT32 * trained,
+                 "optimizer": OPTIMIZERS[case.optimizer].state_bytes * trained}
+        return {kind: round(size / case.shard_size) for kind, size in whole.items()}
 
     def place(self, case: Case) -> float:
         """Return the bytes that there are for the states."""
@@ -176,7 +181,7 @@ class Fit:
         return UsageError(
             f"this run does not fit: a rank needs {units.memory(sum(needed.values()))} and can "
             f"have {units.memory(place)} of {where}",
-            found=f"{parts}, for {units.count(self.model.num_parameters())} parameters over "
+            found=f"{parts}, for {size_of(self.model)}, over "
                   f"{units.counted(case.shard_size, 'rank')}"
                   f"{without * ('activations' not in needed)}",
             hint="\n".join(hints), run=_command(near, case, whole, auto) if near else "")

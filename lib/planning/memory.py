@@ -27,6 +27,7 @@ from lib.models.architecture import decoder_layers
 from lib.parallel import evenly, recompute
 from lib.planning import trace
 from lib.planning.trace import Case, StepMemory
+from lib.planning.tracker import SHARDED
 
 RECOMPUTE_OPTION = "--activation-checkpointing"
 _BATCHES = (1, 2, 4)  # times --batch-size
@@ -50,14 +51,9 @@ class Estimates:
         short = [trace.shortened(model, _SHORT + more) for more in (0, 1)]
         self._models = [copy.deepcopy(model)] if None in short else short
         self._chunked = trace.makes_loss(self._models[0])
-        self._sizes = [p.shape for p in model.parameters()]
+        self._sizes = [(p.shape, p.element_size(), p.requires_grad) for p in model.parameters()]
         self._traced: dict[Case, StepMemory] = {}
         self._progress = progress
-
-    @property
-    def parameters(self) -> int:
-        """Return how many parameters the model has."""
-        return sum(map(math.prod, self._sizes))
 
     def step(self, case: Case) -> StepMemory:
         """Return the memory of a step on rank 0, which has the largest shards.
@@ -70,7 +66,8 @@ class Estimates:
             if (known.ranks > known.shard_size) == replicated and known.shard_size > 1 \
                     and case.shard_size > 1 and self._dims(known) == self._dims(case) and \
                     replace(known, ranks=case.ranks, shard_size=case.shard_size) == case:
-                return step.resharded(self._shard(case) / self._shard(known))
+                now, before = self._shards(case), self._shards(known)
+                return step.resharded({kind: now[kind] / before[kind] for kind in SHARDED})
         self._traced[case] = self._trace(case)
         return self._traced[case]
 
@@ -86,13 +83,20 @@ class Estimates:
 
     def _dims(self, case: Case) -> list[int]:
         """Return by parameter along which dimension ranks share it."""
-        return [evenly.sharded_dim(shape, case.shard_size) for shape in self._sizes]
+        return [evenly.sharded_dim(shape, case.shard_size) for shape, *_ in self._sizes]
 
-    def _shard(self, case: Case) -> float:
-        """Return how many numbers the first rank holds, which has the largest shards."""
-        return sum(math.prod(shape) / case.shard_size *
-                   evenly.unevenness(shape, case.shard_size, dim)
-                   for shape, dim in zip(self._sizes, self._dims(case), strict=True))
+    def _shards(self, case: Case) -> dict[str, float]:
+        """Return what the first rank holds, which has the largest shards, by kind.
+
+        Of weights the bytes, of the rest the numbers: only what is trained has any.
+        """
+        weights = trained = 0.0
+        for (shape, size, is_trained), dim in zip(self._sizes, self._dims(case), strict=True):
+            held = math.prod(shape) / case.shard_size \
+                * evenly.unevenness(shape, case.shard_size, dim)
+            weights += held * size
+            trained += held * is_trained
+        return {kind: weights if kind == "parameters" else trained for kind in SHARDED}
 
 
 def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, compiled: bool,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -99,11 +99,13 @@ class StepMemory:
         return StepMemory(further(self.largest, longer.largest),
                           tuple(map(further, self.moments, longer.moments)), self.offload)
 
-    def resharded(self, factor: float) -> StepMemory:
-        """Return the step with other shards: what is gathered from them does not change."""
+    def resharded(self, factors: Mapping[str, float]) -> StepMemory:
+        """Return the step with other shards: what is gathered from them does not change.
+
+        factors: by how much a rank has more, for each kind that is sharded.
+        """
         def other(sizes: Bytes) -> Bytes:
-            return {kind: round(size * factor) if kind in SHARDED else size
-                    for kind, size in sizes.items()}
+            return {kind: round(size * factors.get(kind, 1.0)) for kind, size in sizes.items()}
         return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
 
 
@@ -120,7 +122,7 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
 def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> StepMemory:
     """Return the memory of a step of a model on the meta device, which stays as it is."""
     model = copy.deepcopy(model)
-    parallelize.parallelize(model, mesh, case.precision, case.recompute,
+    parallelize.parallelize(model, mesh, case.precision, case.recompute, offload=case.offload,
                             keep_gathered=case.keep_gathered)
     if case.chunked:
         head = model.get_output_embeddings()
@@ -142,6 +144,7 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> StepMemory:
         model.set_requires_all_reduce(last)
         tracker.restart("activations")
         total = loss.token_loss_sum(model, batch)
+        half = len(tracker.phases)
         tracker.next_phase("workspace")
         total.backward()
         del total
@@ -155,7 +158,6 @@ def record(model: nn.Module, case: Case, tracker: Tracker) -> StepMemory:
     adamw.step()
     for moment in passes:  # in the first step there are no states until now, in others there are
         moment["optimizer"] = tracker.largest["optimizer"]
-    half = len(passes) // 2
     forward, backward = passes[:half], passes[half:]
     # The output layer and the loss come last in forward and first in backward; between the others
     # there are blocks alike, where memory rises or falls steadily.
@@ -244,7 +246,8 @@ def _mark(model: nn.Module, tracker: Tracker) -> None:
     def done(_: nn.Module, __: Any, out: Any) -> None:
         tracker.next_phase()
         hidden = next(tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
-        hidden.register_hook(lambda _: tracker.next_phase())
+        if hidden.requires_grad:  # not before the first adapter, where all is frozen
+            hidden.register_hook(lambda _: tracker.next_phase())
 
     def gathered(module: nn.Module, _: Any) -> None:
         tracker.put([p for p in module.parameters() if not isinstance(p, DTensor)], "gathered")
@@ -256,5 +259,7 @@ def _mark(model: nn.Module, tracker: Tracker) -> None:
         block.register_forward_hook(done)
     model.get_output_embeddings().register_forward_pre_hook(
         lambda *_: setattr(tracker, "making", "loss"))
-    for parameter in model.parameters():  # called by FSDP
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.put(p.grad, "gradients"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # called by FSDP
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: tracker.put(p.grad, "gradients"))

@@ -103,10 +103,13 @@ def _refusal(config: Config, inputs: Inputs, fit: Fit) -> UsageError | None:
 
 
 def _tell_copies(config: Config, fit: Fit) -> None:
-    """Say ahead of the first save that host memory has no room for copies of what is saved."""
+    """Say ahead of the first save that host memory has no room for copies of what is saved.
+
+    That is what is trained.
+    """
     case = case_here(config, fit.model)
     each = (_MASTER + OPTIMIZERS[config.optimizer].state_bytes) / case.shard_size
-    copies = each * fit.model.num_parameters()
+    copies = each * fit.model.num_parameters(only_trainable=True)
     taken = sum(fit.states(case).values()) * (case.offload or not fit.on_gpu)
     if config.ckpt_async and log.rank() == 0 and copies > USABLE * (fit.host - taken) >= 0:
         log.info(f"host memory: a copy of what a checkpoint holds takes {units.memory(copies)} per "

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
+from lib.models.sharded import size_of
 from lib.optim.registry import OPTIMIZERS
-from lib.parallel import determinism
+from lib.parallel import determinism, parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.planning import capacity, memory, saving
 from lib.tokens import encode, packing, store
@@ -33,7 +34,7 @@ def show_head(plan: Plan, inputs: Inputs, model: PreTrainedModel, data: Data, wo
     """Print what the run is, at its start."""
     config = plan.config
     log.info(f"experiment {config.save_dir / config.experiment_name}: "
-             f"{_model_of(config, inputs)}, {units.count(work.parameters)} parameters")
+             f"{_model_of(config, inputs)}, {size_of(model)}")
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
     no_split = "none with --streaming" if data.samples is None else \
         "none that fills a sample (stage 02 makes a split with --validation-percent)"
@@ -60,10 +61,11 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     """
     work, problems = work_of(config, inputs, model), Problems()
     log.info("plan:")
+    masters = f"float32 masters{parallelize.frozen_in(model)}"
     log.table({"model": f"{_model_of(config, inputs)} ({model.config.model_type}, "
-                        f"{units.count(work.parameters)} parameters)",
+                        f"{size_of(model)})",
                "weights": weights_of(config, inputs), "dataset": inputs.datasets,
-               "precision": f"float32 masters, {config.precision} compute", **_settled(config),
+               "precision": f"{masters}, {config.precision} compute", **_settled(config),
                **_ranks(config)})
     data, samples = _data(config, inputs)
     asked = fitting.planned(config, inputs, model) or {plans.launched_size(): config}
@@ -184,9 +186,9 @@ def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config
 
 def work_of(config: Config, inputs: Inputs, model: PreTrainedModel) -> Work:
     """Return what an estimate of the run must know of the model."""
-    parameters = model.num_parameters()
-    return Work(parameters, flops.per_token(model, config.seq_length),
-                parameters * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
+    saved = model.num_parameters(only_trainable=True)
+    return Work(model.num_parameters(), flops.per_token(model, config.seq_length),
+                saved * (_MASTER_BYTES + OPTIMIZERS[config.optimizer].state_bytes),
                 inputs.scratch,
                 any("validation" in corpus.dataset.splits for corpus in inputs.corpora))
 

@@ -14,12 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.core.errors import UsageError
+from lib.models.lora import Lora
 from lib.planning import capacity, fit
 from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import KINDS
 from lib.train import fitting
 from tests.conftest import run_stage
-from tests.planning.test_memory import ASKED, on_meta
+from tests.planning.test_memory import ASKED, case, on_meta
 
 MIB = 1 << 20
 
@@ -138,6 +139,26 @@ def test_states_alone_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     error = refused(monkeypatch, states / 2 - 0.1, ranks=2, begun=True, **few)
     assert error and "over 2 ranks" in error.found and not error.run
     assert "it fits on 4 ranks" in error.hint and "no option makes it fit" in error.hint
+
+
+def test_what_is_frozen_has_no_gradients_and_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a checkpoint hold it, of which host memory takes a copy."""
+    model = on_meta(lora=Lora(4, 8.0, precision="bf16"))
+    base, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad == is_trained)
+                     for is_trained in (False, True))
+    fitted = fit.Fit(model, 0.1 * base, float("inf"), on_gpu=True, compiled=False)
+    assert fitted.states(case(ranks=2)) == {
+        "parameters": base + 2 * trained, "gradients": 2 * trained, "optimizer": 4 * trained}
+    fitted.unanswered = "not asked"
+    error = fitted.refusal(case(ranks=2), fitted.states(case(ranks=2)), 4, False, False)
+    assert "464K parameters, 31.4K trained, over 2 ranks, without act" in error.found
+    told: list[str] = []
+    monkeypatch.setattr(fit.log, "info", told.append)
+    monkeypatch.setattr(fitting, "case_here", lambda config, model: case(ranks=1))
+    for copies in (11.9, 13.5):  # of which a tenth stays free
+        fitted.host = copies * trained
+        fitting._tell_copies(ASKED, fitted)
+    assert len(told) == 1 and "a copy of what a checkpoint holds takes" in told[0]
 
 
 def test_the_host_holds_what_the_gpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
