@@ -53,7 +53,8 @@ class TrainState:
 
         States are made (zeros) where no step was taken yet.
         """
-        assert all(isinstance(p, DTensor) for p in self.model.parameters()), "gathered parameters"
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        assert all(isinstance(p, DTensor) for p in trained), "gathered parameters"
         return contents.name_tensors(self.model, registry.named_states(self.model, self.optimizer))
 
     def state_dict(self) -> TrainRecord:
