@@ -3,31 +3,31 @@
 
   python 05_export_checkpoint.py -e exp
   python 05_export_checkpoint.py -e exp --step best --dtype float32 --out my-model
+  python 05_export_checkpoint.py -e exp --adapter    # LoRA adapters alone, as PEFT writes them
 
-Reads only outputs/<exp>/, never the network, and holds two tensors in memory at a time.
-The result loads with `AutoModelForCausalLM.from_pretrained`.
+Reads only outputs/<exp>/, and of a run with adapters the model that they were trained beside; never
+the network. Holds two tensors in memory at a time. The result loads with
+`AutoModelForCausalLM.from_pretrained`.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.checkpoints import card, commit
-from lib.core import commands, hashing, log, manifest, options, paths, publish, stage, units
+from lib.checkpoints import card, commit, companions
+from lib.core import commands, log, manifest, options, paths, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.options import Options
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from lib.checkpoints.export import ExportPlan
+    from lib.checkpoints.exporting import Export
+    from lib.train.frozen import Frozen
 
 KIND = "export/1"
 _DTYPES = ("bfloat16", "float32", "float16")
@@ -47,8 +47,14 @@ def parse(argv: list[str]) -> Options:
                         help="the model directory to write "
                              "(default: <save-dir>/<experiment>/export/step_…)")
     parser.add_argument("--dtype", type=options.dtype(*_DTYPES), choices=_DTYPES,
-                        default="bfloat16", help="dtype of the weights, also as bf16, fp32 or "
-                        "fp16; training keeps them in float32")
+                        help="dtype of the weights, also as bf16, fp32 or fp16; training keeps "
+                             "them in float32 (default: bfloat16; float32 with --adapter)")
+    parser.add_argument("--adapter", action="store_true",
+                        help="of a run with LoRA adapters, export these alone, as PEFT writes them "
+                             "(default: a model with the adapters merged into it)")
+    parser.add_argument("-m", "--model-name", metavar="NAME|DIR",
+                        help="of a run with adapters, the model that they were trained beside, "
+                             "where it lies now (default: where the run found it)")
     parser.add_argument("--max-shard-size", type=options.positive_size, default="5GB",
                         metavar="SIZE",
                         help="bytes per safetensors file at most, for example 5GB or 512MiB")
@@ -69,63 +75,94 @@ def main(argv: list[str]) -> None:
                          found=list_experiments(opts.save_dir))
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     checkpoint = find_checkpoint(opts, experiment)
-    out = opts.out or experiment.exports / paths.step_name(checkpoint.step)
-    identity = {"options": {"dtype": opts.dtype, "max_shard_size": opts.max_shard_size},
+    has_adapters = require_kind(opts, checkpoint)
+    opts.dtype = opts.dtype or ("float32" if opts.adapter else "bfloat16")
+    out = opts.out or experiment.exports / (
+        paths.step_name(checkpoint.step) + "-adapter" * opts.adapter)
+    identity = {"options": {"dtype": opts.dtype, "max_shard_size": opts.max_shard_size,
+                            **({"adapter": True} if opts.adapter else {})},
                 "inputs": {"step": checkpoint.step, "checkpoint": checkpoint.commit()["manifest"]}}
     if publish.is_done(out, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
-        log.info(f"already done: {out} holds step {checkpoint.step:,}\n{next_command(out)}")
+        log.info(f"already done: {out} holds step {checkpoint.step:,}\n"
+                 + next_command(out, opts.adapter))
         return
-    require_model_files(experiment, checkpoint)
-    damage = None if opts.dry_run else begin_hashing(checkpoint)
+    companions.require_intact(experiment, checkpoint)
+
+    from lib.train import frozen
+
+    base = frozen.find(opts.model_name, experiment, checkpoint) if has_adapters else None
+    damage = None if opts.dry_run else begin_hashing(checkpoint, for_export=not has_adapters)
 
     import torch
 
-    from lib.checkpoints import export
+    from lib.checkpoints.adapted import AdaptedRun
+    from lib.checkpoints.exporting import AdapterExport, ModelExport
     from lib.models import architecture
 
-    model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
-    plan = export.plan(model, getattr(torch, opts.dtype), opts.max_shard_size)
+    model, dtype = architecture.build_on_meta(
+        experiment.model, trust_code=opts.trust_remote_code), getattr(torch, opts.dtype)
+    adapted = AdaptedRun.of(checkpoint, model, base.directory) if base else None
+    export: Export = AdapterExport(model, adapted, dtype) if adapted and opts.adapter else \
+        ModelExport(model, checkpoint, adapted, dtype, opts.max_shard_size)
     log.info(f"export of {checkpoint.path}")
     log.table({"model": f"{model.config.model_type}, {units.count(model.num_parameters())} "
-                        "parameters",
-               "to": f"{out}, {opts.dtype}, {units.size(plan.bytes)} in "
-                     f"{units.counted(len(plan.files), 'file')}"})
+                        "parameters", **({"trained": adapted.said()} if adapted else {}),
+               "to": f"{out}, {opts.dtype}, {units.size(export.bytes)} in "
+                     f"{units.counted(export.files, 'file')}"})
     if damage is None:
         return
     require_intact(checkpoint, damage.result())
-    write(opts, experiment, checkpoint, model, plan, out, identity)
+    if base and adapted:
+        frozen.require_whole(base.directory, experiment, checkpoint, not opts.no_progress)
+        adapted.load()
+    write(opts, experiment, export, base, out, identity)
 
 
-def write(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
-          model: PreTrainedModel, plan: ExportPlan, out: Path, identity: dict[str, Any]) -> None:
-    """Write the files, read them back, publish, and say how it went."""
-    from lib.checkpoints import export
-    from lib.models import adapters
+def write(opts: Options, experiment: Experiment, export: Export, base: Frozen | None,
+          out: Path, identity: dict[str, Any]) -> None:
+    """Write the files, read them back, prove adapters, publish, and say how it went."""
+    from lib.train import journal
 
-    began = time.monotonic()
-    asked = adapters.asked_by(checkpoint.commit().get("identity", {}).get("options", {}))
-    publish.require_space(out.parent, int(plan.bytes * 1.01), "the exported model")
+    began, checkpoint = time.monotonic(), export.checkpoint
+    names = journal.read_config(experiment).get("options", {})
+    publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
-        files = write_model_files(opts, experiment, checkpoint, model, build)
-        with Progress("exporting", plan.bytes, "B", not opts.no_progress) as bar:
+        companions.write(experiment, checkpoint, export.model, build.dir, opts.dtype, names,
+                         opts.trust_remote_code, export.adapter_of)
+        files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
+        with Progress("exporting", export.bytes, "B", not opts.no_progress) as bar:
             try:
-                weights = export.write(model, checkpoint, plan, build.dir, bar.advance,
-                                       adapters.make(asked))
+                weights = export.write(build.dir, bar.advance)
             except FileNotFoundError:
                 require_there(checkpoint)
                 raise
-        export.verify(model, build.dir)
+        export.verify(build.dir)
+        export.prove(build.dir, not opts.no_progress)
+        if base:
+            base.require_unchanged()
         require_same(checkpoint, identity["inputs"]["checkpoint"])
-        require_model_files(experiment, checkpoint)
+        companions.require_intact(experiment, checkpoint)
         build.publish(stage="05_export_checkpoint.py", options=options.resolved(opts),
                       files=files + weights,
-                      summary={"step": checkpoint.step, "dtype": opts.dtype, "bytes": plan.bytes,
-                               "tensors": len(plan.entries)})
+                      summary={"step": checkpoint.step, "dtype": opts.dtype, "bytes": export.bytes,
+                               "tensors": export.tensors})
     seconds = time.monotonic() - began
-    log.info(f"done: {units.counted(len(plan.entries), 'tensor')}, {units.size(plan.bytes)}, "
+    log.info(f"done: {units.counted(export.tensors, 'tensor')}, {units.size(export.bytes)}, "
              f"written and read "
-             f"back in {units.duration(seconds)} ({units.size(plan.bytes / seconds)}/s)\n"
-             + next_command(out))
+             f"back in {units.duration(seconds)} ({units.size(export.bytes / seconds)}/s)\n"
+             + next_command(out, opts.adapter))
+
+
+def require_kind(opts: Options, checkpoint: commit.Checkpoint) -> bool:
+    """Tell whether a run has adapters; UsageError for an option that only such a run can have."""
+    has_adapters = bool(checkpoint.commit().get("identity", {}).get("options", {}).get("lora_rank"))
+    given = ["--adapter"] * opts.adapter + ["--model-name"] * bool(opts.model_name)
+    if given and not has_adapters:
+        raise UsageError(f"{' and '.join(given)} belong{'s' * (len(given) == 1)} to a run with "
+                         "LoRA adapters",
+                         found=f"{checkpoint.path.parents[1]} trains the whole model",
+                         run=commands.as_typed(drop=["--adapter", "-m", "--model-name"]))
+    return has_adapters
 
 
 def find_checkpoint(opts: Options, experiment: Experiment) -> commit.Checkpoint:
@@ -176,13 +213,16 @@ def suggest_older(steps: list[int], step: int) -> dict[str, str]:
     return {"hint": "the newest whole one instead:", "run": commands.as_typed("--step", before[0])}
 
 
-def begin_hashing(checkpoint: commit.Checkpoint) -> Future[list[str]]:
-    """Start to hash what will be read, beside the imports; the result is what is damaged."""
+def begin_hashing(checkpoint: commit.Checkpoint, for_export: bool) -> Future[list[str]]:
+    """Start to hash what will be read, beside the imports; the result is what is damaged.
+
+    for_export: without the optimizer's files.
+    """
     def work() -> list[str]:
         parts = min(8, os.cpu_count() or 1)
         with ThreadPoolExecutor(parts) as pool:
             found = pool.map(lambda i: checkpoint.content_problems(
-                i, parts, for_export=True), range(parts))
+                i, parts, for_export), range(parts))
             return [problem for problems in found for problem in problems]
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work)
@@ -197,26 +237,6 @@ def require_intact(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
         raise ArtifactError(f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems),
                             **suggest_older([c.step for c in commit.scan(checkpoint.path.parent)
                                              if not c.problems()], checkpoint.step))
-
-
-def require_model_files(experiment: Experiment, checkpoint: commit.Checkpoint) -> None:
-    """Raise ArtifactError when config or tokenizer are not those that the run was begun with."""
-    try:
-        digests = checkpoint.record().get("model_files", {})
-    except (OSError, ValueError):
-        return  # hashing the checkpoint will tell
-    wrong = [name for name, digest in digests.items()
-             if not (experiment.model / name).is_file()
-             or not hashing.matches(experiment.model / name, digest)]
-    if links := [path.name for path in experiment.model.iterdir() if path.is_symlink()]:
-        raise ArtifactError(f"{experiment.model} holds links, and what they lead to may be no part "
-                            "of the run", found=", ".join(sorted(links)),
-                            expected="the files that stage 04 has copied there")
-    if wrong:
-        raise ArtifactError(f"{experiment.model} is damaged",
-                            found=f"missing or changed: {', '.join(wrong)}",
-                            hint="copy them again from the model that the run was begun with "
-                                 f"(model_dir in {experiment.config})")
 
 
 def require_there(checkpoint: commit.Checkpoint) -> None:
@@ -240,44 +260,12 @@ def require_same(checkpoint: commit.Checkpoint, chosen: str) -> None:
                             "nothing was exported", run=commands.as_typed())
 
 
-def write_model_files(opts: Options, experiment: Experiment, checkpoint: commit.Checkpoint,
-                      model: PreTrainedModel, build: publish.Build) -> list[dict[str, Any]]:
-    """Write configs (with the dtype of the export), tokenizer and model card; return their entries.
-    """
-    from transformers import GenerationConfig
-
-    from lib.models import remote_code
-    from lib.models.architecture import read_config, read_content
-    from lib.models.directory import CODE_DIGESTS
-    from lib.models.tokenizer import CHAT_TEMPLATE
-    from lib.train import journal
-
-    out, config = build.dir, read_content(experiment.model)
-    for path in sorted(experiment.model.iterdir()):
-        if path.is_file() and path.suffix not in (".tmp", ".py") and \
-                path.name not in ("config.json", CODE_DIGESTS):
-            shutil.copyfile(path, out / path.name)
-    if opts.trust_remote_code and remote_code.is_needed(config):
-        remote_code.carry(experiment.model, out)
-    else:
-        config.pop("auto_map", None)  # names code that is not here and was not used
-    config |= {"architectures": [type(model).__name__], "dtype": opts.dtype}
-    if "torch_dtype" in config:  # the name of the same field before transformers 5
-        config["torch_dtype"] = opts.dtype
-    manifest.write_json(out / "config.json", config)
-    if not (out / "generation_config.json").exists() and model.can_generate():
-        GenerationConfig.from_model_config(
-            read_config(experiment.model, opts.trust_remote_code)).save_pretrained(out)
-    names = journal.read_config(experiment).get("options", {})
-    facts = card.facts(checkpoint, experiment.metrics, names)
-    manifest.write_text(out / card.FILE, card.text(
-        experiment.root.name, type(model).__name__, opts.dtype, model.num_parameters(), facts,
-        chats=(out / CHAT_TEMPLATE).exists()))
-    return [manifest.file_entry(out, path, "sha256") for path in build.files()]
-
-
-def next_command(out: Path) -> str:
+def next_command(out: Path, is_adapter: bool) -> str:
     """Return what to type next."""
+    if is_adapter:
+        return f"next: PeftModel.from_pretrained(base, {str(out)!r}), `vllm serve BASE " \
+               f"--enable-lora --lora-modules NAME={out}`, or train on with stage 04 from it, as " \
+               + commands.shell("--lora-from", out)
     return f"next: AutoModelForCausalLM.from_pretrained({str(out)!r}), or train on with " \
            "stage 04 from it, as " + commands.shell("-m", out)
 

@@ -379,6 +379,7 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("lib.checkpoints.card.validation_losses", lambda *found: {})
         best = trained.fails(*export, "--step", "best", "--dry-run")
     trained.follow(best)
+    trained.follow(trained.fails(*export, "--adapter", "-m", "model", "--dry-run"))
     with monkeypatch.context() as patch:
         patch.setattr("lib.checkpoints.export.TensorFile.reads_back", lambda file: False)
         unread = trained.fails(*export)

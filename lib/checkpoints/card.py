@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +16,19 @@ FILE = "README.md"
 _OPTIONS = {"seq_length": "sequence length (tokens)", "global_batch_size": "global batch (samples)",
             "lr": "peak learning rate", "min_lr": "last learning rate",
             "lr_scheduler": "schedule", "weight_decay": "weight decay", "precision": "computed in",
-            "packing": "packing", "seed": "seed"}
+            "packing": "packing", "seed": "seed", "lora_rank": "adapters: rank",
+            "lora_alpha": "adapters: alpha", "lora_targets": "adapters: on"}
 
+_LOADED_WHOLE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("<this directory>")"""
+_LOADED = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "<this directory>")"""
 _CHAT = """
 chat = [{"role": "user", "content": "..."}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt",
@@ -71,31 +83,35 @@ def facts(checkpoint: Checkpoint, metrics: Path, names: dict[str, Any]) -> dict[
 
 
 def text(title: str, architecture: str, dtype: str, parameters: int, found: dict[str, Any],
-         chats: bool) -> str:
+         chats: bool, adapter_of: str = "") -> str:
     """Return the card as Markdown, with the front matter that the Hub reads.
 
-    chats: the model has a chat template.
+    parameters: of the whole model. chats: it has a chat template. adapter_of: the name of the base,
+    of adapters.
     """
     rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **found}
+    if adapter_of:
+        rows = {"base model": adapter_of, "architecture": architecture, "dtype": dtype, **found}
     table = "\n".join(f"| {label} | {_shown(value)} |" for label, value in rows.items()
                       if value is not None)
+    # The Hub refuses a card whose base_model is no name of a repository.
+    base = f"base_model: {adapter_of}\n" if re.fullmatch(r"[\w.-]+/[\w.-]+", adapter_of) else ""
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
+library_name: {'peft' if adapter_of else 'transformers'}
+{base}pipeline_tag: text-generation
 ---
 
 # {title}
 
-A causal language model, exported from step {found['steps']:,} of a training run.
+{"LoRA adapters of" if adapter_of else "A"} a causal language model, exported from step \
+{found['steps']:,} of a training run.
 
 | | |
 |---|---|
 {table}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("<this directory>")
+{_LOADED.format(base=adapter_of) if adapter_of else _LOADED_WHOLE}
 tokenizer = AutoTokenizer.from_pretrained("<this directory>")
 {_CHAT if chats else ""}```
 

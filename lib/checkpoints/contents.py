@@ -27,6 +27,7 @@ MODEL, BUFFER, OPTIMIZER = "model.", "buffer.", "optimizer."
 # What a COMMIT repeats of the record, so that a table of checkpoints needs no other file.
 _FACTS = ("tokens", "loss", "eval_loss", "bad_steps", "samples_per_epoch", "resumed_from",
           "resumed_path")
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 _LOSS_SCALE = {"scale", "good_steps", "in_a_row", "sound_steps", "usual_norm"}  # of StepGuard
 
 
@@ -41,6 +42,14 @@ class _Needed(TypedDict):
     optimizer_steps: int
 
 
+class Probe(TypedDict):
+    """Logits of a fixed row of tokens, [positions][sampled], and the precision that computed them.
+    """
+
+    precision: str
+    logits: list[list[float]]
+
+
 class TrainRecord(_Needed, total=False):
     """train_state.json: all state of a run that is neither a tensor nor random.
 
@@ -49,7 +58,8 @@ class TrainRecord(_Needed, total=False):
     skipped. samples_per_epoch: None where an epoch has no known length. resumed_from, resumed_path:
     digest and place of a checkpoint that a person named. loss, eval_loss: of this step, if it was
     logged. bad_steps: in a row, at this step. model_files: digests of the files in the run's
-    model/. Those that a run does not go on from may be missing in older checkpoints.
+    model/. probe: of a run with adapters, what the model computes, see lib/parallel/probe.py. Those
+    that a run does not go on from may be missing in older checkpoints.
     """
 
     cursors: list[dict[str, Any]]
@@ -61,6 +71,7 @@ class TrainRecord(_Needed, total=False):
     eval_loss: float | None
     bad_steps: int
     model_files: dict[str, str]
+    probe: Probe
 
 
 class Saved(Protocol):
@@ -130,6 +141,13 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def _is_probe(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("precision") in _PRECISIONS \
+        and isinstance(value.get("logits"), list) and all(
+            isinstance(row, list) and all(type(logit) is float for logit in row)
+            and len(row) == len(value["logits"][0]) for row in value["logits"])
+
+
 def _all(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(
         type(each) in kinds for each in value.values())
@@ -138,5 +156,5 @@ def _all(*kinds: type) -> Callable[[Any], bool]:
 _SOUND: dict[str, Callable[[Any], bool]] = dict.fromkeys((
     "step", "tokens", "samples", "seed", "total_steps", "world_size", "bad_steps", "rollbacks",
     "optimizer_steps"), _is_count) | {
-    "loss_scale": _all(int, float), "model_files": _all(str),
+    "loss_scale": _all(int, float), "model_files": _all(str), "probe": _is_probe,
     "cursors": lambda value: isinstance(value, list) and all(map(_all(int, type(None)), value))}

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import commit, contents
 from lib.checkpoints.storage import ShardFile, StrictReader
-from lib.checkpoints.tensor_file import Entry, TensorFile
-from lib.core import commands, manifest
+from lib.checkpoints.tensor_file import Entry, TensorFile, not_as_written
+from lib.core import manifest
 from lib.core.errors import ArtifactError
 from lib.models import adapters, keys
 from lib.models.adapters import ModelAdapter
 from lib.models.directory import INDEX, WEIGHTS
+from lib.models.stored import StoredModel
 
 Described = tuple[tuple[int, ...], torch.dtype]
 
@@ -71,19 +72,19 @@ def plan(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> Ex
 
 def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: ExportPlan, out: Path,
           advance: Callable[[int], None], folded: Sequence[ModelAdapter] = (),
-          ) -> list[dict[str, Any]]:
+          base: StoredModel | None = None) -> list[dict[str, Any]]:
     """Write the planned files into `out`, read them back, and return their manifest entries.
 
-    advance: called with the bytes of each tensor written. folded: the adapters of the run. Raises
-    ArtifactError when the checkpoint is of another model, or what is on disk is not what was
-    written.
+    advance: called with the bytes of each tensor written. folded: the adapters of the run. base:
+    what they were trained beside, where the checkpoint holds nothing else. Raises ArtifactError
+    when the checkpoint is of another model, or what is on disk is not what was written.
     """
     files = []
     # A conversion (experts) copies: with a tensor read ahead that would be one too many.
     converts = len(planned.entries) > len(planned.groups)
     with closing(PieceReader(checkpoint.path / commit.TENSORS, not converts)) as reader, \
             ThreadPoolExecutor(1) as checker:
-        tensors = _hub_tensors(model, planned.groups, reader, checkpoint.path, folded)
+        tensors = _hub_tensors(model, planned.groups, reader, checkpoint.path, folded, base)
         for name, entries in planned.files.items():
             with TensorFile(out / name, entries) as file:
                 for entry in entries:
@@ -93,9 +94,7 @@ def write(model: PreTrainedModel, checkpoint: commit.Checkpoint, planned: Export
                     advance(entry.bytes)
             files.append((file, checker.submit(file.reads_back)))  # while the next is written
         if bad := [file.path for file, reads_back in files if not reads_back.result()]:
-            raise ArtifactError(f"{bad[0]} does not read back as it was written",
-                                hint="check the disk (`dmesg`), then:",
-                                run=commands.as_typed())
+            raise not_as_written(bad[0])
     written = [file.manifest_entry() for file, _ in files]
     if len(files) > 1:
         _write_index(model, planned, out / INDEX)
@@ -130,37 +129,42 @@ def _file_names(shards: int) -> list[str]:
 
 
 def _hub_tensors(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: PieceReader,
-                 path: Path, folded: Sequence[ModelAdapter]) -> Iterator[tuple[str, Tensor]]:
+                 path: Path, folded: Sequence[ModelAdapter], base: StoredModel | None,
+                 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hub names and full tensors in the planned order, each valid until the next.
 
     A thread reads one group ahead if the reader does. What adapters have added stays in memory.
     """
-    saved, extra = _saved_names(model, groups, reader, path, folded)
+    saved, extra = _saved_names(model, groups, reader, path, folded, base is not None)
     added = {name.removeprefix(contents.MODEL): tensor.clone()
              for name in extra for tensor in reader.read([name])}
+    read: Callable[[Sequence[str]], list[Tensor]] = reader.read if base is None else base.read_all
     with ThreadPoolExecutor(1) as ahead:
-        coming = ahead.submit(reader.read, saved[0])
+        coming = ahead.submit(read, saved[0])
         for group, following in zip(groups, [*saved[1:], []], strict=True):
             full = {name: adapters.fold(folded, model, name, tensor, added)
                     for name, tensor in zip(group, coming.result(), strict=True)}
             if reader.reads_ahead:
-                coming = ahead.submit(reader.read, following)
+                coming = ahead.submit(read, following)
             yield from keys.convert_to_hub(model, full)
             if not reader.reads_ahead:
-                coming = ahead.submit(reader.read, following)
+                coming = ahead.submit(read, following)
 
 
 def _saved_names(model: PreTrainedModel, groups: list[tuple[str, ...]], reader: PieceReader,
-                 path: Path, folded: Sequence[ModelAdapter]) -> tuple[list[list[str]], list[str]]:
-    """Return each group's names in the checkpoint, and those that adapters have added.
+                 path: Path, folded: Sequence[ModelAdapter], beside_base: bool,
+                 ) -> tuple[list[list[str]], list[str]]:
+    """Return each group's names where it is read from, and those that adapters have added.
 
-    Raises ArtifactError when it is of another model.
+    beside_base: the checkpoint holds nothing but these. Raises ArtifactError when it is of another
+    model.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = model.state_dict(keep_vars=True)
-    saved = [[(contents.MODEL if name in parameters else contents.BUFFER) + name for name in group]
+    saved = [list(group) if beside_base else
+             [(contents.MODEL if name in parameters else contents.BUFFER) + name for name in group]
              for group in groups]
-    for names, group in zip(saved, groups, strict=True):
+    for names, group in zip(saved, groups, strict=True) if not beside_base else ():
         for key, name in zip(names, group, strict=True):
             shape, there = tuple(tensors[name].shape), reader.described.get(key, (None, None))[0]
             if there != shape:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.core import hashing
+from lib.core import commands, hashing
+from lib.core.errors import ArtifactError
 from lib.models.tensors import make_header
 
 _PIECE = 8 << 20  # bytes
@@ -116,6 +117,12 @@ class TensorFile:
         self._turn, self._filled = (self._turn + 1) % len(self._pieces), 0
         for future in self._busy[self._turn]:
             future.result()
+
+
+def not_as_written(path: Path) -> ArtifactError:
+    """Return the error for a file that does not read back."""
+    return ArtifactError(f"{path} does not read back as it was written",
+                         hint="check the disk (`dmesg`), then:", run=commands.as_typed())
 
 
 def _open(path: Path, flags: int) -> int:

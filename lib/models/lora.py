@@ -112,7 +112,7 @@ class Lora:
         names = choose(model, self.targets)
         for name in names:
             linear = model.get_submodule(name)
-            out, inputs = _sizes(linear)
+            out, inputs = sizes(linear)
             linear.add_module(A, Factor(inputs, self.rank, drawn=True))
             linear.add_module(B, Factor(self.rank, out, drawn=False))
             linear.lora_A.dropout, linear.lora_A.scale = self.dropout, self.scale
@@ -133,7 +133,7 @@ class Lora:
         if f"{path}.{A}.weight" not in added:
             return tensor
         product = added[f"{path}.{B}.weight"].float() @ added[f"{path}.{A}.weight"].float()
-        if _is_transposed(model.get_submodule(path)):
+        if is_transposed(model.get_submodule(path)):
             product = product.t()
         return product.mul_(self.scale).add_(tensor)
 
@@ -200,13 +200,14 @@ def _require_in_blocks(model: PreTrainedModel, pattern: str) -> None:
                          "have no adapter: only linears of the blocks can")
 
 
-def _sizes(linear: nn.Module) -> tuple[int, int]:
+def sizes(linear: nn.Module) -> tuple[int, int]:
     """Return the features that a linear gives and takes."""
     rows, columns = linear.weight.shape
-    return (columns, rows) if _is_transposed(linear) else (rows, columns)
+    return (columns, rows) if is_transposed(linear) else (rows, columns)
 
 
-def _is_transposed(linear: nn.Module) -> bool:
+def is_transposed(linear: nn.Module) -> bool:
+    """Tell whether a linear has its weight as [in, out]."""
     return own_class(linear).__name__ == _TRANSPOSED
 
 

@@ -19,7 +19,7 @@ from lib.core import units, workers
 from lib.core.errors import ArtifactError
 from lib.models import directory, keys
 from lib.models.architecture import decoder_layers
-from lib.models.keys import Added
+from lib.models.keys import Added, LoadPlan
 from lib.models.recipes import Recipe
 from lib.models.sharded import (
     local_slice,
@@ -47,10 +47,8 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
     """
     tie_again(model)
     with HubTensors(model_dir) as stored, torch.no_grad():
-        plan = keys.plan_loading(model, stored.shapes)
+        plan = plan_reading(model, stored, model_dir)
         tensors = model.state_dict(keep_vars=True)
-        _raise_if_any(model_dir, stored.problems + plan.problems
-                      + keys.list_wrong_dtypes(model, plan, stored.dtypes))
         restore_buffers(model)
         names_of = list(keys.group_tied(model).values())
 
@@ -63,6 +61,17 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
             f"{' and '.join(names)} hold different values, but config.json ties them; set "
             "tie_word_embeddings to false there"
             for names, agrees in zip(names_of, whole, strict=True) if not agrees])
+
+
+def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) -> LoadPlan:
+    """Return how the tensors of a model are made of those in its files.
+
+    Raises ArtifactError listing all that are missing, unexpected, or of another shape or dtype.
+    """
+    plan = keys.plan_loading(model, stored.shapes)
+    _raise_if_any(model_dir, stored.problems + plan.problems
+                  + keys.list_wrong_dtypes(model, plan, stored.dtypes))
+    return plan
 
 
 def _fill(tensor: Tensor, recipes: list[Recipe], stored: HubTensors) -> bool:
@@ -126,7 +135,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
     Builds the model a second time, with parameters on meta: right for any family, while a rule per
     kind of buffer would be right only for those it knows.
     """
-    twin = _build_twin(model)
+    twin = build_twin(model)
     for name, buffer in model.named_buffers():
         local_tensor(buffer).copy_(twin.get_buffer(name))
 
@@ -136,13 +145,13 @@ def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> No
     """Give parameters for which the family has no rule the value of their constructor."""
     kept = {(own_class(model.get_submodule(path)), leaf)
             for path, _, leaf in (name.rpartition(".") for name in names)}
-    twin = _build_twin(model, kept, seed)
+    twin = build_twin(model, kept, seed)
     for name in names:
         parameter = model.get_parameter(name)
         local_tensor(parameter).copy_(twin.get_parameter(name)[local_slice(parameter)])
 
 
-def _build_twin(model: PreTrainedModel, kept: Kept = frozenset(), seed: int = 0) -> PreTrainedModel:
+def build_twin(model: PreTrainedModel, kept: Kept = frozenset(), seed: int = 0) -> PreTrainedModel:
     """Return the model built again on the CPU, with all parameters but the kept ones on meta."""
     with _parameters_on_meta(kept), torch.device("cpu"), _own_random_stream(f"{seed}"):
         return own_class(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)

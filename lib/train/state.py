@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import contents
 from lib.checkpoints.contents import TrainRecord
+from lib.models.sharded import is_frozen
 from lib.optim import registry
 from lib.optim.guard import StepGuard
+from lib.parallel import probe
 from lib.parallel.layout import ParallelLayout, gather
 from lib.tokens.batches import BEGINNING, Cursor, Position, Step
 from lib.train.plan import Plan
@@ -74,6 +76,8 @@ class TrainState:
             each = gather(self.position.cursor._asdict(), self.layout.control)
             # The ranks that read the same data stand at the same cursor.
             record["cursors"] = each[::len(each) // self.plan.division.dp_size]
+        if is_frozen(self.model) and (logits := probe.measure(self.model, self.layout)):
+            record["probe"] = {"precision": self.plan.config.precision, "logits": logits}
         return record
 
     def load_state_dict(self, record: TrainRecord) -> None:

@@ -75,7 +75,8 @@ class Factors:
     def owns(self, name: str) -> bool:
         return name.endswith(".factor")
 
-    def fold(self, name: str, tensor: torch.Tensor, added: dict[str, torch.Tensor]) -> torch.Tensor:
+    def fold(self, _: object, name: str, tensor: torch.Tensor, added: dict[str, torch.Tensor],
+             ) -> torch.Tensor:
         factor = added.get(name.replace(".weight", ".factor"))
         return tensor if factor is None else tensor * factor[:, None]
 

@@ -1,0 +1,130 @@
+"""An adapter as PEFT writes it, which vLLM and others load as well: a config and its tensors.
+
+    adapter_config.json         rank, alpha, the names of the linears, the name of the base
+    adapter_model.safetensors   base_model.model.<linear>.lora_A.weight [rank, in]
+                                base_model.model.<linear>.lora_B.weight [out, rank]
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lib.checkpoints.adapted import AdaptedRun
+from lib.checkpoints.tensor_file import Entry, TensorFile, not_as_written
+from lib.core import manifest, records, units
+from lib.core.errors import ArtifactError
+from lib.models import lora, prepared
+from lib.models.lora import Lora
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_CACHED = re.compile(r"models--(.+?)--(.+)")
+_SHOWN = 8
+
+
+def plan(adapted: AdaptedRun, dtype: torch.dtype) -> list[Entry]:
+    """Return the tensors that the file will hold, in the order of writing."""
+    return [Entry(PREFIX + name, shape, dtype) for name, shape in adapted.shapes.items()]
+
+
+def write(adapted: AdaptedRun, planned: list[Entry], out: Path, advance: Callable[[int], None],
+          ) -> list[dict[str, Any]]:
+    """Write config and tensors into `out`, read the latter back, and return the manifest entries.
+
+    Raises ArtifactError when what is on disk is not what was written.
+    """
+    manifest.write_json(out / CONFIG, make_config(adapted))
+    with TensorFile(out / WEIGHTS, planned) as file:
+        for entry in planned:
+            file.add(adapted.tensors[entry.key.removeprefix(PREFIX)], entry.dtype)
+            advance(entry.bytes)
+    if not file.reads_back():
+        raise not_as_written(file.path)
+    return [manifest.file_entry(out, out / CONFIG, "sha256"), file.manifest_entry()]
+
+
+def make_config(adapted: AdaptedRun) -> dict[str, Any]:
+    """Return what adapter_config.json holds."""
+    settings, chosen = adapted.lora, lora.choose(adapted.plain, adapted.lora.targets)
+    alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
+    return {
+        "alpha_pattern": {}, "base_model_name_or_path": name_of(adapted.base), "bias": "none",
+        "fan_in_fan_out": any(lora.is_transposed(adapted.plain.get_submodule(name))
+                              for name in chosen),
+        "inference_mode": True, "init_lora_weights": True, "lora_alpha": alpha,
+        "lora_dropout": settings.dropout, "modules_to_save": None, "peft_type": "LORA",
+        "r": settings.rank, "rank_pattern": {}, "revision": None,
+        "target_modules": name_targets(adapted.plain, chosen), "task_type": "CAUSAL_LM",
+        "use_dora": False, "use_rslora": settings.rslora}
+
+
+def name_targets(model: PreTrainedModel, chosen: Collection[str]) -> list[str]:
+    """Return names by which PEFT finds these linears of a model and nothing else.
+
+    Those are the last parts of their names where no other module ends in one, else whole names.
+    """
+    leaves = sorted({name.rpartition(".")[2] for name in chosen})
+    is_exact = find_targets(model, leaves) == set(chosen)
+    return leaves if is_exact else sorted(chosen)
+
+
+def find_targets(model: PreTrainedModel, targets: Collection[str]) -> set[str]:
+    """Return the modules of a model that PEFT gives adapters: whose names end in a target."""
+    return {name for name, _ in model.named_modules()
+            if any(name == target or name.endswith(f".{target}") for target in targets)}
+
+
+def name_of(model_dir: Path) -> str:
+    """Return the name of a model on the Hub, or of its directory where it is not known from there.
+
+    Never a path: on another machine it would lead nowhere, and it tells who made the adapter.
+    """
+    content = manifest.read_if_any(model_dir) or {}
+    name = content.get("options", {}).get("model_name")
+    if content.get("kind") == prepared.KIND and isinstance(name, str) and "/" in name:
+        return name
+    cached = next((found for part in model_dir.absolute().parts
+                   if (found := _CACHED.fullmatch(part))), None)
+    return f"{cached[1]}/{cached[2]}" if cached else model_dir.resolve().name
+
+
+def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor]]:
+    """Return settings and tensors of an adapter that was just written, as PEFT would take them."""
+    content = records.read_json(out / CONFIG)
+    settings = Lora(content["r"], content["lora_alpha"], content["lora_dropout"],
+                    "|".join(map(re.escape, content["target_modules"])), content["use_rslora"])
+    with safe_open(out / WEIGHTS, "pt") as file:
+        return settings, {key.removeprefix(PREFIX): file.get_tensor(key)
+                          for key in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+def verify(adapted: AdaptedRun, out: Path) -> None:
+    """Compare names and shapes in the files with those that PEFT makes for the base by the config.
+
+    Raises ArtifactError when anything differs: PEFT leaves out what it does not expect, and says
+    nothing.
+    """
+    content = records.read_json(out / CONFIG)
+    expected: dict[str, tuple[int, ...]] = {}
+    for name in find_targets(adapted.plain, content["target_modules"]):
+        rows, inputs = lora.sizes(adapted.plain.get_submodule(name))
+        expected |= {f"{PREFIX}{name}.{lora.A}.weight": (content["r"], inputs),
+                     f"{PREFIX}{name}.{lora.B}.weight": (rows, content["r"])}
+    with safe_open(out / WEIGHTS, "pt") as file:
+        found = {key: tuple(file.get_slice(key).get_shape())
+                 for key in file.keys()}  # noqa: SIM118 (no mapping)
+    if wrong := [f"{key}: expected {expected.get(key)}, written {found.get(key)}"
+                 for key in sorted(expected.keys() | found.keys())
+                 if expected.get(key) != found.get(key)]:
+        raise ArtifactError("the adapter holds other tensors than PEFT will look for",
+                            found=units.join_lines(wrong, _SHOWN))

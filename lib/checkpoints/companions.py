@@ -1,0 +1,92 @@
+"""The files beside the weights of an export: configs, tokenizer and model card."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.checkpoints import card
+from lib.checkpoints.commit import Checkpoint
+from lib.core import hashing, manifest
+from lib.core.errors import ArtifactError
+from lib.core.paths import Experiment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+
+
+def require_intact(experiment: Experiment, checkpoint: Checkpoint) -> None:
+    """Raise ArtifactError when config or tokenizer are not those that the run was begun with."""
+    try:
+        digests = checkpoint.record().get("model_files", {})
+    except (OSError, ValueError):
+        return  # hashing the checkpoint will tell
+    wrong = [name for name, digest in digests.items()
+             if not (experiment.model / name).is_file()
+             or not hashing.matches(experiment.model / name, digest)]
+    if links := [path.name for path in experiment.model.iterdir() if path.is_symlink()]:
+        raise ArtifactError(f"{experiment.model} holds links, and what they lead to may be no part "
+                            "of the run", found=", ".join(sorted(links)),
+                            expected="the files that stage 04 has copied there")
+    if wrong:
+        raise ArtifactError(f"{experiment.model} is damaged",
+                            found=f"missing or changed: {', '.join(wrong)}",
+                            hint="copy them again from the model that the run was begun with "
+                                 f"(model_dir in {experiment.config})")
+
+
+def write(experiment: Experiment, checkpoint: Checkpoint, model: PreTrainedModel, out: Path,
+          dtype: str, names: dict[str, Any], trust_code: bool, adapter_of: str = "") -> None:
+    """Write tokenizer, model card and, but for an adapter, the configs, with the dtype of the
+    export.
+
+    names: options of the run. adapter_of: the name of the base, if the export is an adapter.
+    """
+    from lib.models.tokenizer import CHAT_TEMPLATE
+
+    _copy_tokenizer(experiment.model, out)
+    if not adapter_of:
+        _write_configs(experiment.model, out, model, dtype, trust_code)
+    facts = card.facts(checkpoint, experiment.metrics, names)
+    manifest.write_text(out / card.FILE, card.text(
+        experiment.root.name, type(model).__name__, dtype, model.num_parameters(), facts,
+        chats=(out / CHAT_TEMPLATE).exists(), adapter_of=adapter_of))
+
+
+def _copy_tokenizer(model_dir: Path, out: Path) -> None:
+    """Copy what a run keeps of its model but the configs and code."""
+    from lib.models.directory import CODE_DIGESTS
+
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file() and path.suffix not in (".tmp", ".py") and \
+                path.name not in (_CONFIG, _GENERATION, CODE_DIGESTS):
+            shutil.copyfile(path, out / path.name)
+
+
+def _write_configs(model_dir: Path, out: Path, model: PreTrainedModel, dtype: str,
+                   trust_code: bool) -> None:
+    """Write the configs of a model, with the dtype of the export, and its code if that is needed.
+
+    model_dir: what the run keeps of its model. model: built of it.
+    """
+    from transformers import GenerationConfig
+
+    from lib.models import remote_code
+    from lib.models.architecture import read_config, read_content
+
+    config = read_content(model_dir)
+    if trust_code and remote_code.is_needed(config):
+        remote_code.carry(model_dir, out)
+    else:
+        config.pop("auto_map", None)  # names code that is not here and was not used
+    config |= {"architectures": [type(model).__name__], "dtype": dtype}
+    if "torch_dtype" in config:  # the name of the same field before transformers 5
+        config["torch_dtype"] = dtype
+    manifest.write_json(out / _CONFIG, config)
+    if (model_dir / _GENERATION).exists():
+        shutil.copyfile(model_dir / _GENERATION, out / _GENERATION)
+    elif model.can_generate():
+        GenerationConfig.from_model_config(read_config(model_dir, trust_code)).save_pretrained(out)
