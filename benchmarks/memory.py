@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""The memory that training takes of each GPU, for models of known shapes: the table in README.md.
+"""The memory that training takes of each GPU, for models of known shapes: the tables in README.md.
 
   python benchmarks/memory.py            # or `make memory-table`: all of it, in a few minutes
   python benchmarks/memory.py 'Llama 3.2 1B' --gpus 1,8 --seq-length 8192 --gpu-memory 141
+  python benchmarks/memory.py 'Llama 3.1 8B' --lora-rank 64      # and beside it, with adapters
 
 Any machine does: steps of the trainer are traced on tensors without memory, as for --plan-gpus. A
 cell is the peak in GiB and the recomputation that --activation-checkpointing auto takes for it, or
@@ -29,6 +30,8 @@ from transformers import (
 )
 
 from lib.core import options
+from lib.models.lora import Lora
+from lib.models.sharded import Placement
 from lib.parallel import recompute
 from lib.planning import choice
 from lib.planning.fit import Fit
@@ -49,6 +52,9 @@ _SHAPES: dict[str, tuple[type[PretrainedConfig], tuple[int, int, int, int], dict
 }
 
 
+ADAPTED = ["Llama 3.2 1B", "Llama 3.1 8B", "Llama 3.1 70B"], [1, 8, 64]  # of the second table
+
+
 def made(name: str) -> PreTrainedModel:
     """Return a model of that shape on the meta device."""
     kind, (hidden, inner, layers, heads), more = _SHAPES[name]
@@ -59,11 +65,26 @@ def made(name: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def row(name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float) -> str:
-    """Return the cells of a model. gpu_memory: GiB of each GPU."""
-    fit = Fit(made(name), gpu_memory * _GIB, float("inf"), on_gpu=True, compiled=True)
+def row(name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float, rank: int = 0) -> str:
+    """Return the cells of a model. gpu_memory: GiB of each GPU. rank: of adapters; 0: none."""
+    model, adapted = made(name), ""
+    if rank:
+        Lora(rank, 2.0 * rank, precision="bf16").convert(model, Placement())
+        adapted = f", LoRA r={rank}"
+    fit = Fit(model, gpu_memory * _GIB, float("inf"), on_gpu=True, compiled=True)
     cells = [_cell(fit, ranks, Config(seq_length=seq_length, precision="bf16")) for ranks in gpus]
-    return f"| {name} | {' | '.join(cells)} |"
+    return f"| {name}{adapted} | {' | '.join(cells)} |"
+
+
+def table(title: str, names: Sequence[str], gpus: Sequence[int], seq_length: int,
+          gpu_memory: float, rank: int = 0) -> None:
+    """Print the rows of models as each is known. rank: of a second row, with adapters; 0: none."""
+    heads = ["1 GPU" if n == 1 else f"{n} GPUs" for n in gpus]
+    print(f"| {title}1 × {seq_length:,} tokens | {' | '.join(heads)} |")
+    print("|---" * (len(heads) + 1) + "|")
+    for name in names:
+        for adapters in {0, rank}:
+            print(row(name, gpus, seq_length, gpu_memory, adapters), flush=True)
 
 
 def _cell(fit: Fit, ranks: int, config: Config) -> str:
@@ -88,12 +109,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=options.counts, default=[1, 8, 16, 32, 64], metavar="N,N,…")
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens, one sample per GPU")
     parser.add_argument("--gpu-memory", type=float, default=80.0, help="GiB")
+    parser.add_argument("--lora-rank", type=int, default=0, metavar="N",
+                        help="also each model with adapters of that rank")
     args = parser.parse_args(argv)
-    heads = ["1 GPU" if n == 1 else f"{n} GPUs" for n in args.gpus]
-    print(f"| 1 × {args.seq_length:,} tokens | {' | '.join(heads)} |")
-    print("|---" * (len(heads) + 1) + "|")
-    for name in args.models or _SHAPES:
-        print(row(name, args.gpus, args.seq_length, args.gpu_memory), flush=True)
+    asked = args.seq_length, args.gpu_memory
+    table("", args.models or list(_SHAPES), args.gpus, *asked, args.lora_rank)
+    if not args.models:
+        print()
+        table("full or adapted, ", *ADAPTED, *asked, rank=16)
 
 
 if __name__ == "__main__":

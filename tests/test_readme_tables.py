@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
+from types import ModuleType
 
 import pytest
 
@@ -18,7 +20,16 @@ def table(first_cell: str) -> list[list[str]]:
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
 
 
-TABLE = table("1 × 4,096 tokens")
+TABLE, ADAPTED = table("1 × 4,096 tokens"), table("full or adapted, 1 × 4,096 tokens")
+
+
+@functools.cache
+def benchmark() -> ModuleType:
+    """Return the script that prints the tables of memory."""
+    spec = importlib.util.spec_from_file_location("memory_table", ROOT / "benchmarks/memory.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
 
 
 def test_it_has_what_people_ask_for() -> None:
@@ -28,6 +39,19 @@ def test_it_has_what_people_ask_for() -> None:
                      "Llama 3.1 70B", "Mixtral 8x7B"]
     assert all(re.fullmatch(r"\d+ (none|selective|full)(, host \d+)?|–", cell)
                for row in TABLE[2:] for cell in row[1:])
+
+
+def test_models_are_compared_with_and_without_adapters() -> None:
+    made = benchmark()
+    heads, _, *rows = ADAPTED
+    assert heads[1:] == ["1 GPU", "8 GPUs", "64 GPUs"] and made.ADAPTED[1] == [1, 8, 64]
+    assert [row[0] for row in rows] == [
+        name + adapted for name in made.ADAPTED[0] for adapted in ("", ", LoRA r=16")]
+    for full, adapted in zip(rows[::2], rows[1::2], strict=True):
+        whole = next(row for row in TABLE if row[0] == full[0])
+        assert full[1:] == [whole[TABLE[0].index(gpus)] for gpus in heads[1:]]
+        assert all(re.fullmatch(r"\d+ (none|selective|full)(, host \d+)?", cell)
+                   for cell in adapted[1:])
 
 
 def test_no_learning_rate_of_it_is_doubted() -> None:
@@ -41,11 +65,12 @@ def test_no_learning_rate_of_it_is_doubted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "gpus"), [("Llama 3.2 1B", 8), ("Mixtral 8x7B", 16)])
-def test_a_cell_is_what_the_plan_says(name: str, gpus: int) -> None:
-    spec = importlib.util.spec_from_file_location("memory_table", ROOT / "benchmarks/memory.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    printed = made.row(name, [gpus], 4096, 80.0).strip("| ").split("|")[1].split()
-    told = next(row for row in TABLE if row[0] == name)[TABLE[0].index(f"{gpus} GPUs")].split()
+@pytest.mark.parametrize(("name", "gpus", "rank"), [
+    ("Llama 3.2 1B", 8, 0), ("Mixtral 8x7B", 16, 0), ("Llama 3.1 8B", 64, 16)])
+def test_a_cell_is_what_the_plan_says(name: str, gpus: int, rank: int) -> None:
+    rows = ADAPTED if rank else TABLE
+    row, printed = benchmark().row(name, [gpus], 4096, 80.0, rank).strip("| ").split(" | ")
+    printed = printed.split()
+    told = next(cells for cells in rows if cells[0] == row)[
+        rows[0].index(f"{gpus} GPUs")].split()
     assert printed[1:] == told[1:] and float(printed[0]) == pytest.approx(float(told[0]), rel=0.03)

@@ -172,11 +172,15 @@ def require_room(config: Config, steps: int, has_begun: bool) -> None:
     problems.raise_if_any()
 
 
-def rate_doubt(lr: float, parameters: int, scratch: bool) -> str:
-    """Return what is odd about a learning rate for a model of that size, "" when nothing is."""
+def rate_doubt(lr: float, parameters: int, scratch: bool, adapted: bool = False) -> str:
+    """Return what is odd about a learning rate for a model of that size, "" when nothing is.
+
+    adapted: only adapters are trained.
+    """
     usual = next(of_scratch if scratch else of_weights
                  for below, of_scratch, of_weights in _PUBLISHED_LR if parameters < below)
-    kind = "from scratch" if scratch else "that has weights"
+    usual *= LORA_LR if adapted else 1
+    kind = "from scratch" if scratch else "that has adapters" if adapted else "that has weights"
     return f"--lr {lr:g} is above {usual:g}, the most that is usual for a model of " \
            f"{units.count(parameters)} parameters {kind}: the loss may rise (docs/planning.md)" \
         if lr > usual else ""

@@ -35,20 +35,22 @@ def per_token(model: nn.Module, seq_length: int) -> float:
 
     6 N + 12 L H Q T of Chowdhery et al. 2022 ("PaLM", appendix B): N the parameters that take
     part in a matrix product for a token (of experts, only the chosen), L layers, H heads of size
-    Q, T the sequence length. The whole square of attention is counted, as most do, though a causal
-    model computes half of it; see `causal`.
+    Q, T the sequence length. Of frozen parameters it is 4 N: their gradients are not computed. The
+    whole square of attention is counted, as most do, though a causal model computes half of it; see
+    `causal`.
     """
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    active = 0.0
+    products = 0.0
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     for name, parameter in model.named_parameters():
         share = chosen / experts if chosen and experts and ".experts." in name else 1.0
-        active += 0.0 if parameter is embedding and not tied else parameter.numel() * share
-    return 6 * active + _attention(model, seq_length)
+        if parameter is not embedding or tied:
+            products += (6 if parameter.requires_grad else 4) * parameter.numel() * share
+    return products + _attention(model, seq_length)
 
 
 def causal(model: nn.Module, seq_length: int) -> float:

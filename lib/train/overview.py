@@ -120,7 +120,7 @@ def _tell_doubts(plan: Plan, work: Work, hardware: Hardware, has_validation: boo
     """Warn of options that are odd for a run of this length and a model of this size."""
     config = plan.config
     doubts = [outlook.advice(plan, work, hardware),
-              checks.rate_doubt(config.lr, work.parameters, work.scratch),
+              checks.rate_doubt(config.lr, work.parameters, work.scratch, bool(config.lora_rank)),
               *checks.doubts(config, plan.total_steps, has_validation)]
     for doubt in filter(None, doubts):
         if log.rank() == 0:

@@ -118,6 +118,8 @@ def test_a_learning_rate_is_compared_with_published_ones(lr: float, parameters: 
     found = checks.rate_doubt(lr, int(parameters), scratch)
     assert usual in found and bool(usual) == bool(found)
     assert not found or " parameters from scratch:" in found or " that has weights:" in found
+    assert not checks.rate_doubt(10 * 3e-4, 7_000_000_000, False, adapted=True)
+    assert "parameters that has adapters:" in checks.rate_doubt(4e-3, 7 * 10**9, False, True)
 
 
 def test_a_run_that_has_begun_with_a_large_rate_goes_on() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lib.models.lora import Lora
+from lib.models.sharded import Placement
 from lib.train import flops
 
 
@@ -33,3 +35,15 @@ def test_attention_is_counted_whole_and_half() -> None:
     products = sum(p.numel() for p in model.parameters()) - 100 * 64  # an embedding multiplies none
     assert flops.per_token(model, 512) == 6 * products + 12 * 3 * 64 * 512
     assert flops.causal(model, 512) == 6 * products + 6 * 3 * 64 * 512
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(
+            vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2))
+    frozen = sum(p.numel() for p in model.parameters()) - 100 * 64
+    Lora(4, 8.0).convert(model, Placement())
+    trained = model.num_parameters(only_trainable=True)
+    assert trained == 3 * 4 * (2 * 64 + 2 * (64 + 32) + 2 * 64 + 3 * (64 + 96))
+    assert flops.per_token(model, 512) == 4 * frozen + 6 * trained + 12 * 3 * 64 * 512
