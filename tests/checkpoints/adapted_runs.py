@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
@@ -45,8 +47,12 @@ def adapted_model(model_dir: Path, lora: Lora, strength: float = 0.05) -> PreTra
 
 def save_adapted_run(root: Path, model_dir: Path, lora: Lora, *, optimizer: str = "adamw",
                      strength: float = 0.05, record: dict[str, Any] | None = None,
+                     change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
                      **options: Any) -> Checkpoint:
-    """Leave under `root/exp` what a run leaves that has trained adapters, at step 1."""
+    """Leave under `root/exp` what a run leaves that has trained adapters, at step 1.
+
+    change: made to what is saved, and not to what the trainer computed.
+    """
     experiment = Experiment(root, "exp")
     experiment.model.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json"):
@@ -62,10 +68,11 @@ def save_adapted_run(root: Path, model_dir: Path, lora: Lora, *, optimizer: str 
     identity = {"options": {
         "seq_length": 32, "packing": "concat", "lr": 1e-3, "precision": lora.precision,
         "lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": lora.targets,
-        "lora_rslora": lora.rslora, **options},
+        "lora_rslora": lora.rslora, "lora_dropout": lora.dropout, **options},
         "inputs": {"model": directory.fingerprint(model_dir)}}
     content = {"step": 1, "tokens": 640, "loss": 1.5, "optimizer_steps": 1, "probe": {
         "precision": lora.precision, "logits": probe.measure(model, LAYOUT)}, **(record or {})}
     tensors = contents.name_tensors(model, registry.named_states(model, states))
+    change(tensors)
     return write(experiment.checkpoints, capture(tensors, content, identity, LAYOUT.device),
                  dist.group.WORLD)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lib.core import hashing
+from lib.checkpoints import adapter_files
+from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.models.lora import Lora
+from lib.models.sharded import local_tensor
 from tests.checkpoints.adapted_runs import adapted_model, save_adapted_run
-from tests.checkpoints.exporting import run_stage_05
+from tests.checkpoints.exporting import run_stage_05, save_run
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS
 
@@ -43,26 +49,11 @@ def export(root: Path, *arguments: object) -> None:
     run_stage_05("-e", "exp", "--save-dir", root, "--out", root / "out", *arguments)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_merged_computes_what_the_trainer_did(tmp_path: Path, family: str) -> None:
-    lora = Lora(4, 8.0, targets="attention" if family == "mixtral" else "all-linear")
-    make_run(tmp_path, family, lora)
-    export(tmp_path, "--dtype", "fp32")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    trained = adapted_model(tmp_path / "model", lora).eval()
-    with torch.no_grad():
-        expected, found = (model(input_ids=TOKENS).logits for model in (trained, merged))
-        base = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()(TOKENS).logits
-    assert (base - expected).std() > 0.005 * expected.std()
-    assert (found - expected).abs().max() < 1e-4 * expected.std()
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_every_precision_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture,
-                                precision: str, optimizer: str) -> None:
+                                precision: str) -> None:
     make_run(tmp_path, "llama", Lora(4, 8.0, precision=precision, rslora=True),
-             optimizer=optimizer)
+             optimizer="adamw8bit" if precision == "bf16" else "adamw")
     caplog.set_level(logging.INFO, "pipeline")
     for dtype in ("bf16", "fp16", "fp32"):
         caplog.clear()
@@ -90,12 +81,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_what_is_merged_wrongly_is_not_published(run: Path, monkeypatch: pytest.MonkeyPatch,
-                                                 what: str, dtype: str) -> None:
+                                                 what: str) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[what]))
     with pytest.raises(ArtifactError, match="does not compute what was trained") as caught:
-        export(run, "--dtype", dtype)
+        export(run)
     assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
 
 
@@ -119,3 +109,172 @@ def test_the_base_is_found_verified_and_named(run: Path) -> None:
     with pytest.raises(UsageError, match="not the model that the adapters"):
         export(run, "-m", run / "other")
     assert not list(run.glob("out*"))
+
+
+def test_an_adapter_is_what_peft_writes(tmp_path: Path) -> None:
+    """Also for a base of another name: no path, no config.json, float32."""
+    make_run(tmp_path, lora=Lora(4, 6.5, 0.1, "q_proj|v_proj", rslora=True))
+    (tmp_path / "exp" / "model" / "tokenizer.json").write_text("{}")
+    export(tmp_path, "--adapter")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md",
+        "manifest.json"}
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config == {
+        "alpha_pattern": {}, "base_model_name_or_path": "model", "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+        "lora_alpha": 6.5, "lora_dropout": 0.1, "modules_to_save": None, "peft_type": "LORA",
+        "r": 4, "rank_pattern": {}, "revision": None, "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": True}
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    assert tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"].shape \
+        == (16, 4)
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
+    before = (tmp_path / "out" / "manifest.json").read_bytes()
+    export(tmp_path, "--adapter")  # already done
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == before
+    with pytest.raises(UsageError, match="made from other inputs or options") as merged:
+        export(tmp_path)
+    assert "--adapter" in merged.value.found
+    export(tmp_path, "--adapter", "--dtype", "bf16", "--overwrite")
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_names_of_bases_and_targets(tmp_path: Path) -> None:
+    """From the Hub by stage 03's manifest or the cache's layout, else the directory's."""
+    cached = tmp_path / "models--org--a--b" / "snapshots" / ("0" * 40)
+    for path in (prepared := tmp_path / "org--a", cached, tmp_path / "scratch-tiny"):
+        path.mkdir(parents=True)
+    written = {"kind": "model/1", "stage": "", "identity": {}, "files": [], "summary": {}}
+    for path, name in ((prepared, "org/a"), (tmp_path / "scratch-tiny", "scratch-tiny")):
+        manifest.write_json(path / "manifest.json", written | {"options": {"model_name": name}})
+    assert [adapter_files.name_of(path) for path in (
+        prepared, cached, tmp_path / "scratch-tiny")] == ["org/a", "org/a--b", "scratch-tiny"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(FAMILIES["qwen2_moe"]())
+    first = "model.layers.0.mlp.shared_expert.down_proj"
+    second = first.replace(".0.", ".1.")
+    assert adapter_files.name_targets(model, [second, first]) == ["down_proj"]
+    assert adapter_files.name_targets(model, [first]) == [first]  # the other has that last part too
+
+
+def without_rows(kept: slice, *kinds: str) -> Callable[[dict[str, Tensor]], None]:
+    """Return what leaves of each B, and what else begins so, some rows alone."""
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.startswith(kinds) and name.endswith(".lora_B.weight"):
+                local = local_tensor(tensor)
+                held = local[kept].clone()
+                local.zero_()
+                local[kept] = held
+    return change
+
+
+LOST = {
+    "the slice of rank 0 of 8": (slice(0, 4), ("model.",), "had a gradient, and all is zero"),
+    "that of another rank": (slice(8, 12), ("model.",), "had a gradient, and all is zero"),
+    "one row": (slice(1, None), ("model.",), "1 row of 32 had a gradient"),
+    "with its moments": (slice(0, 4), ("model.", "optimizer."), "28 of 32 rows, one after"),
+    "all of it": (slice(0, 0), ("model.", "optimizer."), "32 of 32 rows, one after"),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_an_adapter_of_which_a_part_is_lost_is_not_published(tmp_path: Path, what: str) -> None:
+    kept, kinds, says = LOST[what]
+    make_run(tmp_path, lora=Lora(4, 8.0, targets="down_proj"), change=without_rows(kept, *kinds),
+             optimizer="adamw" if "slice" in what else "adamw8bit")
+    for arguments in ((), ("--adapter",)):
+        with pytest.raises(ArtifactError, match="lacks a part of its adapters") as caught:
+            export(tmp_path, *arguments)
+        assert says in caught.value.found and not list(tmp_path.glob("out*"))
+
+
+def test_what_was_not_trained_is_no_loss(tmp_path: Path) -> None:
+    """B stays zero without a step, and at a learning rate of 0."""
+    none = without_rows(slice(0, 0), "model.")
+    make_run(tmp_path, strength=0.0, change=none, lr=0)
+    export(tmp_path, "--adapter")
+    shutil.rmtree(tmp_path / "exp")
+    save_adapted_run(tmp_path, tmp_path / "model", Lora(4, 8.0), strength=0.0,
+                     change=without_rows(slice(0, 0), "model.", "optimizer."),
+                     record={"optimizer_steps": 0})
+    export(tmp_path, "--adapter", "--overwrite")
+
+
+def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[..., Any]:
+    """Return an `adapter_files.write` that leaves another config or other tensors."""
+    write = adapter_files.write
+
+    def broken(adapted: Any, planned: Any, out: Path, advance: Any) -> Any:
+        entries = write(adapted, planned, out, advance)
+        if name.endswith(".json"):
+            content = json.loads((out / name).read_text())
+            change(content)
+            (out / name).write_text(json.dumps(content))
+        else:
+            content = load_file(out / name)
+            change(content)
+            save_file(content, out / name)
+        return entries
+    return broken
+
+
+LAYER = "base_model.model.model.layers.1.mlp.down_proj.lora_"
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+BROKEN_ADAPTERS = {
+    "an adapter missing": (TENSORS, lambda t: [t.pop(f"{LAYER}{x}.weight") for x in "AB"],
+                           "other tensors than PEFT"),
+    "B transposed": (TENSORS, lambda t: t.update({f"{LAYER}B.weight": t[f"{LAYER}B.weight"].t()
+                                                  .contiguous()}), "other tensors than PEFT"),
+    "other names": (TENSORS, lambda t: t.update({f"x.{LAYER}B.weight": t.pop(f"{LAYER}B.weight")}),
+                    "other tensors than PEFT"),
+    "B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"].zero_(), "does not compute"),
+    "half of B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"][16:].zero_(), "does not compute"),
+    "alpha": (CONFIG, lambda c: c.update(lora_alpha=c["r"]), "does not compute"),
+    "rsLoRA": (CONFIG, lambda c: c.update(use_rslora=True), "does not compute"),
+    "a target missing": (CONFIG, lambda c: c["target_modules"].remove("down_proj"),
+                         "other tensors than PEFT"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_ADAPTERS)
+def test_an_adapter_written_wrongly_is_not_published(run: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     what: str) -> None:
+    name, change, says = BROKEN_ADAPTERS[what]
+    monkeypatch.setattr(adapter_files, "write", rewritten(name, change))
+    with pytest.raises(ArtifactError, match=says):
+        export(run, "--adapter", *["--dtype", "bf16"] * (says == "does not compute"))
+    assert not list(run.glob("out*"))
+
+
+def test_adapters_are_only_of_a_run_that_has_them(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", FAMILIES["llama"]())
+    save_run(tmp_path, tmp_path / "model")
+    with pytest.raises(UsageError, match="--adapter belongs to a run with LoRA adapters"):
+        export(tmp_path, "--adapter")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_and_the_merged_model_compute_what_the_trainer_did(tmp_path: Path, family: str,
+                                                                ) -> None:
+    lora = Lora(4, 6.0, targets="attention" if family == "mixtral" else "all-linear",
+                rslora=family in ("llama", "gpt2"))
+    make_run(tmp_path, family, lora)
+    export(tmp_path, "--adapter")
+    run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", tmp_path / "merged",
+                 "--dtype", "fp32")
+    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+                    .eval() for name in ("model", "merged"))
+    trained = adapted_model(tmp_path / "model", lora).eval()
+    with torch.no_grad():
+        without, by_merged, expected = (model(input_ids=TOKENS).logits
+                                        for model in (base, merged, trained))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", UserWarning)  # missing keys are a warning to PEFT
+        by_peft = PeftModel.from_pretrained(base, tmp_path / "out").eval()(input_ids=TOKENS).logits
+    assert (without - expected).std() > 0.005 * expected.std()
+    for found in (by_peft, by_merged):
+        assert (found - expected).abs().max() < 2e-5 * expected.std()
