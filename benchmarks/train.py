@@ -84,7 +84,7 @@ def speed(args: argparse.Namespace) -> None:
     for number in range(args.rounds):
         for name in rounds:
             rounds[name].append(launch(name, args, f"speed-{number}"))
-    print(f"| {_size(args)} | tokens/s (rounds) | median | MFU |\n|---|---|---|---|")
+    print(f"| {size(args)} | tokens/s (rounds) | median | MFU |\n|---|---|---|---|")
     middle = {}
     for name, runs in rounds.items():
         rates = [run["tokens_per_s"] for run in runs]
@@ -104,7 +104,7 @@ def memory(args: argparse.Namespace) -> None:
     make_model(wide, wide.vocab)
     make_data(wide, wide.vocab, wide.seq_length)
     found = {name: launch(name, wide, "memory") for name in ("stage 04", "Trainer")}
-    print(f"| {_size(wide)} | peak memory of a rank | tokens/s |\n|---|---|---|")
+    print(f"| {size(wide)} | peak memory of a rank | tokens/s |\n|---|---|---|")
     for name, run in found.items():
         print(f"| {name} | {run['memory_mb']:,.0f} MB | {run['tokens_per_s']:,.0f} |")
     ratio = found["stage 04"]["memory_mb"] / found["Trainer"]["memory_mb"]
@@ -279,7 +279,8 @@ def _phases(runs: list[dict[str, float]]) -> str:
                      for key in runs[0] if key.startswith("time/"))
 
 
-def _size(args: argparse.Namespace) -> str:
+def size(args: argparse.Namespace) -> str:
+    """Say how large the model and a pass are."""
     return f"{args.layers} layers of {args.hidden}, vocabulary {args.vocab:,}, {args.batch} × " \
            f"{args.seq_length} tokens per rank"
 

@@ -40,6 +40,7 @@ COMMANDS: dict[str, list[Item]] = {
         _named(runs.out_of_memory, 60), _named(runs.recomputation, 120),
         _named(runs.documents_in_fp32, 60), _named(runs.watchdog, 90), _named(runs.launcher, 90),
         _named(runs.half_precision, 90), _named(runs.offload, 90),
+        _named(runs.adapters, 180),
         _named(several.collectives, 150, 2), _named(several.saving_threads, 120, 2),
         _named(several.late_rank, 120, 2)],
     "mfu": [
@@ -50,5 +51,6 @@ COMMANDS: dict[str, list[Item]] = {
     "rest": [
         _named(speed.save_stall, 150), _named(speed.fp8, 150), _named(speed.optimizers, 90),
         _named(speed.attention, 60), _named(speed.eight_ranks, 120), _named(speed.first_step, 150),
-        _named(speed.batch_auto, 120), _named(speed.packed, 90), _named(speed.fp8_loss, 180)],
+        _named(speed.batch_auto, 120), _named(speed.packed, 90), _named(speed.adapter_speed, 180),
+        _named(speed.fp8_loss, 180)],
 }

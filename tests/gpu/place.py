@@ -81,16 +81,32 @@ class Place:
             (target / "config.json").write_text(json.dumps(config | changes))
         return target
 
+    def with_weights(self, name: str, **changes: Any) -> Path:
+        """Return the directory of a model as `model` does, a copy with random weights in bf16."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        target = self.work / "weights" / "-".join(map(str, (name, *changes.values())))
+        if not target.exists():
+            shutil.copytree(self.model(name, **changes), target)
+            torch.manual_seed(0)
+            with torch.device(self.device):
+                made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target),
+                                                        dtype=torch.bfloat16)
+            made.save_pretrained(target)
+        return target
+
     def train(self, name: str, *options: object, expect: int = 0, **how: Any) -> Stage:
         """Run stage 04 to its end; see `begin`."""
         return self.begin(name, *options, **how).ended(expect)
 
     def begin(self, name: str, *options: object, model: str | Path = "small", hook: str = "nothing",
-              **how: Any) -> Stage:
-        """Start stage 04 with weights drawn from the seed; a later option wins over these."""
+              scratch: bool = True, **how: Any) -> Stage:
+        """Start stage 04; a later option wins over these. scratch: weights are drawn, not read."""
         directory = model if isinstance(model, Path) else self.model(model)
+        drawn = ["--from-scratch"] if scratch else []
         return self.launch("04_train_fsdp.py", "-e", name, "-d", self.kit / "data", "-m", directory,
-                           "--from-scratch", "--save-dir", self.work / "outputs", "--cache-dir",
+                           *drawn, "--save-dir", self.work / "outputs", "--cache-dir",
                            self.kit / ".cache", "--no-progress", "--log-freq", 1, "--eval-freq", 0,
                            "--eval-batches", 1, "--ckpt-freq", 10**6, *options, hook=hook, **how)
 

@@ -145,6 +145,20 @@ def optimizers(place: Place) -> None:
                  kind)
 
 
+def adapter_speed(place: Place) -> None:
+    """Tokens per second with adapters, beside full training of the same model."""
+    model, rates = place.with_weights("8b-wide"), {}
+    for recompute in ("none", "full"):
+        for name, options in {"full training": (), "adapters": ("--lora-rank", 16)}.items():
+            run = measured(place, f"{name}, {recompute}", model, 4096, 2, "--compile",
+                           place.size("on", "off"), "--activation-checkpointing", recompute,
+                           *options, scratch=False)
+            rates[name] = figures(run)["perf/tokens_per_sec_per_device"]
+        place.note(**{f"adapters ÷ full training, {recompute}":
+                      rates["adapters"] / rates["full training"]})
+        assert not place.on_gpu or rates["adapters"] > rates["full training"], rates
+
+
 def batch_auto(place: Place) -> None:
     """Which batch --batch-size auto takes, and the tokens per second with it and with one."""
     for batch in (1, "auto"):
