@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lib.models.lora import Lora
 from lib.models.sharded import Placement
+from lib.parallel import loss
+from lib.tokens.batches import MicroBatch
 from lib.train import flops
 
 
@@ -47,3 +50,21 @@ def test_frozen_weights_have_no_gradients() -> None:
     trained = model.num_parameters(only_trainable=True)
     assert trained == 3 * 4 * (2 * 64 + 2 * (64 + 32) + 2 * 64 + 3 * (64 + 96))
     assert flops.per_token(model, 512) == 4 * frozen + 6 * trained + 12 * 3 * 64 * 512
+
+
+def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
+    """Of the products that are counted the first block leaves out the gradient of its input."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2), attn_implementation="sdpa")
+    Lora(4, 8.0).convert(model, Placement())
+    model.to_empty(device="cpu")
+    head = model.get_output_embeddings()
+    head.forward = loss.LossHead(head, 16 * 512)  # numbers of logits at once: in chunks
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counted:
+        loss.token_loss_sum(model, MicroBatch(tokens, tokens)).backward()
+    products = flops.per_token(model, 0) * tokens.numel()
+    assert 0.9 * products < counted.get_total_flops() <= products
+    assert all(p.requires_grad == (p.grad is not None) for p in model.parameters())
