@@ -159,9 +159,16 @@ class Encoder:
         np.add.at(per_text, owners, lengths)
         return self._framed(ids, per_text)
 
+    def read_special_tokens(self) -> None:
+        """Read special tokens that a text spells as such, also where the tokenizer would not; call
+        it before `tune`. In conversations a chat template writes them."""
+        self.tokenizer.split_special_tokens = False
+        rust = getattr(self.tokenizer, "backend_tokenizer", None)
+        if rust is not None:
+            rust.encode_special_tokens = False
+
     def encode_bare(self, texts: Sequence[bytes]) -> Ids:
-        """Return the ids of texts and how many each has, none added; spelled special tokens are
-        read as such."""
+        """Return the ids of texts and how many each has, none added."""
         return self._engine.encode(texts)
 
     def _leading_bos(self) -> int | None:

@@ -191,6 +191,19 @@ def test_the_end_is_learned_also_where_padding_is_the_same_token(tmp_path: Path)
     assert encoded.stops == {encoder.tokenizer.eos_token_id: 1}
 
 
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_the_end_is_learned_also_where_text_spells_no_special_token(tmp_path: Path, kind: str,
+                                                                    ) -> None:
+    encoder = chat_tokenizers.encoder(tmp_path / "it", kind, False, split_special_tokens=True)
+    assert encoder.eos not in encoder.encode_bare([b"b</s>"])[0]
+    chats, source = [said("a", "b")], (ROOT / "chat_templates/plain.jinja").read_text()
+    for is_tuned in (False, True):
+        coded = coder(encoder, source)
+        if is_tuned:
+            coded.tune(chats)
+        assert coded.encode(chats).stops == {encoder.eos: 1}
+
+
 def test_a_template_fits_the_tokenizer_or_is_refused(tmp_path: Path) -> None:
     from tests.tokens.conftest import save_tokenizer
     encoder = Encoder(save_tokenizer(tmp_path / "plain", bos=False), 1)

@@ -75,6 +75,7 @@ class ChatEncoder:
         except (TemplateError, MemoryError) as error:
             raise UsageError("the chat template cannot be used",
                              found=str(error) or "it took more memory than it may") from None
+        encoder.read_special_tokens()
         self._boundaries = Boundaries(encoder)
         self._is_stop = np.zeros(encoder.vocab_size, bool)
         self._is_stop[encoder.tokenizer.convert_tokens_to_ids(
