@@ -49,6 +49,12 @@ def train(root: Path, name: str, *options: object, ranks: int = 2, before: str =
     return done.stdout
 
 
+def prove(root: Path, name: str) -> None:
+    """Export a run's adapters, which is done only where they compute what the trainer did."""
+    done = run_stage("05_export_checkpoint.py", "-e", name, "--adapter", cwd=root)
+    assert "base + adapters − the trainer" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def plain(root: Path) -> dict[int, float]:
     """Return the losses of a run of one process."""
@@ -80,6 +86,7 @@ def test_on_two_ranks(root: Path, plain: dict[int, float], tmp_path: Path,
     assert ("in host memory" in said) == bool(before)
     if "--ckpt-freq" in options:
         assert steps_saved(root, tmp_path.name) == [2, 4, 5]
+    prove(root, tmp_path.name)
 
 
 @pytest.mark.parametrize(("options", "rel"), [
@@ -99,3 +106,4 @@ def test_as_in_one_process(root: Path, plain: dict[int, float], tmp_path: Path,
     two = f"{tmp_path.name}-two"
     train(root, two, *options, "-b", 4)
     assert losses(root, two) == pytest.approx(expected, rel=rel)
+    prove(root, two)
