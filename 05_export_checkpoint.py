@@ -136,6 +136,7 @@ def write(opts: Options, experiment: Experiment, export: Export, base: Frozen | 
             except FileNotFoundError:
                 require_there(checkpoint)
                 raise
+        seconds = time.monotonic() - began
         export.verify(build.dir)
         export.prove(build.dir, not opts.no_progress)
         if base:
@@ -146,7 +147,6 @@ def write(opts: Options, experiment: Experiment, export: Export, base: Frozen | 
                       files=files + weights,
                       summary={"step": checkpoint.step, "dtype": opts.dtype, "bytes": export.bytes,
                                "tensors": export.tensors})
-    seconds = time.monotonic() - began
     log.info(f"done: {units.counted(export.tensors, 'tensor')}, {units.size(export.bytes)}, "
              f"written and read "
              f"back in {units.duration(seconds)} ({units.size(export.bytes / seconds)}/s)\n"

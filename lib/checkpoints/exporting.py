@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from lib.checkpoints import adapter_files, export, proofs
 from lib.checkpoints.adapted import AdaptedRun
 from lib.checkpoints.commit import Checkpoint
-from lib.core import log
+from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models import adapters
 from lib.models.stored import StoredModel
@@ -52,10 +53,11 @@ class Export(ABC):
         """Print what is proved of adapters; ArtifactError where something is not so."""
         if self.adapted is None:
             return
-        numbers = proofs.PASSES * self.model.num_parameters()
+        began, numbers = time.monotonic(), proofs.PASSES * self.model.num_parameters()
         with Progress("proving", numbers, "numbers", progress) as bar:
             for proof in proofs.prove(self.adapted, out, self._dtype, bar.advance):
                 log.info(f"proved: {proof}")
+        log.info(f"proved in {units.duration(time.monotonic() - began)}")
 
 
 class ModelExport(Export):

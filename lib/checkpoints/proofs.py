@@ -178,11 +178,11 @@ def _compared(pairs: list[tuple[str, float, float]], effect: float) -> str:
     effect: how far the adapters move the logits.
     """
     lines = ["differences of logits, as shares of their spread"]
-    lines += [f"  {what:<29} {found:.2g}, at most {limit:.2g}" for what, found, limit in pairs]
+    lines += [f"  {what:<30} {found:.2g}, at most {limit:.2g}" for what, found, limit in pairs]
     if len(pairs) == 1:
-        lines.append("  the trainer                   not recorded in this checkpoint")
+        lines.append("  the trainer                    not recorded in this checkpoint")
     is_small = effect < max(limit for *_, limit in pairs)
-    lines.append(f"  {'base + adapters − base':<29} {effect:.2g}" + (
+    lines.append(f"  {'base + adapters − base':<30} {effect:.2g}" + (
         ", less than rounding may be: this tells little of the adapters" if is_small else ""))
     if any(not found <= limit for _, found, limit in pairs):
         raise ArtifactError("what was exported does not compute what was trained",
