@@ -109,7 +109,7 @@ def compute(model: PreTrainedModel, read: Callable[[str], Tensor], options: Mapp
     """
     model = copy.deepcopy(model)
     with streamed(model, read):
-        attention.ask_no_device(model, options["packing"], options["seq_length"])
+        attention.settle_rope(model, options["packing"], options["seq_length"])
         return probe.compute(model, torch.device("cpu"))
 
 

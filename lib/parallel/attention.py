@@ -166,22 +166,24 @@ def ask_no_device(model: nn.Module, packing: str, seq_length: int) -> None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.warn_if_padding_and_no_attention_mask = _unasked
-        if getattr(part, "rope_type", None) in ("dynamic", "longrope") \
-                and type(part).__module__.startswith("transformers."):
-            _settle_rope(part, packing, seq_length)
+    settle_rope(model, packing, seq_length)
 
 
-def _settle_rope(rope: nn.Module, packing: str, seq_length: int) -> None:
+def settle_rope(model: nn.Module, packing: str, seq_length: int) -> None:
     """Let RoPE that suits its frequencies to the longest position keep those of `seq_length`.
 
     With packed documents only if short ones have the same.
     """
-    frequencies = []
-    for last in (0, seq_length - 1):
-        rope(rope.inv_freq, torch.tensor([[last]], device=rope.inv_freq.device))
-        frequencies.append(rope.inv_freq.clone())
-    if packing != "documents" or torch.equal(*frequencies):
-        rope.rope_type = "default"
+    for rope in model.modules():
+        if getattr(rope, "rope_type", None) not in ("dynamic", "longrope") \
+                or not type(rope).__module__.startswith("transformers."):
+            continue
+        frequencies = []
+        for last in (0, seq_length - 1):
+            rope(rope.inv_freq, torch.tensor([[last]], device=rope.inv_freq.device))
+            frequencies.append(rope.inv_freq.clone())
+        if packing != "documents" or torch.equal(*frequencies):
+            rope.rope_type = "default"
 
 
 def _unasked(*_: Tensor | None) -> None:

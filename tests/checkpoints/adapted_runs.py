@@ -25,7 +25,7 @@ from lib.models.lora import Lora
 from lib.models.sharded import Placement, local_tensor
 from lib.models.weights import draw_added, load_pretrained
 from lib.optim import registry
-from lib.parallel import parallelize, probe
+from lib.parallel import attention, parallelize, probe
 
 LAYOUT = SimpleNamespace(device=torch.device("cpu"))
 
@@ -60,6 +60,7 @@ def save_adapted_run(root: Path, model_dir: Path, lora: Lora, *, optimizer: str 
     experiment.config.write_text(yaml.safe_dump({
         "model_dir": str(model_dir), "options": {"cache_dir": str(root / ".cache")}}))
     model = adapted_model(model_dir, lora, strength)
+    attention.settle_rope(model, "concat", options.get("seq_length", 32))
     states = registry.build(optimizer, model, 0.0, (0.9, 0.95), 0.0)  # only its moments count
     for parameter in model.parameters():
         if parameter.requires_grad:

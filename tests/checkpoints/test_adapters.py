@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lib.checkpoints import adapter_files
+from lib.checkpoints import adapter_files, proofs
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
 from lib.models.lora import Lora
@@ -60,6 +60,18 @@ def test_every_precision_passes(tmp_path: Path, caplog: pytest.LogCaptureFixture
         export(tmp_path, "--dtype", dtype, "--overwrite")
         said = caplog.text
         assert said.count("at most") == 3 and "of lora_B had a gradient, and none" in said
+
+
+def test_frequencies_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long samples have other ones in some kinds of RoPE, in the few tokens of the probe too."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+            "short_factor": [1.1, 1.2, 1.3, 1.4], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    make_checkpoint(tmp_path / "model", FAMILIES["llama"](rope_parameters=rope))
+    save_adapted_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
+    export(tmp_path, "--adapter")
+    monkeypatch.setattr(proofs.attention, "settle_rope", lambda *arguments: None)
+    with pytest.raises(ArtifactError, match="does not compute what was trained"):
+        export(tmp_path, "--adapter", "--overwrite")
 
 
 def broken_fold(change: Callable[[Tensor, Tensor, str], Tensor]) -> Callable[..., Tensor]:

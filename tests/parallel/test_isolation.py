@@ -83,7 +83,7 @@ def test_rope_asks_how_far_positions_go_where_that_matters(packing: str, paramet
     asked, rope = LlamaRotaryEmbedding(config), LlamaRotaryEmbedding(config)
     positions = torch.arange(24)[None]
     expected = asked(torch.ones(1), positions)
-    attention._settle_rope(rope, packing, 24)
+    attention.settle_rope(rope, packing, 24)
     with nullcontext() if asks else Watched():
         found = rope(torch.ones(1), positions)
     assert torch.equal(torch.stack(found), torch.stack(expected))
