@@ -101,7 +101,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
         fitting.require(config, inputs, fit)
         fitting.advise(config, fit, has_begun=bool(inputs.begun))
         meeting = meet()
-    require_whole_model(config, inputs)
+    inputs = require_whole_model(config, inputs)
     # Perhaps hours, so before any process group exists.
     data = prepare_data(config, inputs, model.config.get_text_config().vocab_size)
     if config.prepare_only:
@@ -174,9 +174,9 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
                       layout.ranks)
     stream = stack.enter_context(closing(data.stream(plan, device)))
     state = TrainState(model, optimizer, guard, plan, layout,
-                       digests(experiment.model) if layout.rank == 0 else {})
+                       digests(experiment.model) if layout.rank == 0 else {}, inputs.base)
     # The run goes on from the newest checkpoint, or from the one that --resume names, or begins.
-    if not resume.resume(state, checkpointer, experiment, inputs.named, journal):
+    if not resume.resume(state, checkpointer, experiment, inputs, journal):
         first_weights(config, inputs, model, layout)
         journal.event("start", 0, ranks=layout.ranks)
     float8.rescale_with(optimizer, model)

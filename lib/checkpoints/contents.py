@@ -58,8 +58,9 @@ class TrainRecord(_Needed, total=False):
     skipped. samples_per_epoch: None where an epoch has no known length. resumed_from, resumed_path:
     digest and place of a checkpoint that a person named. loss, eval_loss: of this step, if it was
     logged. bad_steps: in a row, at this step. model_files: digests of the files in the run's
-    model/. probe: of a run with adapters, what the model computes, see lib/parallel/probe.py. Those
-    that a run does not go on from may be missing in older checkpoints.
+    model/. base: of the files with the weights that stay frozen. probe: of a run with adapters,
+    what the model computes, see lib/parallel/probe.py. Those that a run does not go on from may be
+    missing in older checkpoints.
     """
 
     cursors: list[dict[str, Any]]
@@ -71,6 +72,7 @@ class TrainRecord(_Needed, total=False):
     eval_loss: float | None
     bad_steps: int
     model_files: dict[str, str]
+    base: dict[str, str]
     probe: Probe
 
 
@@ -156,5 +158,6 @@ def _all(*kinds: type) -> Callable[[Any], bool]:
 _SOUND: dict[str, Callable[[Any], bool]] = dict.fromkeys((
     "step", "tokens", "samples", "seed", "total_steps", "world_size", "bad_steps", "rollbacks",
     "optimizer_steps"), _is_count) | {
-    "loss_scale": _all(int, float), "model_files": _all(str), "probe": _is_probe,
+    "loss_scale": _all(int, float), "model_files": _all(str), "base": _all(str),
+    "probe": _is_probe,
     "cursors": lambda value: isinstance(value, list) and all(map(_all(int, type(None)), value))}

@@ -9,7 +9,7 @@ stage 03, or stage 04 with --prepare-only.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +22,7 @@ _RACY_NS = 2_000_000_000  # so much later than a file a note must be: clocks of 
 _LONG_BYTES = 1 << 30
 _POLL_S = 1.0
 _NOTE = "files.json"
+_DIGESTS = "digests.json"
 
 
 def require(directory: Path, content: dict[str, Any], what: str, cache_dir: Path, *,
@@ -47,6 +48,45 @@ def require(directory: Path, content: dict[str, Any], what: str, cache_dir: Path
 def note(directory: Path, content: dict[str, Any], cache_dir: Path) -> None:
     """Note that an artifact was just found whole by other means."""
     _note(_place(directory, content, cache_dir), _stamps(directory, content))
+
+
+def digests(directory: Path, names: Iterable[str], cache_dir: Path, *, what: str,
+            workers: int = 4, progress: bool = True, always: bool = False) -> dict[str, str]:
+    """Return the digests of files that no manifest names, by name: hashed once until they change.
+
+    As in `require`, of several launches and nodes that share `cache_dir` one reads them.
+    """
+    files = [{"path": name, "algorithm": hashing.FAST} for name in sorted(names)]
+    content: dict[str, Any] = {"files": files}
+    place = _place(directory, content, cache_dir)
+    if noted := {} if always else _noted_digests(place, directory, content):
+        return noted
+    with _alone(place) as is_first:
+        if not always and not is_first and (noted := _noted_digests(place, directory, content)):
+            return noted
+        stamps = _stamps(directory, content)
+        total = sum(stamp[1] for stamp in stamps.values())
+        if total > _LONG_BYTES:
+            log.info(f"hashing {what} {directory}: {units.size(total)}, once until it changes")
+        with Progress(f"hashing {what}", total, "B", progress and total > _LONG_BYTES) as bar, \
+                ThreadPoolExecutor(max(1, workers)) as pool:
+            found = dict(pool.map(lambda entry: (entry["path"], hashing.file_digest(
+                directory / entry["path"], advance=bar.advance)), files))
+        with suppress(OSError):  # `_note` tells it
+            manifest.write_json(place / _DIGESTS, found)
+        _note(place, stamps)
+    return found
+
+
+def _noted_digests(place: Path, directory: Path, content: dict[str, Any]) -> dict[str, str]:
+    """Return the digests that were noted of files that have not been touched since, else {}."""
+    if content["files"] and _is_noted(place, directory, content):
+        with suppress(OSError, ValueError):
+            noted = records.read_json(place / _DIGESTS)
+            if isinstance(noted, dict) and \
+                    noted.keys() == {entry["path"] for entry in content["files"]}:
+                return noted
+    return {}
 
 
 def _place(directory: Path, content: dict[str, Any], cache_dir: Path) -> Path:

@@ -196,18 +196,28 @@ def list_missing_weights(model_dir: Path) -> list[str]:
 
     Only names are looked at, as whoever copied the directory may have left some behind.
     """
-    if (model_dir / WEIGHTS).is_file():
-        return []
-    if (model_dir / INDEX).is_file():
-        try:
-            shards = sorted(set(read_index(model_dir / INDEX).values()))
-        except ValueError:
-            return [f"{INDEX} is damaged"]
-        return [f"{name} is missing, {INDEX} names it" for name in shards
+    if not has_weights(model_dir):
+        others = sorted(path.name for path in model_dir.glob("*.safetensors"))
+        return [f"{name}, which is not read: it has another layout, or {INDEX} is missing"
+                for name in others[:5]] or ["config.json without any .safetensors file"]
+    try:
+        return [f"{name} is missing, {INDEX} names it" for name in weight_files(model_dir)
                 if not (model_dir / name).is_file()]
-    others = sorted(path.name for path in model_dir.glob("*.safetensors"))
-    return [f"{name}, which is not read: it has another layout, or {INDEX} is missing"
-            for name in others[:5]] or ["config.json without any .safetensors file"]
+    except ValueError:
+        return [f"{INDEX} is damaged"]
+
+
+def weight_files(model_dir: Path) -> list[str]:
+    """Return the names of the files that hold a model's weights.
+
+    Raises ValueError for an index that is damaged or names files elsewhere.
+    """
+    if (model_dir / WEIGHTS).is_file() or not (model_dir / INDEX).is_file():
+        return [WEIGHTS]
+    names = sorted(set(read_index(model_dir / INDEX).values()))
+    if any(map(records.leads_out, names)):
+        raise ValueError(f"{INDEX} names files elsewhere")
+    return names
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -246,9 +256,7 @@ def count_parameters(model_dir: Path) -> int:
         return int(noted)
     total = 0
     with suppress(OSError, ValueError, KeyError, TypeError):  # whoever reads the weights says more
-        names = set(read_index(model_dir / INDEX).values()) if (model_dir / INDEX).is_file() \
-            else [WEIGHTS]
-        for path in (model_dir / name for name in names):
+        for path in (model_dir / name for name in weight_files(model_dir)):
             header, _ = read_header(path, path.stat().st_size)
             total += sum(math.prod(tensor["shape"]) for tensor in header.values())
         return total

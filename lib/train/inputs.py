@@ -42,7 +42,8 @@ class Inputs:
     begun: what the run that has left checkpoints here was begun with; empty when there is none.
     named: the checkpoint that --resume names. scratch: the first weights are drawn from the seed.
     model_stamps: of the model's files, from before its fingerprint. stop_request: of the stop file
-    that lay there when this launch began. template: of the chat datasets, "" without any.
+    that lay there when this launch began. template: of the chat datasets, "" without any. base:
+    digests of the weight files of a model that stays frozen, by name.
     """
 
     model_dir: Path
@@ -55,6 +56,7 @@ class Inputs:
     model_stamps: stamps.Stamps = field(default_factory=dict)
     stop_request: stamps.Stamps = field(default_factory=dict)
     template: str = ""
+    base: dict[str, str] = field(default_factory=dict)
 
     @property
     def datasets(self) -> str:
@@ -194,10 +196,16 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     That is so when --from-scratch was typed, when stage 03 made the model from scratch, or when the
     run has begun so: then its weights are in its checkpoints. Raises ArtifactError when weights are
     missing and nobody asked for random ones; where nothing is trained, that is only a warning.
+    Adapters are trained beside weights that are there: UsageError where they would be drawn.
     """
     if config.from_scratch or directory.is_made_from_scratch(model_dir):
+        if config.lora_rank:
+            raise UsageError(f"--lora-rank trains adapters beside a model that has weights, and "
+                             f"those of {model_dir} would be drawn from the seed",
+                             expected="-m with a model that was trained before",
+                             hint="without --lora-rank, the whole model is trained")
         return True
-    if has_begun:
+    if has_begun and not config.lora_rank:
         return not directory.has_weights(model_dir)
     if missing := directory.list_missing_weights(model_dir):
         error = ArtifactError(

@@ -28,6 +28,7 @@ from lib.planning import capacity
 from lib.train import earlier, plan, precision
 from lib.train.config import Config
 from lib.train.inputs import Inputs
+from lib.train.model_files import require_same_on_all_nodes
 
 _SEQ_LENGTH = 1024
 
@@ -112,7 +113,7 @@ def shard(config: Config, inputs: Inputs, model: PreTrainedModel, layout: Parall
         small))
     parallelize.materialise(model, layout.device, offload)
     if is_frozen(model):
-        _load_frozen(inputs, model)
+        _load_frozen(inputs, model, layout)
 
 
 def _asked(config: Config, before_plans: bool) -> list[ModelAdapter]:
@@ -121,7 +122,8 @@ def _asked(config: Config, before_plans: bool) -> list[ModelAdapter]:
     return [adapter for adapter in asked if adapter.before_plans == before_plans]
 
 
-def _load_frozen(inputs: Inputs, model: PreTrainedModel) -> None:
+def _load_frozen(inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout) -> None:
+    require_same_on_all_nodes(inputs, layout)
     began = time.monotonic()
     load_pretrained(model, inputs.model_dir)
     inputs.require_unchanged()

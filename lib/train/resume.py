@@ -6,7 +6,6 @@ import time
 
 from lib.checkpoints import search
 from lib.checkpoints.checkpointer import Checkpointer
-from lib.checkpoints.commit import Checkpoint
 from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.core.paths import Experiment
@@ -16,7 +15,9 @@ from lib.models.weights import restore_buffers
 from lib.parallel.layout import on_rank_0
 from lib.tokens.batches import BEGINNING
 from lib.train import earlier, symptoms
+from lib.train.inputs import Inputs
 from lib.train.journal import Journal
+from lib.train.model_files import require_same_base
 from lib.train.report import Report
 from lib.train.state import TrainState
 
@@ -25,12 +26,12 @@ _MOST_ROLLBACKS = 3  # of a run, however often it is started again
 
 
 def resume(state: TrainState, checkpointer: Checkpointer, experiment: Experiment,
-           named: Checkpoint | None, journal: Journal) -> bool:
+           inputs: Inputs, journal: Journal) -> bool:
     """Load the checkpoint to go on from; False when there is none. All ranks must call this.
 
-    named: by --resume; it is taken unless the run has gone on from it before.
+    One that --resume names is taken unless the run has gone on from it before.
     """
-    control, plan, is_named = state.layout.control, state.plan, False
+    control, plan, is_named, named = state.layout.control, state.plan, False, inputs.named
     if named is not None and not on_rank_0(
             lambda: earlier.descends(earlier.newest(experiment), named), control):
         search.require_intact(named, control)
@@ -43,6 +44,8 @@ def resume(state: TrainState, checkpointer: Checkpointer, experiment: Experiment
     changes = earlier.require_same(
         *earlier.with_samples(checkpoint.commit(), plan.identity(), plan.samples),
         checkpoint.path, plan.config.resume_with_changes)
+    if is_frozen(state.model) and not any(each.name == "model" for each in changes):
+        on_rank_0(lambda: require_same_base(checkpoint.record(), inputs, checkpoint.path), control)
     began = time.monotonic()
     if not is_frozen(state.model):  # else its files have filled all that the checkpoint lacks
         tie_again(state.model)

@@ -26,10 +26,11 @@ from lib.train.plan import Plan
 class TrainState:
     """What a run has learned, and where it stands.
 
-    model_files: digests of the files in the run's model/, on rank 0. step: optimizer steps done.
-    tokens: seen in them, without padding. rollbacks: see resume.roll_back. resumed_from,
-    resumed_path: digest and place of the checkpoint that a person named with --resume, here or in
-    an earlier launch. figures: of the last step that was logged.
+    model_files, base: digests of the files in the run's model/, and of those with frozen weights,
+    on rank 0. step: optimizer steps done. tokens: seen in them, without padding.
+    rollbacks: see resume.roll_back. resumed_from, resumed_path: digest and place of the checkpoint
+    that a person named with --resume, here or in an earlier launch. figures: of the last step that
+    was logged.
     """
 
     model: PreTrainedModel
@@ -38,6 +39,7 @@ class TrainState:
     plan: Plan
     layout: ParallelLayout
     model_files: dict[str, str] = field(default_factory=dict)
+    base: dict[str, str] = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
     position: Position = BEGINNING
@@ -72,6 +74,8 @@ class TrainState:
             "bad_steps": self.guard.in_a_row, "rollbacks": self.rollbacks,
             "loss_scale": self.guard.state(), "model_files": self.model_files,
             "optimizer_steps": registry.steps_taken(self.optimizer)}
+        if self.base:
+            record["base"] = self.base
         if self.position.cursor:
             each = gather(self.position.cursor._asdict(), self.layout.control)
             # The ranks that read the same data stand at the same cursor.

@@ -42,7 +42,7 @@ def of(model_dir: Path, **more: object) -> Inputs:
 
 def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
     opts = SimpleNamespace(cache_dir=tmp_path / ".cache", num_workers=2, no_progress=True,
-                           prepare_only=False, seed=0)
+                           prepare_only=False, seed=0, lora_rank=0)
     model_files.require_whole_model(opts, of(model_dir, **more))
 
 

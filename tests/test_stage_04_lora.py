@@ -1,0 +1,144 @@
+"""Adapters of stage 04: what they are trained beside, and from where a run with them goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lib.checkpoints.storage import StrictReader
+from tests.conftest import run_stage
+from tests.training import SEQ_LENGTH, losses, prepare
+
+RUN = ("04_train_fsdp.py", "-d", "corpus", "-s", SEQ_LENGTH, "-b", 2, "--lr", "3e-2", "--log-freq",
+       1, "--eval-freq", 0, "--ckpt-freq", 2, "--precision", "fp32", "--compile", "off",
+       "--lora-rank", 4)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("lora"))
+
+
+def train(root: Path, name: str, *options: object, **how: object) -> str:
+    done = run_stage(*RUN, "-e", name, *options, cwd=root, **how)
+    return done.stdout + done.stderr
+
+
+def flip(path: Path) -> None:
+    """Change the last byte of a file, which is of a weight."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def in_cache(root: Path, home: Path) -> None:
+    """Lay the model out as the Hugging Face cache does."""
+    from lib.core import hashing
+    repository = home / "hub/models--org--base"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    for folder in (snapshot, repository / "blobs", repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs/main").write_text("a" * 40)
+    for path in (root / "model").iterdir():
+        blob = hashing.file_digest(path, "sha256").partition(":")[2]
+        shutil.copyfile(path, repository / "blobs" / blob)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / blob)
+
+
+def prepared(root: Path, name: str) -> Path:
+    """Give the model a manifest, as stage 03 writes it."""
+    from lib.core import manifest
+    target = root / ".cache/models" / name
+    shutil.copytree(root / "model", target)
+    files = [manifest.file_entry(target, path, "sha256") for path in sorted(target.iterdir())]
+    manifest.write(target, kind="model/1", stage="03_download_model.py", identity={}, options={},
+                   files=files, summary={})
+    return target
+
+
+def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp_path: Path,
+                                                                 ) -> None:
+    shutil.copytree(root / "model", root / "base")
+    said = train(root, "run", "-m", "base", "--max-steps", 4)
+    checkpoint = root / "outputs/run/checkpoints/step_00000004"
+    noted = json.loads((checkpoint / "train_state.json").read_text())["base"]
+    assert noted.keys() == {"model.safetensors"} and "has no digests" not in said
+    held = StrictReader(checkpoint / "dcp").read_metadata().state_dict_metadata
+    assert len(held) == 3 * 2 * 14 and all(".lora_" in name for name in held)
+
+    # The same bytes elsewhere are the same model.
+    shutil.move(root / "base", root / "moved")
+    gone = train(root, "run", "--max-steps", 6, expect=3)
+    assert "with which outputs/run was begun, is gone" in gone
+    assert "resumed from" in train(root, "run", "-m", "moved", "--max-steps", 6)
+
+    flip(root / "moved/model.safetensors")
+    said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
+    assert "moved/model.safetensors is not the file that the adapters of" in said
+    assert train(root, "other", "-m", "moved", "--max-steps", 1)  # a run of its own may have it
+    said = train(root, "from", "-m", "moved", "--max-steps", 8, "--resume",
+                 "outputs/run/checkpoints/step_00000006", expect=3)
+    assert "is not the file that the adapters of" in said
+
+    flip(root / "moved/model.safetensors")  # as it was
+    content = json.loads((root / "moved/config.json").read_text())
+    (root / "moved/config.json").write_text(json.dumps(content | {"rms_norm_eps": 1e-3}))
+    said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
+    assert "was begun with other settings" in said and "model" in said
+    for rank in (0, 8):
+        said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2)
+        assert "--lora-rank: 4 there" in said
+
+
+@pytest.mark.parametrize("kind", ["prepared", "cached"])
+def test_damage_in_a_base_with_digests_is_found_in_each_launch(root: Path, tmp_path: Path,
+                                                               kind: str) -> None:
+    env = {"HF_HOME": str(tmp_path / "hf")}
+    if kind == "cached":
+        in_cache(root, tmp_path / "hf")
+        name, [weights] = "org/base", (tmp_path / "hf").rglob("model.safetensors")
+    else:
+        weights, name = prepared(root, "org--own") / "model.safetensors", "org/own"
+    train(root, kind, "-m", name, "--max-steps", 2, env=env)
+    flip(weights)
+    said = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
+    assert "model.safetensors" in said and "damaged" in said
+    assert "resumed from" not in said
+
+
+@pytest.mark.parametrize("saving", [("--ckpt-async", "off"),
+                                    ("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1)])
+def test_a_run_with_dropout_goes_on_bit_for_bit(root: Path, saving: tuple[object, ...]) -> None:
+    options = ("-m", "model", "--lora-dropout", 0.1, "--max-steps", 6, *saving)
+    name = saving[0].strip("-")
+    train(root, name, *options, ranks=2)
+    whole = losses(root, name)
+    for kept in ("checkpoints/step_00000004", "checkpoints/step_00000006"):
+        shutil.rmtree(root / "outputs" / name / kept)
+    shutil.rmtree(root / "disk", ignore_errors=True)
+    (root / "outputs" / name / "metrics.jsonl").unlink()
+    assert "step_00000002" in train(root, name, *options, ranks=2)
+    again = losses(root, name)
+    assert again == {step: loss for step, loss in whole.items() if step > 2} and len(again) == 4
+
+
+def test_a_run_goes_on_with_other_ranks(root: Path) -> None:
+    options = ("-m", "model", "--global-batch-size", 4, "-b", 1)
+    for steps, ranks in ((2, 2), (4, 0), (8, 2)):
+        train(root, "many", *options, "--max-steps", steps, "--warmup-steps", 0,
+              "--lr-scheduler", "constant", ranks=ranks)
+    train(root, "one", *options, "--max-steps", 8, "--warmup-steps", 0, "--lr-scheduler",
+          "constant", ranks=2)
+    assert losses(root, "many") == pytest.approx(losses(root, "one"), rel=1e-6)
+    full = ("--lora-rank", 0, "--max-steps", 1, *options)
+    train(root, "full", *full, ranks=2)
+    assert losses(root, "full")[1] == losses(root, "one")[1]  # what adapters add is zero at first
+
+
+def test_a_model_without_weights_has_no_adapters(root: Path) -> None:
+    for options in (("--from-scratch", "-m", "model"), ("--from-scratch", "--model-size", "1M")):
+        said = train(root, "none", *options, "--max-steps", 2, expect=2)
+        assert "--lora-rank trains adapters beside a model that has weights" in said
