@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from lib.hub.repository import RemoteFile, Repository
-from lib.models.directory import find_cached, find_snapshot
+from lib.models import hf_cache
 
 _FICLONE = 0x40049409  # ioctl_ficlone(2)
 
@@ -18,7 +18,7 @@ def look_up(name: str, revision: str, kind: str) -> Repository | None:
 
     The names of the blobs are the digests that the Hub declared; what is not a link is left out.
     """
-    directory = find_snapshot(name, revision, kind)
+    directory = hf_cache.find_snapshot(name, revision, kind)
     if directory is None:
         return None
     files = {}
@@ -35,7 +35,7 @@ def look_up(name: str, revision: str, kind: str) -> Repository | None:
 
 def find_blob(file: RemoteFile, name: str, kind: str) -> Path | None:
     """Return the cached content of a file, of whatever revision, if its size is right."""
-    path = find_cached(name, kind) / "blobs" / file.declared
+    path = hf_cache.find_repository(name, kind) / "blobs" / file.declared
     return path if file.declared and path.is_file() and path.stat().st_size == file.size else None
 
 

@@ -24,7 +24,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.hub import cache
 from lib.hub.partial import PartialFile
 from lib.hub.repository import RemoteFile, Repository, redact
-from lib.models import directory
+from lib.models import hf_cache
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,7 @@ class Hub:
             if cached is None:
                 raise
             log.warn(f"{error.problem}: taking {name} at {revision} from the Hugging Face cache "
-                     f"{directory.find_hf_cache()}, as it was when it came there; files that never "
+                     f"{hf_cache.find()}, as it was when it came there; files that never "
                      "came there will be missing")
             return cached
 

@@ -1,20 +1,11 @@
 """Knows model directories by name and from their files alone: where one is, whether it is whole.
 
-Offline, and without importing any library of models. The cache that Hugging Face libraries keep on
-a machine is read as well, and never written:
-
-    <root>/models--org--name/
-        refs/main                       the commit that a branch or tag stood for
-        snapshots/<commit>/<path>       links to
-        blobs/<digest>                  SHA-256 of what lies in LFS, git blob SHA-1 of the rest
-
-Layout: https://huggingface.co/docs/hub/local-cache.
+Offline, and without importing any library of models.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +16,7 @@ from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
-from lib.models import prepared
+from lib.models import hf_cache, prepared
 from lib.models.prepared import HOW, KIND
 
 CONFIG = "config.json"
@@ -34,7 +25,6 @@ CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no 
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
 _TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 _READ = (".safetensors", INDEX, ".py", CODE_DIGESTS)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _STAGE = "03_download_model.py"
 
 
@@ -137,11 +127,11 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
     there = [directory.name for directory in prepared.list_all(cache_dir)]
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
     cached = [path.name.removeprefix("models--").replace("--", "/")
-              for path in sorted(find_hf_cache().glob("models--*"))]
+              for path in sorted(hf_cache.find().glob("models--*"))]
     if whole := [name for name in cached if _find_whole_snapshot(name)]:
-        found.append(f"whole in the Hugging Face cache {find_hf_cache()}: {', '.join(whole)}")
-    if find_snapshot(name):
-        found.append(f"the Hugging Face cache {find_hf_cache()} holds only a part of {name}")
+        found.append(f"whole in the Hugging Face cache {hf_cache.find()}: {', '.join(whole)}")
+    if hf_cache.find_snapshot(name):
+        found.append(f"the Hugging Face cache {hf_cache.find()} holds only a part of {name}")
     return ArtifactError(f"no finished model called {name}",
                          expected=f"a directory with {CONFIG}, a name that stage 03 prepared, or "
                                   "one of a model in the Hugging Face cache",
@@ -292,34 +282,8 @@ def _digest_header(path: Path) -> str:
         return hashing.bytes_digest(file.read(min(length, 1 << 26)), "sha256")
 
 
-def find_hf_cache() -> Path:
-    """Return where the Hugging Face cache lies, as the environment says."""
-    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if not given:
-        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        given = (os.environ.get("HF_HOME") or f"{caches}/huggingface") + "/hub"
-    return Path(os.path.expandvars(given)).expanduser()
-
-
-def find_cached(name: str, kind: str = "model") -> Path:
-    """Return where the Hugging Face cache keeps a repository."""
-    return find_hf_cache() / f"{kind}s--{name.replace('/', '--')}"
-
-
-def find_snapshot(name: str, revision: str = "main", kind: str = "model") -> Path | None:
-    """Return the directory of a repository at a branch, tag or commit, if the cache has it."""
-    where = find_cached(name, kind)
-    try:
-        commit = revision if _COMMIT.fullmatch(revision) \
-            else (where / "refs" / revision).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    found = where / "snapshots" / commit
-    return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
-
-
 def _find_whole_snapshot(name: str) -> Path | None:
     """Return the snapshot of a model at `main` when config and all safetensors are there."""
-    found = find_snapshot(name)
+    found = hf_cache.find_snapshot(name)
     is_whole = found and (found / CONFIG).is_file() and not list_missing_weights(found)
     return found if is_whole else None
