@@ -91,6 +91,9 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
     for rank in (0, 8):
         said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2)
         assert "--lora-rank: 4 there" in said
+        said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank,
+                     "--resume-with-changes", expect=2)
+        assert "holds other adapters, which this run cannot take over" in said
 
 
 @pytest.mark.parametrize("kind", ["prepared", "cached"])

@@ -21,6 +21,9 @@ from lib.train.config import Config
 
 TEMPLATE = "chat template"  # an input of runs on conversations
 _SAMPLES = "samples in an epoch"
+# What decides which tensors there are in a checkpoint, and of which shape.
+_OF_TENSORS = {"optimizer": "states of another optimizer", "lora_rank": "other adapters",
+               "lora_targets": "other adapters"}
 # What decides which sample bears which number: inputs, and options that are declared so.
 _OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
     field.name for field in declared.fields(Config) if field.metadata["renumbers"]}
@@ -77,10 +80,11 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
                  with_changes: bool = False) -> list[Difference]:
     """Return every difference between a run and this one; UsageError if that forbids to resume."""
     changed = differences(earlier, now)
-    if with_changes and (other := [each for each in changed if each.name == "optimizer"]):
-        raise UsageError(f"{where} holds states of another optimizer, which this one cannot take "
-                         "over", found=in_lines(other),
-                         hint="keep --optimizer, or begin another run from an export of this one")
+    if with_changes and (other := [each for each in changed if each.name in _OF_TENSORS]):
+        what = " and ".join(sorted({_OF_TENSORS[each.name] for each in other}))
+        raise UsageError(f"{where} holds {what}, which this run cannot take over",
+                         found=in_lines(other), hint="keep these options, or begin another run "
+                                                     "from an export of this one")
     if changed and not with_changes and any(each.name == TEMPLATE for each in changed):
         raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
                          hint="use another --experiment-name, --overwrite to start this one anew "
