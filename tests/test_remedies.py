@@ -24,14 +24,15 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
+import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from lib.checkpoints import commit, hyperpod, storage
+from lib.checkpoints import adapter_files, commit, hyperpod, storage
 from lib.core import hashing, offline, publish, stage, stamps
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
@@ -392,6 +393,8 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     trained.follow(trained.fails(*export, "--out", "third"))      # found by its size
     with pytest.raises(StageError):
         load("05_export_checkpoint.py").require_there(commit.Checkpoint(Path("gone"), 1))
+    with pytest.raises(UsageError):                               # for it trains 2-D linears alone
+        adapter_files.plan(SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32)
     newest.write_bytes(whole)
     with monkeypatch.context() as patch:                          # --overwrite of another launch
         other = Path("outputs/run/checkpoints/step_00000002/COMMIT.json")

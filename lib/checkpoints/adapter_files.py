@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints.adapted import AdaptedRun
 from lib.checkpoints.tensor_file import Entry, TensorFile, not_as_written
-from lib.core import manifest, records, units
-from lib.core.errors import ArtifactError
+from lib.core import commands, manifest, records, units
+from lib.core.errors import ArtifactError, UsageError
 from lib.models import lora, prepared
 from lib.models.lora import Lora
 
@@ -33,7 +33,16 @@ _SHOWN = 8
 
 
 def plan(adapted: AdaptedRun, dtype: torch.dtype) -> list[Entry]:
-    """Return the tensors that the file will hold, in the order of writing."""
+    """Return the tensors that the file will hold, in the order of writing.
+
+    Raises UsageError for adapters of experts that are one tensor: runtimes leave them out, or take
+    them transposed, and say nothing.
+    """
+    if fused := [name for name, shape in adapted.shapes.items() if len(shape) > 2]:
+        raise UsageError("adapters of fused experts cannot leave the model: no runtime is known "
+                         "to load them right", found=units.join_lines(fused, _SHOWN),
+                         hint="merged into the model they can:",
+                         run=commands.as_typed(drop=["--adapter"]))
     return [Entry(PREFIX + name, shape, dtype) for name, shape in adapted.shapes.items()]
 
 

@@ -70,15 +70,17 @@ def require_trained(adapted: AdaptedRun) -> str:
             key = next((key for key in keys if key in reader.described), None)
             if not name.endswith(f".{lora.B}.weight") or key is None:
                 continue
-            had_gradient = reader.read([key])[0].flatten(1).ne(0).any(1)
-            lost = had_gradient & tensor.flatten(1).eq(0).all(1)
-            rows, moved = rows + len(tensor), moved + int(had_gradient.sum())
+            # Of the experts of a layer, B is [experts, out, rank].
+            had_gradient = reader.read([key])[0].flatten(0, -2).ne(0).any(1)
+            lost = had_gradient & tensor.flatten(0, -2).eq(0).all(1)
+            rows, moved = rows + len(lost), moved + int(had_gradient.sum())
+            gap = _longest_run(~had_gradient)
             if is_moved and lost.any():
-                wrong.append(f"{name}: {units.counted(int(lost.sum()), 'row')} of {len(tensor)} "
+                wrong.append(f"{name}: {units.counted(int(lost.sum()), 'row')} of {len(lost)} "
                              "had a gradient, and all is zero there")
-            elif steps and _longest_run(~had_gradient) >= _suspicious(len(tensor)):
-                wrong.append(f"{name}: {_longest_run(~had_gradient)} of {len(tensor)} rows, one "
-                             "after the other, had no gradient in any step")
+            elif steps and gap >= (_suspicious(len(lost)) if tensor.ndim == 2 else len(lost)):
+                wrong.append(f"{name}: {gap} of {len(lost)} rows, one after the other, had no "
+                             "gradient in any step")
     if wrong:
         raise ArtifactError(f"checkpoint {checkpoint.path} lacks a part of its adapters",
                             found=units.join_lines(wrong, _SHOWN),
