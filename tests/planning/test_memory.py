@@ -170,6 +170,18 @@ def test_adapters_take_a_gigabyte_beside_the_base_and_the_activations(recompute:
     assert step.total < base + 1e9 + step.largest["activations"] + step.largest["loss"]
 
 
+def test_what_a_rank_has_whole_and_frozen_is_not_gathered() -> None:
+    model = on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": 2}),
+                    Lora(4, 8.0, precision="bf16"))
+    adapters = 2 * model.num_parameters(only_trainable=True)
+    frozen = 2 * (model.num_parameters() - model.num_parameters(only_trainable=True))
+    for ranks, shard_size, offload in ((4, 1, False), (4, 1, True), (4, 2, False)):
+        step = traced(model, case(ranks=ranks, shard_size=shard_size, offload=offload))
+        is_whole = shard_size == 1 and not offload
+        assert (step.largest["gathered"] <= 3 * adapters) == is_whole
+        assert step.largest["parameters"] > frozen / shard_size
+
+
 def test_selective_recomputation_keeps_no_product_of_an_adapter_with_many_features() -> None:
     """Else it would keep what the linear gives, and once more what its adapter adds to that."""
     model = on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": 2}),
