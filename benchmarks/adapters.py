@@ -2,11 +2,14 @@
 """Stage 04 with adapters against full training: tokens per second, and memory.
 
   python benchmarks/adapters.py              # 12 layers of 768 on the CPU, in some ten minutes
+  python benchmarks/adapters.py --only steps # in two minutes, also on a machine that others use
   python benchmarks/adapters.py --ranks 8 --layers 32 --hidden 4096 --vocab 128256 \\
       --seq-length 4096 --batch 1 --lora-rank 64 --ours="--compile on"
 
-Whole launches of stage 04 in turn, on the same model and tokens, in bfloat16 where the hardware
-computes in it and else in float32; adapters are on all linears of the blocks. Speed: the median of
+Steps: the processor time of one thread for forward, backward and update of the sharded model in
+float32, of both in turn in one process. Launches: whole ones of stage 04 in turn, in bfloat16 where
+the hardware computes in it and else in float32. Both train the same model on the same tokens;
+adapters are on all linears of the blocks. Speed: the median of
 the steps after the first few, the median of the rounds. Memory: the largest resident set of a rank,
 less what it was before the model (on a GPU: the peak of the allocator).
 """
@@ -14,20 +17,23 @@ less what it was before the model (on a GPU: the peak of the allocator).
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.train import launch, make_data, make_model, size
+from benchmarks.train import launch, llama, make_data, make_model, size
 
 
 def main() -> None:
-    """Print a table with two rows for each kind of activation checkpointing."""
+    """Measure what --only names, and print tables of both by kind of recomputation."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
@@ -40,17 +46,93 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="launches of each")
     parser.add_argument("--lora-rank", type=int, default=16)
     parser.add_argument("--recompute", default="none,full", help="kinds, with commas")
+    parser.add_argument("--only", default="steps,launches", help="parts, with commas")
     parser.add_argument("--ours", default="", help="further options for stage 04")
     args = parser.parse_args()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load before the start "
+          f"{os.getloadavg()[0]:.1f}\n", flush=True)
+    for part in args.only.split(","):
+        {"steps": steps, "launches": launches}[part](args)
+
+
+def steps(args: argparse.Namespace) -> None:
+    """Print the processor time of steps of both in one process: what else runs does not count."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    print(f"| {size(args)} | recomputed | forward | backward | update | in all |\n"
+          "|---|---|---|---|---|---|")
+    for kind in args.recompute.split(","):
+        step_of = {f"adapters of rank {rank}" if rank else "full training":
+                   made(args, mesh, kind, rank) for rank in (0, args.lora_rank)}
+        taken: dict[str, list[list[float]]] = {name: [] for name in step_of}
+        for _ in range(args.steps):
+            for name, step in step_of.items():
+                taken[name].append(step())
+        whole = []
+        for name, found in taken.items():
+            parts = [1000 * statistics.median(part) for part in zip(*found[1:], strict=True)]
+            whole.append(parts[-1])
+            print(f"| {name} | {kind} | {' | '.join(f'{part:,.0f} ms' for part in parts)} |")
+        print(f"| full training ÷ adapters | {kind} | | | | {whole[0] / whole[1]:.2f} |",
+              flush=True)
+    dist.destroy_process_group()
+    print()
+
+
+def made(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
+    """Return a function that does a step, and returns the seconds of its parts and of all."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lib.models.lora import Lora
+    from lib.models.sharded import Placement, local_tensor
+    from lib.models.weights import restore_buffers
+    from lib.optim import registry
+    from lib.parallel import loss, parallelize
+    from lib.tokens.batches import MicroBatch
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(llama(args, args.vocab),
+                                                 dtype=torch.float32).train()
+    if rank:
+        Lora(rank, 2.0 * rank).convert(model, Placement())
+    parallelize.parallelize(model, mesh, "fp32", recompute)
+    parallelize.materialise(model, torch.device("cpu"), offload=False)
+    for parameter in model.parameters():
+        local_tensor(parameter).normal_(0, 0.02)
+    restore_buffers(model)
+    head = model.get_output_embeddings()
+    head.forward = loss.LossHead(head, loss.AT_ONCE["cpu"])
+    adamw = registry.build("adamw", model, 1e-5, (0.9, 0.95), 0.1)
+    tokens = torch.randint(0, args.vocab, (args.batch, args.seq_length))
+
+    def step() -> list[float]:
+        at = [time.process_time()]
+        total = loss.token_loss_sum(model, MicroBatch(tokens, tokens))
+        at.append(time.process_time())
+        total.backward()
+        at.append(time.process_time())
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        at.append(time.process_time())
+        return [after - before for before, after in itertools.pairwise(at)] + [at[-1] - at[0]]
+    return step
+
+
+def launches(args: argparse.Namespace) -> None:
+    """Print tokens per second and memory of whole launches of both."""
     with tempfile.TemporaryDirectory() as folder:
         args.work = Path(folder)
         make_model(args, args.vocab)
         make_data(args, args.vocab, args.seq_length)
         ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
-        print(f"{platform.machine()}, {os.cpu_count()} cores, {ranks}, load before the start "
-              f"{os.getloadavg()[0]:.1f}\n\n| {size(args)} | recomputed | tokens/s (rounds) | "
-              "median | forward, backward, update | memory |\n|---|---|---|---|---|---|",
-              flush=True)
+        print(f"| {size(args)}, {ranks} | recomputed | tokens/s (rounds) | median | forward, "
+              "backward, update | memory |\n|---|---|---|---|---|---|", flush=True)
         for kind in args.recompute.split(","):
             compare(args, kind)
 

@@ -32,12 +32,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.parts import processes
 from benchmarks.parts.processes import ROOT
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _WARM = 3  # steps left out
 _IMPORTS = """import torch, transformers
@@ -230,18 +233,23 @@ def _theirs(steps: dict[str, Any], args: argparse.Namespace) -> dict[str, float]
 
 # --- what they train ------------------------------------------------------------------------
 
+def llama(args: argparse.Namespace, vocabulary: int) -> PretrainedConfig:
+    """Return the shape of what is trained."""
+    from transformers import LlamaConfig
+    return LlamaConfig(vocab_size=vocabulary, hidden_size=args.hidden,
+                       intermediate_size=args.hidden * 11 // 4, num_hidden_layers=args.layers,
+                       num_attention_heads=max(1, args.hidden // 64),
+                       num_key_value_heads=max(1, args.hidden // 128),
+                       max_position_embeddings=max(4096, args.seq_length))
+
+
 def make_model(args: argparse.Namespace, vocabulary: int) -> None:
     """Save a Llama with random weights."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-    config = LlamaConfig(vocab_size=vocabulary, hidden_size=args.hidden,
-                         intermediate_size=args.hidden * 11 // 4, num_hidden_layers=args.layers,
-                         num_attention_heads=max(1, args.hidden // 64),
-                         num_key_value_heads=max(1, args.hidden // 128),
-                         max_position_embeddings=max(4096, args.seq_length))
+    from transformers import AutoModelForCausalLM
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
-        args.work / "model")
+    AutoModelForCausalLM.from_config(llama(args, vocabulary), dtype=torch.bfloat16) \
+        .save_pretrained(args.work / "model")
 
 
 def make_data(args: argparse.Namespace, vocabulary: int, seq_length: int) -> None:
