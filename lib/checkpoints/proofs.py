@@ -36,7 +36,7 @@ _SECOND_MOMENTS = ("exp_avg_sq", "exp_avg_root")
 _FEWEST_LOST, _LOST_SHARE = 8, 0.25  # rows of B
 PASSES = 3  # over the tensors of a model, to compute what it computes
 # Rounding in each block is independent of that in others, so it grows with the root of their
-# number. Of the families of the tests, with 2 and 24 blocks, it was 1.3 × eps × √blocks at most.
+# number. Of eight families with 2 and 24 blocks it was at most 1.1 × eps × √blocks.
 _LIMIT = 2.0
 _SUMMED = 1e-5
 _SHOWN = 8
