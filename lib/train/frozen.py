@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lib.checkpoints.commit import Checkpoint
 from lib.core import manifest, stamps, verified
@@ -59,14 +58,15 @@ def require_whole(base: Path, experiment: Experiment, checkpoint: Checkpoint, pr
 
     Where the run has noted no digests, those count that the directory has.
     """
-    recorded: Mapping[str, Any] = checkpoint.record()
-    noted: dict[str, str] = recorded.get("base") or {
-        entry["path"]: entry["digest"] for entry in (manifest.read_if_any(base) or {}).get(
-            "files", []) if entry["path"].endswith(".safetensors")}
+    content = manifest.read_if_any(base) or {}
+    noted = checkpoint.record().get("base") or {
+        entry["path"]: entry["digest"] for entry in content.get("files", [])
+        if entry["path"].endswith(".safetensors")}
     files = [{"path": name, "digest": digest,
               "bytes": (base / name).stat().st_size if (base / name).is_file() else 0}
              for name, digest in noted.items() if Path(name).name == name]
-    remedy = directory.remedy(base, "--overwrite") or {"hint": _HINT}
+    remedy = directory.remedy(base, "--overwrite") if content.get("kind") == directory.KIND \
+        else {"hint": f"copy it again from where it came from; {_HINT}"}
     if cache_dir(experiment).is_dir():
         verified.require(base, {"files": files}, "the base", cache_dir(experiment),
                          progress=progress, **remedy)
