@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from lib.core import units
 from lib.core.errors import UsageError
+from lib.models import lora_experts
 from lib.models.architecture import decoder_layers
 from lib.models.float8 import ROUTERS
 from lib.models.keys import Added
@@ -95,8 +97,10 @@ class Lora:
         """Freeze a meta-device model and attach its adapters.
 
         Returns the names of their parameters, and a sentence about them. Raises UsageError where
-        the targets match nothing that can have an adapter.
+        the targets match nothing that can have an adapter, or experts that are one parameter.
         """
+        if self.targets not in (ALL, ATTENTION, MLP):
+            lora_experts.refuse(model, self.targets, partial(matches, self.targets))
         dtype = COMPUTE_DTYPES[self.precision]
         freeze(model, dtype)
         added = self.attach(model)
@@ -105,7 +109,7 @@ class Lora:
         return added, f"{kind}: rank {self.rank}, alpha {self.alpha:g}, on " \
             f"{units.counted(len(added) // 2, 'linear')} ({self.targets}): {own} of " \
             f"{units.count(model.num_parameters())} parameters are trained; the rest is frozen " \
-            f"in {str(dtype).removeprefix('torch.')}"
+            f"in {str(dtype).removeprefix('torch.')}{lora_experts.left_out(model)}"
 
     def attach(self, model: PreTrainedModel) -> set[str]:
         """Put adapters beneath the targets of a model, on meta; return their parameters' names."""
