@@ -503,6 +503,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: float8.Float8("tensorwise").convert(no_blocks, sharded.Placement())
     patch.setattr("importlib.metadata.version", _not_installed)
     yield float8.require_package
+    yield lambda: checks.require_sound(replace(opts, precision="fp8", lora_rank=4), has_begun=False)
     yield lambda: checks.require_sound(replace(opts, wandb=True), has_begun=False)
 
 

@@ -141,6 +141,28 @@ def test_a_run_goes_on_with_other_ranks(root: Path) -> None:
     assert losses(root, "full")[1] == losses(root, "one")[1]  # what adapters add is zero at first
 
 
+def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
+    train(root, "first", "-m", "model", "--max-steps", 3, "--lora-targets", "attention",
+          "--lora-rslora", "on")
+    run_stage("05_export_checkpoint.py", "-e", "first", "--adapter", "--out", "adapter", cwd=root)
+    begin = (*(option for option in RUN if option not in ("--lora-rank", 4)), "-m", "model",
+             "--lora-from", "adapter", "-e", "second")
+    said = run_stage(*begin, "--max-steps", 4, cwd=root, ranks=2).stdout
+    assert "adapters: taken from adapter" in said and "rsLoRA: rank 4, alpha 8, on 8 lin" in said
+    last = losses(root, "first")
+    refused = run_stage(*begin, "--max-steps", 6, "--lora-rank", 3, "--lora-alpha", 2, cwd=root,
+                        expect=2)
+    assert refused.stderr.count("is not that of adapter") == 2
+    flip(root / "adapter/adapter_model.safetensors")
+    refused = run_stage(*begin, "--max-steps", 6, cwd=root, expect=2).stderr
+    assert "was begun with other settings" in refused and "adapter" in refused
+    shutil.rmtree(root / "adapter")
+    said = run_stage(*begin, "--max-steps", 6, cwd=root).stdout
+    assert "resumed from" in said and losses(root, "second").keys() == {1, 2, 3, 4, 5, 6}
+    gone = run_stage(*begin[:-1], "third", "--max-steps", 6, cwd=root, expect=3).stderr
+    assert "adapter holds no adapter" in gone and last
+
+
 def test_a_model_without_weights_has_no_adapters(root: Path) -> None:
     for options in (("--from-scratch", "-m", "model"), ("--from-scratch", "--model-size", "1M")):
         said = train(root, "none", *options, "--max-steps", 2, expect=2)

@@ -1,11 +1,4 @@
-"""An adapter as PEFT writes it, which vLLM and others load as well: a config and its tensors.
-
-    adapter_config.json         rank, alpha, the names of the linears, the name of the base
-    adapter_model.safetensors   base_model.model.<linear>.lora_A.weight [rank, in]
-                                base_model.model.<linear>.lora_B.weight [out, rank]
-
-Format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
-"""
+"""An adapter written as PEFT does, which vLLM and others load as well: see peft_adapter."""
 
 from __future__ import annotations
 
@@ -25,9 +18,8 @@ from lib.core import commands, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import lora, prepared
 from lib.models.lora import Lora
+from lib.models.peft_adapter import CONFIG, PREFIX, WEIGHTS
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 _CACHED = re.compile(r"models--(.+?)--(.+)")
 _SHOWN = 8
 

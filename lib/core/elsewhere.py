@@ -115,6 +115,7 @@ ROWS = (
     _other("--lora-targets", "adapters are plain LoRA on linears of the blocks; nothing else is "
            "trained beside them", trainer="use_dora lora_modules_to_save",
            axolotl="peft_use_dora lora_modules_to_save"),
+    _other("--lora-from", "--lora-from DIR", axolotl="lora_model_dir"),
     _other("--lora-rslora", "--lora-rslora on", trainer="use_rslora", axolotl="peft_use_rslora"),
     _other("--packing", "--packing documents, or concat (the default for text)",
            axolotl="sample_packing pad_to_sequence_len eval_sample_packing"),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _DAYS_ALONE = 10  # from so many days on, hours do not matter
+_LONGEST = 48  # characters of a text within a line
 _NEXT_UNIT = 999.5  # what would be rounded to 1000 is 1 of the next unit
 
 
@@ -40,6 +41,11 @@ def join_lines(lines: Sequence[str], most: int) -> str:
 def join_names(names: Sequence[str], most: int) -> str:
     """Return some names as one text, of many the first: `a, b and 3 more`."""
     return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+
+
+def shortened(text: str) -> str:
+    """Return a text, or its beginning where it is too long to stand within a line."""
+    return text if len(text) <= _LONGEST else text[:_LONGEST - 2] + " …"
 
 
 def parse_size(text: str) -> int:

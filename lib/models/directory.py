@@ -23,6 +23,7 @@ CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file by its name; no leave to run it
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors file; the format's own limit
+_ADAPTER = "adapter_config.json"  # of PEFT
 _TOGETHER = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 _READ = (".safetensors", INDEX, ".py", CODE_DIGESTS)
 _STAGE = "03_download_model.py"
@@ -43,6 +44,10 @@ def find(name: str | None, cache_dir: Path, why: str = "") -> Path:
     path = Path(name).expanduser()
     if (path / CONFIG).is_file():
         return _check_directory(path, why)
+    if (path / _ADAPTER).is_file():
+        raise UsageError(f"{path} holds an adapter, not a model",
+                         hint="-m names the model that it belongs to, and in stage 04 --lora-from "
+                              "begins with the adapter")
     target = models_root(cache_dir) / model_dir_name(name)
     if (target / MANIFEST).is_file():
         return _check_prepared(target)

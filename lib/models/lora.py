@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lib.core import units
-from lib.core.errors import UsageError
-from lib.models import lora_experts
+from lib.core import log, units
+from lib.core.errors import ArtifactError, UsageError
+from lib.models import lora_experts, peft_adapter
 from lib.models.architecture import decoder_layers
 from lib.models.float8 import ROUTERS
 from lib.models.keys import Added
-from lib.models.sharded import Placement, own_class
+from lib.models.peft_adapter import PeftAdapter
+from lib.models.sharded import Placement, local_slice, local_tensor, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 
 ALL, ATTENTION, MLP = "all-linear", "attention", "mlp"
@@ -105,15 +108,19 @@ class Lora:
         freeze(model, dtype)
         added = self.attach(model)
         own = units.count(sum(model.get_parameter(name).numel() for name in added))
+        where = f"{units.counted(len(added) // 2, 'linear')} ({units.shortened(self.targets)})"
         kind = "rsLoRA" if self.rslora else "LoRA"
         return added, f"{kind}: rank {self.rank}, alpha {self.alpha:g}, on " \
-            f"{units.counted(len(added) // 2, 'linear')} ({self.targets}): {own} of " \
+            f"{where}: {own} of " \
             f"{units.count(model.num_parameters())} parameters are trained; the rest is frozen " \
             f"in {str(dtype).removeprefix('torch.')}{lora_experts.left_out(model)}"
 
     def attach(self, model: PreTrainedModel) -> set[str]:
         """Put adapters beneath the targets of a model, on meta; return their parameters' names."""
         names = choose(model, self.targets)
+        if narrow := [name for name in names if min(sizes(model.get_submodule(name))) < self.rank]:
+            log.warn(f"--lora-rank {self.rank} is more than {narrow[0]} has rows or columns: a "
+                     "smaller rank can learn the same there")
         for name in names:
             linear = model.get_submodule(name)
             out, inputs = sizes(linear)
@@ -213,6 +220,64 @@ def sizes(linear: nn.Module) -> tuple[int, int]:
 def is_transposed(linear: nn.Module) -> bool:
     """Tell whether a linear has its weight as [in, out]."""
     return own_class(linear).__name__ == _TRANSPOSED
+
+
+def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
+    """Raise UsageError where an adapter is not of this model, which has none yet."""
+    linears, here = _linears(model), dict[tuple[str, str], tuple[int, ...]]()
+    for linear in linears.keys() & set(adapter.linears):
+        out, inputs = sizes(model.get_submodule(linear))
+        here |= {(linear, "A"): (adapter.rank, inputs), (linear, "B"): (out, adapter.rank)}
+    if wrong := [f"{linear}: lora_{part} of {list(shape)}, and the model " +
+                 (f"needs {list(here[linear, part])}" if (linear, part) in here else
+                  "has no such linear in its blocks")
+                 for (linear, part), shape in sorted(adapter.shapes.items())
+                 if here.get((linear, part)) != shape]:
+        raise UsageError(f"the adapter in {adapter.directory} is not of this "
+                         f"{model.config.model_type} model", found=units.join_lines(wrong, _SHOWN),
+                         expected="the model that it was trained beside")
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, adapter: PeftAdapter) -> None:
+    """Fill the adapters of a model, sharded or plain, from the files that they fit.
+
+    Raises ArtifactError for numbers that are NaN or infinite.
+    """
+    path = adapter.directory / peft_adapter.WEIGHTS
+    with safe_open(path, "pt") as file:
+        for name, parameter in _parameters(model).items():
+            full = file.get_tensor(peft_adapter.PREFIX + name)
+            if not full.isfinite().all():
+                raise ArtifactError(f"{path} is damaged",
+                                    found=f"{name} has numbers that are NaN or infinite")
+            local_tensor(parameter).copy_(full[local_slice(parameter)])
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters()
+            if _OWNED.fullmatch(name)}
+
+
+@contextmanager
+def telling_of_idle(model: nn.Module) -> Iterator[None]:
+    """Warn of adapters that no forward pass of the while has used.
+
+    Where a family takes the weight of a linear without calling it, an adapter would learn nothing.
+    """
+    used: set[str] = set()
+    factors = {name: module for name, module in model.named_modules()
+               if isinstance(module, Factor) and name.endswith(A)}
+    hooks = [module.register_forward_pre_hook(lambda *_, name=name: used.add(name))
+             for name, module in factors.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if idle := [name.rpartition(".")[0] for name in factors if name not in used]:
+        log.warn(f"{units.counted(len(idle), 'adapter')} had no part in a trial of the model, and "
+                 f"may learn nothing: {units.join_lines(idle, _SHOWN)}")
 
 
 def settings(options: Mapping[str, Any]) -> dict[str, Any]:

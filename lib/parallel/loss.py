@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lib.core import commands, log
 from lib.core.errors import UsageError
+from lib.models import lora
 from lib.parallel import attention, parallelize
 from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
@@ -44,7 +45,9 @@ def build_loss(model: nn.Module, layout: ParallelLayout, packing: str,
     """
     if packing == "documents":
         require_isolation(model, layout)
-    log.info(f"loss: {chunk(model, layout, compiler)}")
+    with lora.telling_of_idle(model):
+        said = chunk(model, layout, compiler)
+    log.info(f"loss: {said}")
     return partial(token_loss_sum, model)
 
 

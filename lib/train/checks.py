@@ -79,11 +79,19 @@ def _model(config: Config, problems: Problems) -> None:
 
 def _adapters(config: Config, problems: Problems) -> None:
     for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"):
-        if not config.lora_rank and getattr(config, name) != getattr(DEFAULTS, name):
+        if not config.adapts and getattr(config, name) != getattr(DEFAULTS, name):
             problems.add(f"{declared.flag(name)} belongs to --lora-rank",
                          expected="the rank of the adapters: 8 to 256 as a rule")
     if config.lora_dropout >= 1:
         problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
+    if config.adapts and config.precision == "fp8":
+        problems.add("--precision fp8 has no adapters: what is frozen would be cast anew in each "
+                     "pass", run=commands.as_typed("--precision", "bf16"))
+    try:
+        re.compile(config.lora_targets)
+    except re.error as error:
+        problems.add(f"--lora-targets {config.lora_targets!r} is no regular expression",
+                     found=str(error), expected="'q_proj|v_proj', say")
 
 
 def _streaming(config: Config, problems: Problems) -> None:

@@ -22,12 +22,13 @@ from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
 from lib.models import directory, tokenizer
 from lib.models.design import Design
+from lib.models.peft_adapter import PeftAdapter
 from lib.parallel import recompute
 from lib.tokens import build, encode, mixture, raw_shards
 from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
 from lib.tokens.raw_shards import RawShards
-from lib.train import chats, checks, earlier, plan
+from lib.train import chats, checks, earlier, lora_from, plan
 from lib.train.config import AUTO, Config
 from lib.train.plan import Plan
 
@@ -43,7 +44,7 @@ class Inputs:
     named: the checkpoint that --resume names. scratch: the first weights are drawn from the seed.
     model_stamps: of the model's files, from before its fingerprint. stop_request: of the stop file
     that lay there when this launch began. template: of the chat datasets, "" without any. base:
-    digests of the weight files of a model that stays frozen, by name.
+    digests of the weight files of a model that stays frozen, by name. adapter: of --lora-from.
     """
 
     model_dir: Path
@@ -57,6 +58,7 @@ class Inputs:
     stop_request: stamps.Stamps = field(default_factory=dict)
     template: str = ""
     base: dict[str, str] = field(default_factory=dict)
+    adapter: PeftAdapter | None = None
 
     @property
     def datasets(self) -> str:
@@ -94,6 +96,8 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
         problems.collect(lambda: mixture.open_corpora(config.dataset_name))
     shards = problems.collect(lambda: _open_shards(config, begun)) \
         if config.streaming else None
+    identity = _identity(begun, named)
+    adapter = problems.collect(lambda: lora_from.find(config.lora_from, identity))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = stamps.take(directory.list_files(model_dir))
@@ -102,10 +106,11 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(_shards_identity(config, shards) if shards
                        else {"dataset": mixture.fingerprint(corpora)}),
-                    **({earlier.TEMPLATE: hashing.fingerprint(source)} if source else {})}
+                    **({earlier.TEMPLATE: hashing.fingerprint(source)} if source else {}),
+                    **lora_from.fingerprint(config, adapter, identity)}
     scratch = _is_from_scratch(config, model_dir, bool(begun or named))
     return Inputs(model_dir, corpora, fingerprints, begun, named, scratch, shards,
-                  model_stamps, stop_request, source)
+                  model_stamps, stop_request, source, adapter=adapter)
 
 
 def _find_model(config: Config, experiment: Experiment, made: Path | None, begun: dict[str, Any],
@@ -127,6 +132,7 @@ def settle(config: Config, inputs: Inputs) -> Config:
     Raises UsageError when the learning rate would rise to its minimum.
     """
     config = chats.settle_packing(_keep_global_batch(config, inputs), inputs.corpora)
+    config = lora_from.settle(config, inputs.adapter, _identity(inputs.begun, inputs.named))
     for name in ("seq_length", "precision"):
         if getattr(config, name) is None and (value := inputs.begun_with(name)):
             config = config.settled("earlier launch", **{name: value})
@@ -142,6 +148,12 @@ def settle(config: Config, inputs: Inputs) -> Config:
     return config
 
 
+def _identity(begun: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]:
+    """Return the identity of what a run goes on from, {} where it begins. See Inputs."""
+    found: dict[str, Any] = (begun or (named.commit() if named else {})).get("identity", {})
+    return found
+
+
 def _keep_global_batch(config: Config, inputs: Inputs) -> Config:
     """Return the options with the samples of a step as the run was begun with.
 
@@ -149,8 +161,7 @@ def _keep_global_batch(config: Config, inputs: Inputs) -> Config:
     and whatever fits into the memory of this machine, a step is divided anew. Raises UsageError
     when it cannot be.
     """
-    whole = inputs.begun or (inputs.named.commit() if inputs.named else {})
-    batch = whole.get("identity", {}).get("options", {}).get("global_batch_size")
+    batch = _identity(inputs.begun, inputs.named).get("options", {}).get("global_batch_size")
     is_auto = config.batch_size == AUTO
     if not batch or config.global_batch_size or config.prepare_only \
             or (config.resume_with_changes and not is_auto):
@@ -199,13 +210,13 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     Adapters are trained beside weights that are there: UsageError where they would be drawn.
     """
     if config.from_scratch or directory.is_made_from_scratch(model_dir):
-        if config.lora_rank:
+        if config.adapts:
             raise UsageError(f"--lora-rank trains adapters beside a model that has weights, and "
                              f"those of {model_dir} would be drawn from the seed",
                              expected="-m with a model that was trained before",
                              hint="without --lora-rank, the whole model is trained")
         return True
-    if has_begun and not config.lora_rank:
+    if has_begun and not config.adapts:
         return not directory.has_weights(model_dir)
     if missing := directory.list_missing_weights(model_dir):
         error = ArtifactError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from lib.core.declared import Role, option
 from lib.core.options import count, non_negative, on_off, positive
@@ -30,3 +31,12 @@ class LoraOptions(RunOptions):
     lora_rslora: bool = option(
         False, role=Role.RESULT, quiet=True, parse=on_off,
         help="multiply by alpha ÷ √rank instead, for large ranks")
+    lora_from: Path | None = option(
+        None, role=Role.LOCAL, parse=Path,
+        help="begin with an adapter that PEFT or stage 05 wrote, and has rank, alpha and targets "
+             "of its own (default: A is drawn from the seed, B is zero)")
+
+    @property
+    def adapts(self) -> bool:
+        """Tell whether adapters are trained."""
+        return bool(self.lora_rank or self.lora_from)

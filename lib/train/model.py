@@ -15,7 +15,7 @@ from lib.core import log, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.models import adapters, architecture, directory
+from lib.models import adapters, architecture, directory, lora
 from lib.models.adapters import ModelAdapter
 from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise, load_pretrained
@@ -61,6 +61,8 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
     elif config.fp8_recipe != "tensorwise":
         raise UsageError(f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
                          found=f"--precision {config.precision}")
+    if inputs.adapter:
+        lora.require_fits(model, inputs.adapter)
     for said in adapters.adapt(model, _asked(config, before_plans=True), Placement()).said:
         log.info(said)
     _require_whole_blocks(config, model)
@@ -142,8 +144,12 @@ def first_weights(config: Config, inputs: Inputs, model: nn.Module, layout: Para
     Of one with a frozen part, which `shard` has filled, that are its adapters.
     """
     began = time.monotonic()
-    if is_frozen(model):
+    if inputs.adapter:
+        lora.fill(model, inputs.adapter)
+        log.info(f"adapters: taken from {inputs.adapter.directory}")
+    elif is_frozen(model):
         draw_added(model, config.seed)
+        log.info(f"adapters: drawn from seed {config.seed}")
     elif inputs.scratch:
         initialise(model, config.seed)
     else:

@@ -91,8 +91,9 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
 def _settled(config: Config) -> dict[str, str]:
     """Return the options that nobody typed and no default decided, each with what did."""
     values = {name: getattr(config, name) for name in config.why}
-    said = [f"{declared.flag(name)} {f'{value:g}' if isinstance(value, float) else value} "
-            f"({config.why[name]})" for name, value in values.items() if value is not None]
+    words = {name: units.shortened(f"{value:g}" if isinstance(value, float) else str(value))
+             for name, value in values.items() if value is not None}
+    said = [f"{declared.flag(name)} {text} ({config.why[name]})" for name, text in words.items()]
     return {"settled": ", ".join(said)} if said else {}
 
 

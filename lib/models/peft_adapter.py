@@ -1,0 +1,167 @@
+"""The directory of an adapter as PEFT writes it: found and checked from its files alone, no torch.
+
+    adapter_config.json         rank, alpha, the names of the linears, the name of the base
+    adapter_model.safetensors   base_model.model.<linear>.lora_A.weight [rank, in]
+                                base_model.model.<linear>.lora_B.weight [out, rank]
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lib.core import hashing, records, units
+from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.models.directory import read_header
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_PICKLE = "adapter_model.bin"
+_KEY = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight")
+_NUMBER = re.compile(r"\.(\d+)\.")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_SHOWN = 8
+# What a config may say (PEFT 0.21) without a change of what W x + s B A x is. Anything else that is
+# set, now or in versions to come, is refused.
+_READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "peft_type", "bias", "init_lora_weights"}
+_HARMLESS = {"task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+             "inference_mode", "target_modules", "exclude_modules", "fan_in_fan_out",
+             "layers_to_transform", "layers_pattern", "megatron_core", "eva_config",
+             "runtime_config", "qalora_group_size"}
+# Initialisations that leave the base as it is; the others train beside a base that they changed.
+_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
+
+
+class PeftAdapter(NamedTuple):
+    """Says what an adapter is. shapes: of A and B, by the linear and `A` or `B`.
+
+    fingerprint: of config and weights, wherever they lie.
+    """
+
+    directory: Path
+    rank: int
+    alpha: float
+    dropout: float
+    rslora: bool
+    shapes: dict[tuple[str, str], tuple[int, ...]]
+    fingerprint: str
+
+    @property
+    def linears(self) -> list[str]:
+        """Return the names of the linears that it belongs to, sorted."""
+        return sorted({linear for linear, _ in self.shapes})
+
+    @property
+    def targets(self) -> str:
+        """Return a regular expression that matches these names and no others."""
+        return pattern(self.linears)
+
+
+def pattern(names: Iterable[str]) -> str:
+    """Return a regular expression that matches names and no others, short where layers are alike.
+    """
+    layers: dict[tuple[str, str], list[int]] = {}
+    plain = []
+    for name in names:
+        if number := _NUMBER.search(name):
+            ends = name[:number.start()], name[number.end():]
+            layers.setdefault(ends, []).append(int(number[1]))
+        else:
+            plain.append(re.escape(name))
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (before, after), numbers in layers.items():
+        alike.setdefault((before, tuple(sorted(numbers))), []).append(re.escape(after))
+    return "|".join(plain + [
+        rf"{re.escape(before)}\.({'|'.join(map(str, numbers))})\.({'|'.join(sorted(afters))})"
+        for (before, numbers), afters in alike.items()])
+
+
+def read(directory: Path) -> PeftAdapter:
+    """Return what the adapter in a directory is.
+
+    Raises UsageError for one that is not plain LoRA on linears, telling all that is against it, and
+    ArtifactError for files that are missing or damaged.
+    """
+    content = _read_config(directory)
+    _require_plain(directory, content)
+    shapes = _read_shapes(directory, content["r"])
+    digest = hashing.file_digest(directory / WEIGHTS, "sha256")
+    return PeftAdapter(directory, content["r"], float(content["lora_alpha"]),
+                       float(content.get("lora_dropout") or 0.0), bool(content.get("use_rslora")),
+                       shapes, hashing.fingerprint([content, digest]))
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    try:
+        content = records.read_json(path)
+    except OSError:
+        raise ArtifactError(f"{directory} holds no adapter (no {CONFIG})",
+                            expected="a directory that PEFT or stage 05 with --adapter wrote"
+                            ) from None
+    except ValueError as error:
+        raise ArtifactError(f"{path} is damaged", found=str(error)) from None
+    is_sound = isinstance(content, dict) and type(content.get("r")) is int and content["r"] > 0 \
+        and all(isinstance(content.get(name, 0.0), int | float)
+                for name in ("lora_alpha", "lora_dropout")) and content.get("lora_alpha", 0) > 0
+    if isinstance(content, dict) and content.get("peft_type", "LORA") == "LORA" and not is_sound:
+        raise ArtifactError(f"{path} is damaged",
+                            expected="r, a whole number, and lora_alpha, a number above 0")
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{path} is damaged", expected="a JSON object")
+    return content
+
+
+def _require_plain(directory: Path, content: dict[str, Any]) -> None:
+    """Raise UsageError for a config that asks for more than W x + s B A x."""
+    problems = []
+    if content.get("peft_type", "LORA") != "LORA":
+        problems.append(f"peft_type: {content['peft_type']}")
+    if content.get("bias", "none") != "none":
+        problems.append(f"bias: {content['bias']}, which is trained as well")
+    if content.get("init_lora_weights", True) not in _INITIAL:
+        problems.append(f"init_lora_weights: {content['init_lora_weights']}, which may have "
+                        "changed the weights of the base")
+    problems += [f"{name}: {value}" for name, value in sorted(content.items())
+                 if value and name not in _READ | _HARMLESS]
+    if problems:
+        raise UsageError(f"the adapter in {directory} is not plain LoRA on linears",
+                         found=units.join_lines(problems, _SHOWN),
+                         expected="A and B of one rank and one alpha, and nothing else")
+
+
+def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int, ...]]:
+    path = directory / WEIGHTS
+    if not path.is_file():
+        if (directory / _PICKLE).is_file():
+            raise UsageError(f"the adapter in {directory} is a pickle, which is not read here",
+                             expected=f"{WEIGHTS}, as PEFT writes it now", found=_PICKLE)
+        raise ArtifactError(f"{directory} is not whole", found=f"no {WEIGHTS}")
+    try:
+        header, start = read_header(path, path.stat().st_size)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+        if start + max(ends, default=0) != path.stat().st_size:
+            raise ValueError(f"{path.stat().st_size} bytes, and its header tells of "
+                             f"{start + max(ends, default=0)}")
+        found = {key: (tuple(entry["shape"]), entry["dtype"]) for key, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArtifactError(f"{path} is damaged", found=str(error)) from None
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    problems = Problems()
+    for key, (shape, dtype) in found.items():
+        named = _KEY.fullmatch(key)
+        if named and len(shape) == 2 and shape[named[2] == "B"] == rank and dtype in _FLOATS:
+            shapes[named[1], named[2]] = shape
+        else:
+            problems.add(f"{path} holds {key} {list(shape)} of {dtype}, which is no A or B of a "
+                         f"linear at rank {rank}")
+    problems.raise_if_any()
+    if lacking := [f"{linear} has no lora_{other}" for linear, part in shapes
+                   if (linear, other := "AB"[part == "A"]) not in shapes] or [
+                       "no tensors at all"] * (not shapes):
+        raise ArtifactError(f"{path} is not whole", found=units.join_lines(lacking, _SHOWN))
+    return shapes

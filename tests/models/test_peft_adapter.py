@@ -1,0 +1,164 @@
+"""Adapters that PEFT wrote: taken as they are, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lib.core.errors import ArtifactError, UsageError
+from lib.models import lora, peft_adapter
+from lib.models.architecture import decoder_layers
+from lib.models.lora import Lora
+from tests.models.families import FAMILIES
+from tests.models.two_ranks import TOKENS
+
+
+def build(family: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
+
+
+def written_by_peft(model: PreTrainedModel, out: Path, **settings: object) -> torch.Tensor:
+    """Save an adapter with random B, and return the logits that PEFT computes with it."""
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **settings}))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+    adapted.save_pretrained(out)
+    return adapted.eval()(input_ids=TOKENS).logits
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    written_by_peft(build("llama"), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(("family", "settings"), [
+    ("llama", {}), ("llama", {"use_rslora": True, "layers_to_transform": [1],
+                              "target_modules": ["q_proj", "down_proj"]}),
+    ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}), ("phi3", {}),
+    ("falcon_7b", {}), ("mixtral", {"target_modules": ["q_proj", "o_proj"]})])
+def test_it_computes_what_peft_does(tmp_path: Path, family: str, settings: dict[str, object],
+                                    ) -> None:
+    model = build(family)
+    expected = written_by_peft(model, tmp_path, **settings)
+    found = peft_adapter.read(tmp_path)
+    lora.require_fits(model, found)
+    added = Lora(found.rank, found.alpha, 0.0, found.targets, found.rslora).attach(model)
+    assert added == {f"{linear}.lora_{part}.weight" for linear, part in found.shapes}
+    for module in model.modules():
+        if isinstance(module, lora.Factor):
+            module.to_empty(device="cpu")
+    lora.fill(model, found)
+    torch.testing.assert_close(model(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pattern_matches_the_names_and_no_others() -> None:
+    names = [f"model.layers.{i}.attn.{part}" for i in (0, 3, 12) for part in ("q", "k.x")]
+    names += ["model.layers.3.mlp.experts.4.w1", "model.top"]
+    pattern = peft_adapter.pattern(names)
+    others = [f"model.layers.{i}.attn.{part}" for i in (1, 2, 30, 120) for part in ("q", "k.x")]
+    others += ["model.layers.0.mlp.experts.4.w1", "model.layers.3.attn.kxx", "model_top", "q"]
+    assert all(re.fullmatch(pattern, name) for name in names)
+    assert not [name for name in others if lora.matches(pattern, name)]
+    many = [f"model.layers.{i}.{part}" for i in range(80) for part in ("a.q", "a.k", "b.up")]
+    assert len(peft_adapter.pattern(many)) < 300
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"use_dora": True}, "use_dora: True"), ({"bias": "all"}, "bias: all"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"rank_pattern": {"q": 8}}, "rank_pa"),
+    ({"alpha_pattern": {"q": 8}}, "alpha_pattern"), ({"lora_bias": True}, "lora_bias"),
+    ({"init_lora_weights": "pissa_niter_4"}, "may have changed the weights of the base"),
+    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication"), ({"peft_type": "IA3"}, "IA3"),
+    ({"something_new": 7}, "something_new: 7")])
+def test_what_is_not_plain_lora_is_refused(adapter: Path, settings: dict[str, object], says: str,
+                                           ) -> None:
+    path = adapter / peft_adapter.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(UsageError, match="is not plain LoRA on linears") as refused:
+        peft_adapter.read(adapter)
+    assert says in refused.value.render()
+
+
+def test_damage_is_told(adapter: Path) -> None:
+    config, weights = adapter / peft_adapter.CONFIG, adapter / peft_adapter.WEIGHTS
+    text, content, tensors = config.read_text(), weights.read_bytes(), load_file(weights)
+
+    def refused(kind: type[Exception]) -> str:
+        with pytest.raises(kind) as error:
+            peft_adapter.read(adapter)
+        config.write_text(text)
+        weights.write_bytes(content)
+        return error.value.render()
+
+    config.write_text(text[:50])
+    assert "adapter_config.json is damaged" in refused(ArtifactError)
+    config.write_text(json.dumps(json.loads(text) | {"r": "3"}))
+    assert "r, a whole number" in refused(ArtifactError)
+    weights.write_bytes(content[:-9])
+    assert "adapter_model.safetensors is damaged" in refused(ArtifactError)
+    weights.write_bytes(b"\0" * 4)
+    assert "adapter_model.safetensors is damaged" in refused(ArtifactError)
+    first = next(iter(sorted(tensors)))
+    save_file({key: value for key, value in tensors.items() if key != first}, weights)
+    assert "has no lora_A" in refused(ArtifactError)
+    save_file(tensors | {"base_model.model.lm_head.weight": torch.ones(2, 2)}, weights)
+    assert "holds base_model.model.lm_head.weight" in refused(UsageError)
+    config.write_text(json.dumps(json.loads(text) | {"r": 4}))
+    assert "no A or B of a linear at rank 4" in refused(UsageError)
+    weights.rename(adapter / "adapter_model.bin")
+    assert "is a pickle, which is not read here" in refused(UsageError)
+
+    save_file(tensors | {first: tensors[first] * math.inf}, weights)
+    model, found = build("llama"), peft_adapter.read(adapter)
+    Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
+    with pytest.raises(ArtifactError, match="is damaged") as error:
+        lora.fill(model, found)
+    assert "NaN or infinite" in error.value.render()
+
+
+def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -> None:
+    found = peft_adapter.read(adapter)
+    for family in ("gpt2", "mixtral"):
+        with pytest.raises(UsageError, match="is not of this"):
+            lora.require_fits(build(family), found)
+    written_by_peft(build("llama"), tmp_path / "head", target_modules=["q_proj", "lm_head"])
+    with pytest.raises(UsageError) as refused:
+        peft_adapter.read(tmp_path / "head")  # which brings the weight along
+    assert "lm_head.base_layer.weight" in refused.value.render()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linears_are_those_of_peft_within_the_blocks(family: str) -> None:
+    model = build(family)
+    mine = set(lora.choose(model, lora.ALL))
+    attention = set(lora.choose(model, lora.ATTENTION))
+    if mine == attention:  # the rest are fused experts
+        with pytest.raises(UsageError, match="--lora-targets mlp matches no linear"):
+            lora.choose(model, lora.MLP)
+    else:
+        assert mine == attention | set(lora.choose(model, lora.MLP))
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(
+        r=2, target_modules="all-linear"))
+    theirs = {name.removeprefix("base_model.model.") for name, module in adapted.named_modules()
+              if isinstance(module, peft.tuners.lora.LoraLayer)}
+    blocks = tuple(f"{name}." for name in decoder_layers(model))
+    others = theirs ^ mine
+    # PEFT takes routers and fused experts as well, and linears outside of the blocks.
+    assert not [name for name in others if name.startswith(blocks) and ".experts" not in name
+                and name.rpartition(".")[2] not in ("gate", "router", "shared_expert_gate")]
+    assert not mine - theirs
