@@ -39,7 +39,16 @@ from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.corpus import place, store, work
 from lib.hub import client, repository, transfer
-from lib.models import architecture, directory, float8, remote_code, sharded, tensors, weights
+from lib.models import (
+    architecture,
+    directory,
+    float8,
+    lora,
+    remote_code,
+    sharded,
+    tensors,
+    weights,
+)
 from lib.models.design import Design
 from lib.models.directory import CODE_DIGESTS
 from lib.parallel import attention, compiling, gpus, layout
@@ -504,6 +513,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     patch.setattr("importlib.metadata.version", _not_installed)
     yield float8.require_package
     yield lambda: checks.require_sound(replace(opts, precision="fp8", lora_rank=4), has_begun=False)
+    patch.setattr("lib.models.lora.choose_experts", lambda *_: ["experts"])
+    yield lambda: lora.Lora(4, 8.0, 0.1, "experts").convert(no_blocks, sharded.Placement())
     yield lambda: checks.require_sound(replace(opts, wandb=True), has_begun=False)
 
 

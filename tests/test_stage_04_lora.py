@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import MixtralConfig
 
 from lib.checkpoints.storage import StrictReader
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, losses, prepare
+from tests.training import SEQ_LENGTH, losses, prepare, save_model
 
 RUN = ("04_train_fsdp.py", "-d", "corpus", "-s", SEQ_LENGTH, "-b", 2, "--lr", "3e-2", "--log-freq",
        1, "--eval-freq", 0, "--ckpt-freq", 2, "--precision", "fp32", "--compile", "off",
@@ -161,6 +162,26 @@ def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
     assert "resumed from" in said and losses(root, "second").keys() == {1, 2, 3, 4, 5, 6}
     gone = run_stage(*begin[:-1], "third", "--max-steps", 6, cwd=root, expect=3).stderr
     assert "adapter holds no adapter" in gone and last
+
+
+def test_experts_have_adapters_where_they_are_named(root: Path) -> None:
+    """Three ranks share four experts, by their rows."""
+    shutil.copytree(root / "model", root / "mixture")
+    save_model(root / "mixture", MixtralConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=128))
+    options = ("-m", "mixture", "--lora-targets", "gate_up_proj|down_proj|q_proj", "--max-steps",
+               4, "--global-batch-size", 6)
+    said = train(root, "alone", *options)
+    assert "on 2 linears and the experts of 4 parameters" in said and "no adapters" not in said
+    for kind in ("selective", "full"):
+        train(root, kind, *options, "--activation-checkpointing", kind, ranks=3)
+        assert losses(root, kind) == pytest.approx(losses(root, "alone"), rel=1e-6)
+    assert "none of these is zero" in run_stage("05_export_checkpoint.py", "-e", "full",
+                                                cwd=root).stdout
+    said = run_stage("05_export_checkpoint.py", "-e", "full", "--adapter", cwd=root, expect=2)
+    assert "adapters of fused experts cannot leave the model" in said.stderr
 
 
 def test_a_model_without_weights_has_no_adapters(root: Path) -> None:

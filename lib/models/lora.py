@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lib.core import log, units
+from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import lora_experts, peft_adapter
 from lib.models.architecture import decoder_layers
@@ -100,15 +100,24 @@ class Lora:
         """Freeze a meta-device model and attach its adapters.
 
         Returns the names of their parameters, and a sentence about them. Raises UsageError where
-        the targets match nothing that can have an adapter, or experts that are one parameter.
+        the targets match nothing that can have an adapter, and for dropout with experts.
         """
-        if self.targets not in (ALL, ATTENTION, MLP):
-            lora_experts.refuse(model, self.targets, partial(matches, self.targets))
+        experts = choose_experts(model, self.targets)
+        if experts and self.dropout:
+            raise UsageError("--lora-dropout cannot be had with adapters of experts, which are "
+                             "added to the weights and see no inputs", found=experts[0],
+                             run=commands.as_typed("--lora-dropout", 0))
         dtype = COMPUTE_DTYPES[self.precision]
         freeze(model, dtype)
+        if narrow := [name for name in choose(model, self.targets)
+                      if min(sizes(model.get_submodule(name))) < self.rank]:
+            log.warn(f"--lora-rank {self.rank} is more than {narrow[0]} has rows or columns: a "
+                     "smaller rank can learn the same there")
         added = self.attach(model)
         own = units.count(sum(model.get_parameter(name).numel() for name in added))
-        where = f"{units.counted(len(added) // 2, 'linear')} ({units.shortened(self.targets)})"
+        where = f"{units.counted(len(added) // 2 - len(experts), 'linear')}" + \
+            f" and the experts of {units.counted(len(experts), 'parameter')}" * bool(experts) + \
+            f" ({units.shortened(self.targets)})"
         kind = "rsLoRA" if self.rslora else "LoRA"
         return added, f"{kind}: rank {self.rank}, alpha {self.alpha:g}, on " \
             f"{where}: {own} of " \
@@ -118,9 +127,6 @@ class Lora:
     def attach(self, model: PreTrainedModel) -> set[str]:
         """Put adapters beneath the targets of a model, on meta; return their parameters' names."""
         names = choose(model, self.targets)
-        if narrow := [name for name in names if min(sizes(model.get_submodule(name))) < self.rank]:
-            log.warn(f"--lora-rank {self.rank} is more than {narrow[0]} has rows or columns: a "
-                     "smaller rank can learn the same there")
         for name in names:
             linear = model.get_submodule(name)
             out, inputs = sizes(linear)
@@ -128,7 +134,9 @@ class Lora:
             linear.add_module(B, Factor(self.rank, out, drawn=False))
             linear.lora_A.dropout, linear.lora_A.scale = self.dropout, self.scale
             linear.register_forward_hook(_add_product)
-        return {f"{name}.{part}.weight" for name in names for part in (A, B)}
+        added = {f"{name}.{part}.weight" for name in names for part in (A, B)}
+        experts = choose_experts(model, self.targets)
+        return added | lora_experts.attach(model, experts, self.rank, self.scale)
 
     def owns(self, name: str) -> bool:
         """Tell whether a name is that of an adapter."""
@@ -142,7 +150,7 @@ class Lora:
         """
         path = name.removesuffix(".weight")
         if f"{path}.{A}.weight" not in added:
-            return tensor
+            return lora_experts.fold(name, tensor, added, self.scale)
         product = added[f"{path}.{B}.weight"].float() @ added[f"{path}.{A}.weight"].float()
         if is_transposed(model.get_submodule(path)):
             product = product.t()
@@ -174,13 +182,19 @@ def choose(model: PreTrainedModel, targets: str) -> list[str]:
     else:
         chosen = [name for name in kinds if matches(targets, name)]
         _require_in_blocks(model, targets)
-    if not chosen:
+    if not chosen and not choose_experts(model, targets):
         leaves = sorted({name.rpartition(".")[2] for name in kinds})
         raise UsageError(f"--lora-targets {targets} matches no linear in the blocks of a "
                          f"{model.config.model_type} model", expected="the names of some of its "
                          "linears, or a regular expression that matches them",
                          found=", ".join(leaves[:_SHOWN]) or "no linear at all")
     return chosen
+
+
+def choose_experts(model: PreTrainedModel, targets: str) -> list[str]:
+    """Return the names of weights of experts that a regular expression matches."""
+    return [] if targets in (ALL, ATTENTION, MLP) else \
+        lora_experts.choose(model, partial(matches, targets))
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -33,6 +33,7 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
 from lib.models.lora import Factor
+from lib.models.lora_experts import ExpertFactor
 from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import evenly
@@ -88,8 +89,8 @@ def _kept(block: nn.Module) -> Set[str]:
 
 def _rank(block: nn.Module) -> int:
     """Return the rank of a block's adapters, 0 without any."""
-    return max((min(module.weight.shape) for module in block.modules()
-                if isinstance(module, Factor)), default=0)
+    return max((min(module.weight.shape[-2:]) for module in block.modules()
+                if isinstance(module, Factor | ExpertFactor)), default=0)
 
 
 def _recomputing(forward: Callable[..., Any], policy: Callable[..., CheckpointPolicy] | None,
@@ -108,7 +109,8 @@ def _policy(kept: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, 
             ) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
     # What adapters add is as large as what their linears give, and cheap: a product over the rank.
-    is_added = name == "aten::addmm" and arguments[1].shape[1] <= rank
+    is_added = (name == "aten::addmm" and arguments[1].shape[1] <= rank) \
+        or (name == "aten::bmm" and arguments[0].shape[2] <= rank)
     keep = name in kept and not is_added
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

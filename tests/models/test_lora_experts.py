@@ -1,6 +1,8 @@
-"""Experts that are one parameter have no adapters: a run says so, and targets are refused."""
+"""Adapters of experts that are one parameter: by a regular expression alone, or a run says so."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -8,10 +10,10 @@ from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 
 from lib.core import units
 from lib.core.errors import UsageError
-from lib.models import lora_experts
 from lib.models.lora import Lora
 from lib.models.sharded import Placement
 from tests.models.families import FAMILIES
+from tests.models.two_ranks import TOKENS
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
@@ -24,14 +26,46 @@ def on_meta(family: str) -> PreTrainedModel:
 @pytest.mark.parametrize("targets", [
     "gate_up_proj", ".*experts.*", "experts", "q_proj|down_proj",
     r"model\.layers\.1\.mlp\.experts\.down_proj"])
-@pytest.mark.parametrize("family", MIXTURES)
-def test_targets_that_match_experts_are_refused(family: str, targets: str) -> None:
-    model = on_meta(family)
+@pytest.mark.parametrize("family", [*MIXTURES, "gpt_oss"])
+def test_what_is_added_is_as_if_it_were_in_the_weights(family: str, targets: str) -> None:
+    """Also where weights are transposed and have biases, as in gpt-oss."""
+    torch.manual_seed(0)
+    config = FAMILIES[family]() if family in FAMILIES else GptOssConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model, lora = copy.deepcopy(plain), Lora(3, 6.0, targets=targets)
+    added = lora.attach(model)
+    assert any(".experts.lora_" in name for name in added)
+    for name in added:
+        model.get_submodule(name.rpartition(".")[0]).to_empty(device="cpu")
+    with torch.no_grad():
+        for name in added:
+            model.get_parameter(name).normal_(0, 0.1)
+        held = {name: model.get_parameter(name).detach() for name in added}
+        before = plain(input_ids=TOKENS).logits
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(lora.fold(plain, name, parameter.clone(), held))
+    expected = plain(input_ids=TOKENS).logits
+    assert (expected - before).abs().max() > 1e-3
+    torch.testing.assert_close(model(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_is_back_in_its_place_whatever_happens() -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["mixtral"](), dtype=torch.float32)
     before = dict(model.named_parameters())
-    with pytest.raises(UsageError, match="matches experts") as error:
-        Lora(4, 8.0, targets=targets).convert(model, Placement())
-    assert "layers.1.mlp.experts" in error.value.render() and error.value.code == 2
-    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    added = Lora(3, 6.0, targets="gate_up_proj").attach(model)
+    for name in added:
+        model.get_submodule(name.rpartition(".")[0]).to_empty(device="cpu")
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    with pytest.raises(TypeError):
+        experts()
+    assert experts.gate_up_proj is before["model.layers.0.mlp.experts.gate_up_proj"]
+
+
+def test_dropout_is_refused() -> None:
+    with pytest.raises(UsageError, match="--lora-dropout cannot be had with adapters of experts"):
+        Lora(4, 8.0, 0.1, targets="gate_up_proj").convert(on_meta("mixtral"), Placement())
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -52,12 +86,3 @@ def test_linears_are_no_experts() -> None:
     added, _ = Lora(4, 8.0, targets=r".*shared_expert\.down_proj").convert(on_meta("qwen2_moe"),
                                                                           Placement())
     assert len(added) == 4
-
-
-def test_experts_with_biases_are_found() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(GptOssConfig(
-            vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=3))
-    assert {name.rpartition(".")[2] for name in lora_experts.find(model)} == {
-        "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
