@@ -114,15 +114,16 @@ class Lora:
             log.warn(f"--lora-rank {self.rank} is more than {narrow[0]} has rows or columns: a "
                      "smaller rank can learn the same there")
         added = self.attach(model)
-        own = units.count(sum(model.get_parameter(name).numel() for name in added))
-        where = f"{units.counted(len(added) // 2 - len(experts), 'linear')}" + \
-            f" and the experts of {units.counted(len(experts), 'parameter')}" * bool(experts) + \
-            f" ({units.shortened(self.targets)})"
-        kind = "rsLoRA" if self.rslora else "LoRA"
-        return added, f"{kind}: rank {self.rank}, alpha {self.alpha:g}, on " \
-            f"{where}: {own} of " \
+        return added, f"{self._named(len(added) // 2 - len(experts), len(experts))}: " \
+            f"{units.count(sum(model.get_parameter(name).numel() for name in added))} of " \
             f"{units.count(model.num_parameters())} parameters are trained; the rest is frozen " \
             f"in {str(dtype).removeprefix('torch.')}{lora_experts.left_out(model)}"
+
+    def _named(self, linears: int, experts: int) -> str:
+        """Say what these adapters are, and on how many linears and weights of experts."""
+        of_experts = f" and the experts of {units.counted(experts, 'parameter')}" if experts else ""
+        return f"{'rsLoRA' if self.rslora else 'LoRA'}: rank {self.rank}, alpha {self.alpha:g}, " \
+            f"on {units.counted(linears, 'linear')}{of_experts} ({units.shortened(self.targets)})"
 
     def attach(self, model: PreTrainedModel) -> set[str]:
         """Put adapters beneath the targets of a model, on meta; return their parameters' names."""
