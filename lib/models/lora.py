@@ -109,8 +109,9 @@ class Lora:
                              run=commands.as_typed("--lora-dropout", 0))
         dtype = COMPUTE_DTYPES[self.precision]
         freeze(model, dtype)
-        if narrow := [name for name in choose(model, self.targets)
-                      if min(sizes(model.get_submodule(name))) < self.rank]:
+        narrow = [name for name in choose(model, self.targets)
+                  if min(sizes(model.get_submodule(name))) < self.rank]
+        if narrow and log.rank() == 0:
             log.warn(f"--lora-rank {self.rank} is more than {narrow[0]} has rows or columns: a "
                      "smaller rank can learn the same there")
         added = self.attach(model)
@@ -174,7 +175,7 @@ def choose(model: PreTrainedModel, targets: str) -> list[str]:
     """Return the names of the linears of a model's blocks that targets stand for, in order.
 
     Routers are among them only where a regular expression names them. Raises UsageError where none
-    is, and for a regular expression that matches the output layer or the embedding.
+    is, and for a regular expression that matches some of them and the output layer or embedding.
     """
     kinds = _linears(model)
     if targets in (ALL, ATTENTION, MLP):
@@ -182,7 +183,8 @@ def choose(model: PreTrainedModel, targets: str) -> list[str]:
                   if kind != "router" and targets in (ALL, kind)]
     else:
         chosen = [name for name in kinds if matches(targets, name)]
-        _require_in_blocks(model, targets)
+        if len(chosen) < len(kinds):  # what matches all means the blocks
+            _require_in_blocks(model, targets)
     if not chosen and not choose_experts(model, targets):
         leaves = sorted({name.rpartition(".")[2] for name in kinds})
         raise UsageError(f"--lora-targets {targets} matches no linear in the blocks of a "
@@ -282,7 +284,8 @@ def telling_of_idle(model: nn.Module) -> Iterator[None]:
     """
     used: set[str] = set()
     factors = {name: module for name, module in model.named_modules()
-               if isinstance(module, Factor) and name.endswith(A)}
+               if isinstance(module, Factor) and name.endswith(A)
+               and "expert" not in name}  # which no token of the trial may have chosen
     hooks = [module.register_forward_pre_hook(lambda *_, name=name: used.add(name))
              for name, module in factors.items()]
     try:
@@ -290,7 +293,8 @@ def telling_of_idle(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    if idle := [name.rpartition(".")[0] for name in factors if name not in used]:
+    idle = [name.rpartition(".")[0] for name in factors if name not in used]
+    if idle and log.rank() == 0:
         log.warn(f"{units.counted(len(idle), 'adapter')} had no part in a trial of the model, and "
                  f"may learn nothing: {units.join_lines(idle, _SHOWN)}")
 

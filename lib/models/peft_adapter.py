@@ -9,6 +9,7 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -106,11 +107,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from None
     is_sound = isinstance(content, dict) and type(content.get("r")) is int and content["r"] > 0 \
-        and all(isinstance(content.get(name, 0.0), int | float)
-                for name in ("lora_alpha", "lora_dropout")) and content.get("lora_alpha", 0) > 0
+        and all(type(content.get(name, 0)) in (int, float)
+                for name in ("lora_alpha", "lora_dropout")) \
+        and 0 < content.get("lora_alpha", 0) < math.inf and 0 <= content.get("lora_dropout", 0) < 1
     if isinstance(content, dict) and content.get("peft_type", "LORA") == "LORA" and not is_sound:
         raise ArtifactError(f"{path} is damaged",
-                            expected="r, a whole number, and lora_alpha, a number above 0")
+                            expected="r, a whole number, lora_alpha above 0, lora_dropout below 1")
     if not isinstance(content, dict):
         raise ArtifactError(f"{path} is damaged", expected="a JSON object")
     return content

@@ -107,8 +107,9 @@ def test_damage_is_told(adapter: Path) -> None:
 
     config.write_text(text[:50])
     assert "adapter_config.json is damaged" in refused(ArtifactError)
-    config.write_text(json.dumps(json.loads(text) | {"r": "3"}))
-    assert "r, a whole number" in refused(ArtifactError)
+    for odd in ({"r": "3"}, {"lora_alpha": math.inf}, {"lora_alpha": True}, {"lora_dropout": 1}):
+        config.write_text(json.dumps(json.loads(text) | odd))
+        assert "r, a whole number" in refused(ArtifactError)
     weights.write_bytes(content[:-9])
     assert "adapter_model.safetensors is damaged" in refused(ArtifactError)
     weights.write_bytes(b"\0" * 4)
@@ -162,3 +163,24 @@ def test_all_linears_are_those_of_peft_within_the_blocks(family: str) -> None:
     assert not [name for name in others if name.startswith(blocks) and ".experts" not in name
                 and name.rpartition(".")[2] not in ("gate", "router", "shared_expert_gate")]
     assert not mine - theirs
+    assert set(lora.choose(model, ".*")) >= mine
+    with pytest.raises(UsageError, match=r"--lora-targets .* matches"):
+        lora.choose(model, "lm_head|embed_out|q_proj|query_key_value|c_attn|qkv_proj")
+
+
+def test_an_adapter_without_a_part_in_the_model_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama")
+    Lora(2, 4.0).attach(model)
+    for module in model.modules():
+        if isinstance(module, lora.Factor):
+            module.to_empty(device="cpu")
+    past = model.model.layers[0].mlp.up_proj
+    for forward in (past.forward, None):  # taken without being called, as remote code may
+        if forward is None:
+            model.model.layers[0].mlp.__dict__["up_proj"] = lambda x: x @ past.weight.t()
+        with lora.telling_of_idle(model):
+            model(input_ids=TOKENS)
+        told = [record.getMessage() for record in caplog.records]
+        assert bool(told) is (forward is None)
+    assert told == ["1 adapter had no part in a trial of the model, and may learn nothing: "
+                    "model.layers.0.mlp.up_proj"]
