@@ -20,6 +20,7 @@ from lib.models import lora, prepared
 from lib.models.lora import Lora
 from lib.models.peft_adapter import CONFIG, PREFIX, WEIGHTS
 
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # on the Hub
 _CACHED = re.compile(r"models--(.+?)--(.+)")
 _SHOWN = 8
 
@@ -92,7 +93,7 @@ def name_of(model_dir: Path) -> str:
     """
     content = manifest.read_if_any(model_dir) or {}
     name = content.get("options", {}).get("model_name")
-    if content.get("kind") == prepared.KIND and isinstance(name, str) and "/" in name:
+    if content.get("kind") == prepared.KIND and isinstance(name, str) and _NAME.fullmatch(name):
         return name
     cached = next((found for part in model_dir.absolute().parts
                    if (found := _CACHED.fullmatch(part))), None)
