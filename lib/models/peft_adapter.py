@@ -106,16 +106,18 @@ def _read_config(directory: Path) -> dict[str, Any]:
                             ) from None
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from None
-    is_sound = isinstance(content, dict) and type(content.get("r")) is int and content["r"] > 0 \
-        and all(type(content.get(name, 0)) in (int, float)
-                for name in ("lora_alpha", "lora_dropout")) \
-        and 0 < content.get("lora_alpha", 0) < math.inf and 0 <= content.get("lora_dropout", 0) < 1
-    if isinstance(content, dict) and content.get("peft_type", "LORA") == "LORA" and not is_sound:
-        raise ArtifactError(f"{path} is damaged",
-                            expected="r, a whole number, lora_alpha above 0, lora_dropout below 1")
     if not isinstance(content, dict):
         raise ArtifactError(f"{path} is damaged", expected="a JSON object")
+    if content.get("peft_type", "LORA") == "LORA" and not _is_sound(content):
+        raise ArtifactError(f"{path} is damaged",
+                            expected="r, a whole number, lora_alpha above 0, lora_dropout below 1")
     return content
+
+
+def _is_sound(content: dict[str, Any]) -> bool:
+    rank, alpha, dropout = (content.get(name, 0) for name in ("r", "lora_alpha", "lora_dropout"))
+    return type(rank) is int and type(alpha) in (int, float) and type(dropout) in (int, float) \
+        and rank > 0 and 0 < alpha < math.inf and 0 <= dropout < 1
 
 
 def _require_plain(directory: Path, content: dict[str, Any]) -> None:
