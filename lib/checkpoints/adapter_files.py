@@ -16,7 +16,7 @@ from lib.checkpoints.adapted import AdaptedRun
 from lib.checkpoints.tensor_file import Entry, TensorFile, not_as_written
 from lib.core import commands, manifest, records, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.models import lora, prepared
+from lib.models import lora, peft_adapter, prepared
 from lib.models.lora import Lora
 from lib.models.peft_adapter import CONFIG, PREFIX, WEIGHTS
 
@@ -103,8 +103,9 @@ def name_of(model_dir: Path) -> str:
 def read_back(plain: PreTrainedModel, out: Path) -> tuple[Lora, dict[str, Tensor]]:
     """Return settings and tensors of an adapter that was just written, as PEFT would take them."""
     content = records.read_json(out / CONFIG)
+    linears = find_targets(plain, content["target_modules"])
     settings = Lora(content["r"], content["lora_alpha"], content["lora_dropout"],
-                    "|".join(map(re.escape, content["target_modules"])), content["use_rslora"])
+                    peft_adapter.pattern(sorted(linears)), content["use_rslora"])
     with safe_open(out / WEIGHTS, "pt") as file:
         return settings, {key.removeprefix(PREFIX): file.get_tensor(key)
                           for key in file.keys()}  # noqa: SIM118 (no mapping)
