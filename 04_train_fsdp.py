@@ -82,7 +82,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     from lib.train import fitting, overview, resume
     from lib.train.data import prepare_data
     from lib.train.model import build_model
-    from lib.train.model_files import require_whole_model
+    from lib.train.model_files import require_begun_base, require_whole_model
     from lib.train.plan import next_command
     from lib.train.symptoms import explained
 
@@ -102,6 +102,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
         fitting.advise(config, fit, has_begun=bool(inputs.begun))
         meeting = meet()
     inputs = require_whole_model(config, inputs)
+    require_begun_base(experiment, inputs)
     # Perhaps hours, so before any process group exists.
     data = prepare_data(config, inputs, model.config.get_text_config().vocab_size)
     if config.prepare_only:

@@ -79,6 +79,11 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
     flip(root / "moved/model.safetensors")
     said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
     assert "moved/model.safetensors is not the file that the adapters of" in said
+    shutil.copytree(root / "model", root / "good")
+    train(root, "kept", "-m", "good", "--max-steps", 2)
+    before = (root / "outputs/kept/config.yaml").read_bytes()
+    assert "is not the file" in train(root, "kept", "-m", "moved", "--max-steps", 3, expect=3)
+    assert (root / "outputs/kept/config.yaml").read_bytes() == before
     assert train(root, "other", "-m", "moved", "--max-steps", 1)  # a run of its own may have it
     said = train(root, "from", "-m", "moved", "--max-steps", 8, "--resume",
                  "outputs/run/checkpoints/step_00000006", expect=3)
@@ -94,7 +99,7 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
         assert "--lora-rank: 4 there" in said
         said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank,
                      "--resume-with-changes", expect=2)
-        assert "holds other adapters, which this run cannot take over" in said
+        assert "holds other trained parameters, which this run cannot take over" in said
 
 
 @pytest.mark.parametrize("kind", ["prepared", "cached"])

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lib.checkpoints import adapter_files, commit, contents
 from lib.checkpoints.adapted import AdaptedRun, beside
 from lib.checkpoints.export import PieceReader
-from lib.core import units
+from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.models import lora
 from lib.models.architecture import decoder_layers
@@ -78,6 +78,8 @@ def require_trained(adapted: AdaptedRun) -> str:
             if is_moved and lost.any():
                 wrong.append(f"{name}: {units.counted(int(lost.sum()), 'row')} of {len(lost)} "
                              "had a gradient, and all is zero there")
+            elif steps and not had_gradient.any():
+                log.warn(f"{name} had no gradient in any step, and adds nothing")
             elif steps and gap >= (_suspicious(len(lost)) if tensor.ndim == 2 else len(lost)):
                 wrong.append(f"{name}: {gap} of {len(lost)} rows, one after the other, had no "
                              "gradient in any step")
@@ -156,7 +158,11 @@ def require_equal(adapted: AdaptedRun, out: Path, dtype: torch.dtype,
     pairs = [("the files − base + adapters", found, expected, _rounding(dtype))]
     if recorded:
         trainer = torch.tensor(recorded["logits"])
-        own = _rounding(COMPUTE_DTYPES[recorded["precision"]])
+        if trainer.shape != expected.shape:
+            raise ArtifactError(f"checkpoint {adapted.checkpoint.path} is not one that stage 04 "
+                                "wrote", found=f"a probe of {list(trainer.shape)} logits",
+                                expected=str(list(expected.shape)))
+        own = _rounding(COMPUTE_DTYPES[adapted.options["precision"]])
         pairs += [("base + adapters − the trainer", expected, trainer, own),
                   ("the files − the trainer", found, trainer, max(own, _rounding(dtype)))]
     growth = _LIMIT * math.sqrt(len(decoder_layers(adapted.plain)))

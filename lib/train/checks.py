@@ -24,6 +24,7 @@ _LARGEST_LR = 0.1
 _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 # By field, the package of requirements-optional.txt that an option wants.
 _PACKAGES = {"wandb": "wandb", "ckpt_hyperpod": "amzn-sagemaker-checkpointing"}
+_LARGEST_RANK = 65_536
 _LONG_WARMUP = 0.5  # of the steps
 LORA_LR = 10  # times the default: "LoRA without regret" (Schulman et al. 2025)
 DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model that has weights
@@ -84,6 +85,9 @@ def _adapters(config: Config, problems: Problems) -> None:
                          expected="the rank of the adapters: 8 to 256 as a rule")
     if config.lora_dropout >= 1:
         problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
+    if config.lora_rank > _LARGEST_RANK:
+        problems.add(f"--lora-rank {config.lora_rank} is more than any linear has rows or columns",
+                     expected="8 to 256 as a rule")
     if config.adapts and config.precision == "fp8":
         problems.add("--precision fp8 has no adapters: what is frozen would be cast anew in each "
                      "pass", run=commands.as_typed("--precision", "bf16"))

@@ -22,8 +22,8 @@ from lib.train.config import Config
 TEMPLATE = "chat template"  # an input of runs on conversations
 _SAMPLES = "samples in an epoch"
 # What decides which tensors there are in a checkpoint, and of which shape.
-_OF_TENSORS = {"optimizer": "states of another optimizer", "lora_rank": "other adapters",
-               "lora_targets": "other adapters"}
+_OF_TENSORS = {"optimizer": "states of another optimizer", "lora_rank": "other trained parameters",
+               "lora_targets": "other trained parameters"}
 # What decides which sample bears which number: inputs, and options that are declared so.
 _OF_SAMPLES = {"dataset", "tokenizer", _SAMPLES} | {
     field.name for field in declared.fields(Config) if field.metadata["renumbers"]}
@@ -92,11 +92,12 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
                               "same, or the text that the chat template had: "
                               f"{where / 'model' / 'chat_template.jinja'} holds it, with BOS in "
                               "front where the tokenizer would add one")
+    may_change = not any(each.name in _OF_TENSORS for each in changed)
     if changed and not with_changes:
         raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
                          hint="use another --experiment-name, --overwrite to start this one anew "
-                              "(the old one is kept aside), --resume-with-changes to go on all the "
-                              "same, or the settings that it has:",
+                              "(the old one is kept aside), " + "--resume-with-changes to go on "
+                              "all the same, " * may_change + "or the settings that it has:",
                          run=commands.with_options("--config", where / "config.yaml")
                          if (where / "config.yaml").exists() else "")
     return changed

@@ -62,9 +62,12 @@ def require_whole(base: Path, experiment: Experiment, checkpoint: Checkpoint, pr
     noted = checkpoint.record().get("base") or {
         entry["path"]: entry["digest"] for entry in content.get("files", [])
         if entry["path"].endswith(".safetensors")}
+    if odd := [name for name in noted if Path(name).name != name]:
+        raise ArtifactError(f"{checkpoint.path} is not one that stage 04 wrote",
+                            found=f"the base in its train state: {', '.join(odd)}")
     files = [{"path": name, "digest": digest,
               "bytes": (base / name).stat().st_size if (base / name).is_file() else 0}
-             for name, digest in noted.items() if Path(name).name == name]
+             for name, digest in noted.items()]
     remedy = directory.remedy(base, "--overwrite") if content.get("kind") == directory.KIND \
         else {"hint": f"copy it again from where it came from; {_HINT}"}
     if cache_dir(experiment).is_dir():

@@ -11,8 +11,10 @@ from typing import Any
 from lib.checkpoints.contents import TrainRecord
 from lib.core import hashing, log, manifest, verified
 from lib.core.errors import ArtifactError
+from lib.core.paths import Experiment
 from lib.models import directory
 from lib.parallel.layout import ParallelLayout, gather
+from lib.train import earlier
 from lib.train.config import Config
 from lib.train.inputs import Inputs
 
@@ -57,6 +59,22 @@ def _digests(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[s
                                   workers=config.num_workers, progress=not config.no_progress,
                                   always=config.prepare_only)
     return {name: known[name] for name in names}
+
+
+def require_begun_base(experiment: Experiment, inputs: Inputs) -> None:
+    """Raise ArtifactError when the frozen weights are not those that a run goes on with.
+
+    Before anything is written to its directory, which would remember them.
+    """
+    checkpoint = earlier.newest(experiment) or inputs.named
+    if checkpoint is None or not inputs.base or not (inputs.begun or inputs.named) or \
+            checkpoint.commit()["identity"]["inputs"].get("model") != inputs.fingerprints["model"]:
+        return
+    try:
+        record = checkpoint.record()
+    except (OSError, ValueError, ArtifactError):
+        return  # loading it will tell
+    require_same_base(record, inputs, checkpoint.path)
 
 
 def require_same_base(record: TrainRecord, inputs: Inputs, checkpoint: Path) -> None:

@@ -199,7 +199,7 @@ def test_an_adapter_of_which_a_part_is_lost_is_not_published(tmp_path: Path, wha
     make_run(tmp_path, lora=Lora(4, 8.0, targets="down_proj"), change=without_rows(kept, *kinds),
              optimizer="adamw" if "slice" in what else "adamw8bit")
     for arguments in ((), ("--adapter",)):
-        with pytest.raises(ArtifactError, match="lacks a part of its adapters") as caught:
+        with pytest.raises(ArtifactError, match="lacks a part of its adapters|does not compute what was trained") as caught:
             export(tmp_path, *arguments)
         assert says in caught.value.found and not list(tmp_path.glob("out*"))
 
