@@ -100,15 +100,19 @@ def test_a_named_checkpoint_may_be_gone_once_the_run_has_gone_on_from_it(project
 
 
 @pytest.mark.slow
-def test_a_rank_whose_torchrun_is_gone_saves_and_ends(project: Path):
-    process = start(project, ranks=1)
-    process.send_signal(signal.SIGUSR1)  # which torchrun does not expect
-    said = process.communicate(timeout=60)[0]  # until the rank has closed it as well
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("options", [pytest.param((), id="before the first save"),
+                                     pytest.param(("--ckpt-freq", 2), id="after a save")])
+def test_ranks_whose_torchrun_has_died_save_and_end(project: Path, ranks: int, options: tuple):
+    process = start(project, *options, ranks=ranks)
+    process.send_signal(signal.SIGUSR1)  # torchrun does not catch it, so it dies at once
+    printed = process.communicate(timeout=90)[0]  # until every rank has closed the pipe as well
     kill_all(process, project)
     assert process.returncode == -signal.SIGUSR1
-    assert "stopped by the end of its launcher" in said
+    assert "stopped by the end of its launcher" in printed, printed
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
-    assert state["status"] == "preempted" and steps_saved(project, "run") == [state["step"]]
+    assert state["status"] == "preempted", printed
+    assert steps_saved(project, "run")[-1] == state["step"], printed
 
 
 @pytest.mark.slow

@@ -67,8 +67,7 @@ class ParallelLayout:
         fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
         for group in fsdp.get_all_groups():  # torch gives NCCL's ten minutes
             dist.distributed_c10d._set_pg_timeout(timeout, group)
-        control, saving = (dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
-                           for name in ("control", "saving"))
+        control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
         return cls(rank, ranks, degrees.dp_rank(rank), degrees.dp_size(ranks), device, fsdp,
                    control, saving)
 
@@ -129,6 +128,25 @@ def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> 
                                 world_size=meeting.size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _connected_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a gloo group of all ranks whose ranks are connected; all ranks must call this.
+
+    Gloo connects two ranks when they first talk to each other, and asks the store for the address.
+    The store dies with torchrun, but saving must work without it. So every collective that the
+    groups use runs once here, which opens the sockets of its algorithm and no others: a ring
+    (all_reduce, all_gather), trees (broadcast, barrier), and a star to rank 0 (gather).
+    """
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
+    dist.barrier(group)
+    dist.all_reduce(torch.zeros(1), group=group)
+    gather(None, group)
+    on_rank_0(lambda: None, group)
+    if name == "saving":  # the random states of all ranks are gathered on rank 0
+        ranks = dist.get_world_size(group)
+        dist.gather_object(None, [None] * ranks if dist.get_rank(group) == 0 else None, group=group)
+    return group
 
 
 def _keep_to_loopback() -> None:
