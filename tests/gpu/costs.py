@@ -57,8 +57,8 @@ def packed(place: Place) -> None:
     for model, packings in place.size({"1b": ("concat", "documents"), "8b-wide": ("documents",)},
                                       {"small": ("concat", "documents")}).items():
         rates = [figures(measured(place, f"{model}, {packing}".replace(", ", "-"), model, 8192, 2,
-                                  "-d", place.kit / "data-chat", "--packing", packing, "--compile",
-                                  place.size("on", "off"), *place.size((), ("-s", 256)),
+                                  "--packing", packing, "--compile", place.size("on", "off"),
+                                  *place.size((), ("-s", 256)), data="data-chat",
                                   ))["perf/tokens_per_sec_per_device"]
                  for packing in packings]
         if len(rates) == 2:  # the 8B-wide model with windows is an item of `mfu`

@@ -5,7 +5,7 @@
     gpu_kit/
         data/             a small dataset of stage 02: Python's own library
         data-chat/        a small dataset of conversations about Python's functions
-        .cache/tokens/    the token stores of both
+        .cache/tokens/    the token stores of both, of the second for two lengths
         .cache/wheelhouse/   wheels that an image with torch and transformers may lack
         models/…          configurations (_MODELS), all with the same tokenizer of bytes
 
@@ -31,6 +31,7 @@ _WHEELS = ("xxhash", "orjson", "pytest", "torchao")
 _LEFT_OUT = ("test", "site-packages", "encodings", "pydoc_data", "distutils", "idlelib", "lib2to3",
              "ensurepip", "tkinter", "turtledemo")
 _MOST_BYTES = 40 << 20
+CHAT_LENGTHS = (256, 8192)  # a token store of conversations is for one --seq-length
 
 _LLAMA = {"rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
           "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
@@ -81,9 +82,9 @@ def make(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
     for name, (config, sizes) in _MODELS.items():
         _save_model(made / "models" / name, config, sizes)
     _make_datasets(made, stage, texts)
-    for name in ("data", "data-chat"):
+    for name, length in (("data", 1024), *(("data-chat", each) for each in CHAT_LENGTHS)):
         stage("04_train_fsdp.py", "-e", "kit", "-d", made / name, "-m", made / "models" / "small",
-              "--from-scratch", "--cache-dir", made / ".cache", "--prepare-only")
+              "--from-scratch", "--cache-dir", made / ".cache", "-s", length, "--prepare-only")
     if wheels:
         _fetch_wheels(made / ".cache")
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())

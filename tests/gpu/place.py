@@ -107,11 +107,14 @@ class Place:
         return self.begin(name, *options, **how).ended(expect)
 
     def begin(self, name: str, *options: object, model: str | Path = "small", hook: str = "nothing",
-              scratch: bool = True, **how: Any) -> Stage:
-        """Start stage 04; a later option wins over these. scratch: weights are drawn, not read."""
+              scratch: bool = True, data: str = "data", **how: Any) -> Stage:
+        """Start stage 04; a later option wins over these.
+
+        scratch: weights are drawn, not read. data: a dataset of the kit.
+        """
         directory = model if isinstance(model, Path) else self.model(model)
         drawn = ["--from-scratch"] if scratch else []
-        return self.launch("04_train_fsdp.py", "-e", name, "-d", self.kit / "data", "-m", directory,
+        return self.launch("04_train_fsdp.py", "-e", name, "-d", self.kit / data, "-m", directory,
                            *drawn, "--save-dir", self.work / "outputs", "--cache-dir",
                            self.kit / ".cache", "--no-progress", "--log-freq", 1, "--eval-freq", 0,
                            "--eval-batches", 1, "--ckpt-freq", 10**6, *options, hook=hook, **how)

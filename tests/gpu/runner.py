@@ -68,7 +68,7 @@ def run_items(items: Sequence[Item], session: Session) -> Counter[str]:
                 _write(session, item, refusal, 0.0, _make_work(session, item))
             else:
                 running.append(_begin(item, session))
-        for done, result in _ended(running):
+        for done, result in _ended(running) if running else ():
             running.remove(done)
             counts[result[0]] += 1
             _write(session, done.item, result, time.monotonic() - done.began, done.place.work)

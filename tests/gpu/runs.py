@@ -199,12 +199,12 @@ def _validation(place: Place, rows: int, length: int) -> Any:
 
 def chat(place: Place) -> None:
     """Conversations, of which the answers alone are trained, give the losses that a CPU gives."""
-    options = ("-d", place.kit / "data-chat", "-s", 256, "-b", 2, "--max-steps", 5, "--lr", 1e-3,
-               "--compile", "off")
+    options = ("-s", 256, "-b", 2, "--max-steps", 5, "--lr", 1e-3, "--compile", "off")
     expected = place.train("cpu", *options, "--device", "cpu", "--precision", "fp32",
-                           hook="save_nothing").losses
+                           data="data-chat", hook="save_nothing").losses
     for precision, most in place.size({"fp32": SAME, "bf16": 0.02}, {"fp32": SAME}).items():
-        run = place.train(precision, *options, "--precision", precision, hook="save_nothing")
+        run = place.train(precision, *options, "--precision", precision, data="data-chat",
+                          hook="save_nothing")
         worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
         labels, tokens = (run.rows[-1][f"perf/{kind}_per_sec"] for kind in
                           ("label_tokens", "tokens"))

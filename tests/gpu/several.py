@@ -77,7 +77,7 @@ def communication(place: Place) -> None:
 def gathering(place: Place) -> None:
     """Blocks that stay gathered until backward beside those gathered twice, with accumulation."""
     count = ranks(place)
-    for passes in (1, 4):
+    for passes in place.size((1, 4), (2,)):
         rates = {}
         for hook in ("gather_twice", "gather_once"):
             run = measured(place, f"{hook}-{passes}", "8b-wide", 8192, 1, "--compile",
