@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.gpu.kernels import error, local
+from tests.gpu.kernels import error, local, strict_compiler
 from tests.gpu.place import Place
 
 MOST = 2e-2  # relative error that bf16 may cause in the gradient of any parameter
@@ -84,14 +84,13 @@ def _sharded(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torc
     from lib.models import architecture
     from lib.models.weights import initialise
     from lib.parallel import parallelize
-    from lib.parallel.compiling import Compiler
     from lib.parallel.layout import ParallelLayout
 
     model = architecture.build_on_meta(directory, setting.attention)
     layout = ParallelLayout.start()
     try:
         parallelize.parallelize(model, layout.fsdp, setting.precision,
-                                compiler=Compiler(required=True) if setting.compiled else None)
+                                compiler=strict_compiler() if setting.compiled else None)
         parallelize.materialise(model, layout.device, offload=False)
         initialise(model, 0)
         with torch.no_grad():

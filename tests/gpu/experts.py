@@ -55,3 +55,7 @@ def experts_speed(place: Place) -> None:
     place.note(in_one_line=in_words(figures(run)), dearest=traces.dearest(events),
                kernels_that_add_by_index=len(by_index), ms_of_them=traces.milliseconds(by_index))
     keep_table(place, "moe", run)
+    said = [line for line in run.printed.splitlines() if line.startswith("experts: ")]
+    place.note(said=said)
+    # A run that says which function computes the experts has one whose gradients need no sum.
+    assert not (said and by_index), f"{len(by_index)} kernels add gradients by index"

@@ -1,7 +1,7 @@
 """What an item changes in a stage before it runs, and the script that runs a stage so changed.
 
   python tests/gpu/hooks.py save_nothing 04_train_fsdp.py -e exp …
-  python tests/gpu/hooks.py measure+gather_twice 04_train_fsdp.py -e exp …
+  python tests/gpu/hooks.py measure+slow_steps 04_train_fsdp.py -e exp …
 
 Hooks stand in for what a test cannot wait for or cause from outside: a rank that hangs, a GPU that
 is full. `measure` leaves out what costs more time than the steps that are measured: checkpoints of
@@ -51,39 +51,6 @@ def trace_nothing() -> None:
     _replace(Fit, "excess", lambda *_, **__: {})
     _replace(Fit, "is_easy", lambda *_, **__: True)
     _replace(memory, "ESTIMATED_FROM", float("inf"))
-
-
-def gather_twice() -> None:
-    """Free the weights of blocks after the forward pass, and gather them again in each backward."""
-    _reshard(True)
-    from torch.distributed.fsdp import FSDPModule
-
-    _replace(FSDPModule, "set_reshard_after_backward", lambda *_, **__: None)
-
-
-def gather_once() -> None:
-    """Keep the weights of blocks gathered from the forward pass to the end of the backward."""
-    _reshard(False)
-
-
-def _reshard(after_forward: bool) -> None:
-    from lib.models.architecture import decoder_layers
-    from lib.parallel import parallelize
-
-    shard, whole = parallelize.fully_shard, parallelize.shard
-    blocks: set[int] = set()
-
-    def shard_model(model: Any, *arguments: Any, **named: Any) -> str:
-        blocks.update(map(id, decoder_layers(model).values()))
-        return whole(model, *arguments, **named)
-
-    def shard_group(module: Any, **options: Any) -> Any:
-        if id(module) in blocks:
-            options["reshard_after_forward"] = after_forward
-        return shard(module, **options)
-
-    _replace(parallelize, "shard", shard_model)
-    _replace(parallelize, "fully_shard", shard_group)
 
 
 def tell_allocator() -> None:

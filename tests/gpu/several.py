@@ -75,17 +75,16 @@ def communication(place: Place) -> None:
 
 
 def gathering(place: Place) -> None:
-    """Blocks that stay gathered until backward beside those gathered twice, with accumulation."""
+    """Blocks that stay gathered through a step beside those gathered again, with accumulation."""
     count = ranks(place)
     for passes in place.size((1, 4), (2,)):
         rates = {}
-        for hook in ("gather_twice", "gather_once"):
-            run = measured(place, f"{hook}-{passes}", "8b-wide", 8192, 1, "--compile",
-                           place.size("on", "off"), "--grad-accum-steps", passes, ranks=count,
-                           hook=f"measure+{hook}", steps=10)
-            rates[hook] = figures(run)["perf/tokens_per_sec_per_device"]
-        place.note(**{f"once ÷ twice, {passes} passes a step":
-                      rates["gather_once"] / rates["gather_twice"]})
+        for kept in ("off", "on"):
+            run = measured(place, f"kept-{kept}-{passes}", "8b-wide", 8192, 1, "--compile",
+                           place.size("on", "off"), "--grad-accum-steps", passes,
+                           "--keep-gathered", kept, ranks=count, steps=10)
+            rates[kept] = figures(run)["perf/tokens_per_sec_per_device"]
+        place.note(**{f"once ÷ twice, {passes} passes a step": rates["on"] / rates["off"]})
 
 
 def saving_threads(place: Place) -> None:
