@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -59,6 +60,24 @@ def test_a_process_that_has_used_the_gpu_forks_no_stage(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(AssertionError, match="has used the GPU"):
         place.train("x")
+
+
+def test_the_kit_asks_pip_for_pinned_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                            ) -> None:
+    """Only what pip does with a network is left out."""
+    from launch.bundling import wheelhouse
+
+    asked = []
+
+    def download(place: Path, lists: list[str], *_: object, **__: object) -> None:
+        asked.extend((place / name).read_text() for name in lists)
+        with zipfile.ZipFile(place / "xxhash-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("xxhash-1.dist-info/METADATA", "Name: xxhash\nVersion: 1\n")
+
+    monkeypatch.setattr(wheelhouse, "_download", download)
+    kit._fetch_wheels(tmp_path)
+    assert [line.partition("==")[0] for line in asked[0].splitlines()] == list(kit._WHEELS)
+    assert len([*tmp_path.glob("wheelhouse/*/*.whl")]) == 1
 
 
 SPIED = f"""
