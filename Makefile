@@ -4,8 +4,8 @@
 # make test-long           half an hour more, as root: a cluster in small, every kind of damage
 # make test-faults         200 kills over stages 01 to 05: nothing may be lost (about five minutes)
 # make gpu-kit             gpu_kit/, for a machine with a GPU and no network (a minute, 30 MB)
-# make test-gpu            there: that all is right on the GPU; without one, on the CPU in small
-# make bench-gpu           there: how fast it is (each of these takes eight minutes at most)
+# make test-gpu            there: check what only a GPU shows (without one: a rehearsal on the CPU)
+# make bench-gpu           there: measure speed (each of these takes 20 to 30 minutes)
 # make lint                ruff and mypy
 # make memory-table        what training known models takes of each GPU, as README has it
 # make bench               every other benchmark, one after the other (the better part of an hour)
@@ -164,8 +164,7 @@ test-gpu:
 	$(ANY_PY) benchmarks/gpu.py correctness
 
 bench-gpu:
-	$(ANY_PY) benchmarks/gpu.py mfu
-	$(ANY_PY) benchmarks/gpu.py rest
+	$(ANY_PY) benchmarks/gpu.py mfu rest
 
 validate-framework:
 	$(ANY_PY) launch/validate.py framework

@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""Prove and measure on a GPU what no other machine can show: three commands of eight minutes each.
+"""Check and measure on a GPU what no other machine can show.
 
   python -m tests.gpu.kit                       # first, where there is a network: makes gpu_kit/
   python benchmarks/gpu.py correctness          # also `make test-gpu`
-  python benchmarks/gpu.py mfu                  # `make bench-gpu` runs this one and the next
-  python benchmarks/gpu.py rest
-  python benchmarks/gpu.py mfu --only profile --deadline 120 --out results
+  python benchmarks/gpu.py mfu rest             # also `make bench-gpu`
+  python benchmarks/gpu.py --call 1             # the first part of all items, under ten minutes
+  python benchmarks/gpu.py --only profile,fp8 --deadline 300 --out results
+  python benchmarks/gpu.py --list-calls         # which items each call runs, and for how long
 
 Items run in order of weight (tests/gpu/items.py), each in a process of its own with a limit of its
-own; one that fails stops no other. Each writes a line to <out>/<command>.jsonl as soon as it ends:
-outcome (passed, failed, too slow, not here, no time), figures, the last lines of the error,
-hardware and versions. Without a GPU, or with --rehearse, the same items run on the CPU with tiny
-sizes: that shows that they run, and no figure of it means anything. Exit code: 0, or 1 where an
-item failed.
+own; one that fails stops no other. Items that measure run alone, others beside each other. Each
+writes a line to <out>/<command>.jsonl as soon as it ends: outcome (passed, failed, too slow, not
+here, not run), figures, the last lines of the error, hardware and versions. `not here`: the machine
+or this version lacks what the item needs. `not run`: no time was left. Without a GPU, or with
+--rehearse, the same items run on the CPU with tiny sizes: that shows that they run, and no figure
+of it means anything. Exit code: 1 if an item failed or was too slow, else 3 if one was not run,
+else 0.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,19 +40,18 @@ sys.path.insert(0, str(ROOT))
 
 from lib.core import offline  # noqa: E402 (found by the line above)
 from tests.gpu import machine  # noqa: E402
-from tests.gpu.place import FIGURES, NotHere, Place, kill  # noqa: E402
+from tests.gpu.place import Place, kill  # noqa: E402
 
 COMMANDS = ("correctness", "mfu", "rest")
-_DEADLINE_S = 470.0
-_SHORTEST_S = 12.0  # with less left, nothing is begun
-_ERROR_LINES, _LOG_CHARACTERS = 25, 20_000
+_CALL_DEADLINE_S = 570.0
 _PROBE_S = 180.0
+_JOBS, _CORES_PER_JOB = 5, 3
 _EARLY = ("xxhash", "orjson", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
 _LATE = ("torchao",)  # transformers would import it, and that may touch the GPU
 
 
 def main() -> None:
-    """Run the items of a command until they or the time are at an end."""
+    """Run the items that were asked for until they or the time are at an end."""
     args = parse()
     began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -62,21 +63,36 @@ def main() -> None:
             filter(None, (str(Path(work) / "early"), os.environ.get("PYTHONPATH"))))
         rehearsed = args.rehearse or not facts["gpus"]
         if rehearsed:
-            from lib.parallel import gpus
-            if not args.rehearse and (found := gpus.unusable()):
-                sys.exit(f"error: {found.problem}\n  found:    {found.found}\n"
-                         f"  hint:     {found.hint}; --rehearse runs the items on the CPU")
-            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-            # On a machine that others use too, threads mostly wait for each other.
-            os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-            if not args.rehearse:
-                print("There is no GPU here: what has a stand-in is rehearsed on the CPU.")
+            _rehearse_on_cpu(args.rehearse)
+        from tests.gpu import items, runner
+
+        try:
+            chosen = items.select(args.commands, args.only, args.call)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
         place = Place(args.kit, Path(work), args.out, "cpu" if rehearsed else "cuda",
                       0 if rehearsed else facts["gpus"], start)
+        jobs = 1 if rehearsed else max(1, min(_JOBS, (os.cpu_count() or 1) // _CORES_PER_JOB))
         print(json.dumps(facts), flush=True)
-        failed = [item for command in args.commands for item in
-                  _run_all(command, args, place, facts, began + args.deadline)]
-    sys.exit(bool(failed))
+        counts = runner.run_items(
+            chosen, runner.Session(place, facts, began + args.deadline, args.jobs or jobs))
+        print(f"{runner.summary(counts)}; {time.monotonic() - began:.0f} s", flush=True)
+    sys.exit(runner.exit_code(counts))
+
+
+def _rehearse_on_cpu(asked: bool) -> None:
+    """Hide GPUs and keep to one core; exit where a GPU is there that torch cannot use."""
+    from lib.parallel import gpus
+
+    if not asked and (found := gpus.unusable()):
+        sys.exit(f"error: {found.problem}\n  found:    {found.found}\n"
+                 f"  hint:     {found.hint}; --rehearse runs the items on the CPU")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    # On a machine that others use too, threads mostly wait for each other.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    if not asked:
+        print("There is no GPU here: items with a stand-in are rehearsed on the CPU.")
 
 
 def parse() -> argparse.Namespace:
@@ -87,15 +103,26 @@ def parse() -> argparse.Namespace:
                         help="what to run (default: all three)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_results")),
                         help="where results go (default: $OUT, or gpu_results)")
-    parser.add_argument("--deadline", type=float, default=_DEADLINE_S, metavar="SECONDS",
-                        help="when to be at an end, from now on (default: %(default)s)")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS",
+                        help="when to end, from now on (default: 570 with --call, else when all "
+                             "items have run)")
     parser.add_argument("--only", default="", metavar="ITEM,ITEM", help="these items alone")
+    parser.add_argument("--call", type=int, metavar="N", help="the items of one call alone")
+    parser.add_argument("--list-calls", action="store_true",
+                        help="print the calls that make up the whole kit, and run nothing")
+    parser.add_argument("--jobs", type=int, metavar="N", help="items beside each other, but for "
+                        "those that run alone (default: a third of the cores, 5 at most)")
     parser.add_argument("--kit", type=Path, default=ROOT / "gpu_kit", help="(default: gpu_kit)")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny sizes")
     args = parser.parse_args()
+    if args.list_calls:
+        from tests.gpu import items
+        print(items.calls_table())
+        sys.exit()
     if unknown := set(args.commands) - set(COMMANDS):
         parser.error(f"{', '.join(unknown)} is none of {', '.join(COMMANDS)}")
     args.commands = args.commands or list(COMMANDS)
+    args.deadline = args.deadline or (_CALL_DEADLINE_S if args.call else float("inf"))
     args.kit, args.out = args.kit.resolve(), args.out.resolve()
     if not (args.kit / "models").is_dir():
         parser.error(f"{args.kit} is not there: `make gpu-kit` makes it, on a machine with a "
@@ -149,99 +176,6 @@ def _probe(answer: Connection) -> None:
     except Exception as error:
         print(f"the GPU cannot be used: {error}", file=sys.stderr)
         answer.send({})
-
-
-def _run_all(command: str, args: argparse.Namespace, place: Place, facts: dict[str, Any],
-             deadline: float) -> list[str]:
-    """Run the items of a command and return the names of those that failed."""
-    from tests.gpu.items import COMMANDS as ITEMS
-
-    only, failed = set(filter(None, args.only.split(","))), []
-    for number, item in enumerate(ITEMS[command]):
-        if only and item.name not in only:
-            continue
-        began, left = time.monotonic(), deadline - time.monotonic()
-        work = place.work / command / item.name
-        work.mkdir(parents=True)
-        if left < _SHORTEST_S:
-            outcome, said = "no time", f"{max(0, left):.0f} s were left"
-        elif place.gpus < item.gpus and place.on_gpu:
-            outcome, said = "not here", f"it needs {item.gpus} GPUs"
-        else:
-            limit = item.seconds * (1 if place.start == "fork" else 2)
-            outcome, said = _outcome(command, number, place, work, min(limit, left))
-        figures = work / FIGURES
-        result = {"item": item.name, "outcome": outcome, "rehearsed": not place.on_gpu,
-                  "seconds": round(time.monotonic() - began, 1),
-                  "command": f"python benchmarks/gpu.py {command} --only {item.name}",
-                  "figures": json.loads(figures.read_text()) if figures.exists() else {},
-                  "error": said, "machine": facts}
-        _write(args.out, command, result, work / "log")
-        failed += [item.name] * (outcome in ("failed", "too slow"))
-        shutil.rmtree(work, ignore_errors=True)
-    return failed
-
-
-def _outcome(command: str, number: int, place: Place, work: Path, seconds: float,
-             ) -> tuple[str, str]:
-    """Run an item in a process and return how it ended, and its last lines if not well."""
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    own = Place(place.kit, work, place.out, place.device, place.gpus, place.start)
-    process = multiprocessing.get_context(place.start).Process(
-        target=_item, args=(command, number, own, theirs))
-    process.start()
-    theirs.close()
-    try:
-        outcome, said = ours.recv() if ours.poll(seconds) else \
-            ("too slow", f"it was ended after {seconds:.0f} s\n{_tail(work)}")
-    except EOFError:
-        process.join(5)
-        outcome, said = "failed", f"its process ended by {process.exitcode}\n{_tail(work)}"
-    kill(process.pid)
-    process.join()
-    return outcome, said
-
-
-def _item(command: str, number: int, place: Place, answer: Connection) -> None:
-    from tests.gpu.items import COMMANDS as ITEMS
-
-    os.setsid()
-    with (place.work / "log").open("a") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    try:
-        ITEMS[command][number].run(place)
-        answer.send(("passed", ""))
-    except NotHere as reason:
-        answer.send(("not here", str(reason)))
-    except BaseException:
-        text = traceback.format_exc()
-        print(text, flush=True)
-        answer.send(("failed", "\n".join(text.strip().splitlines()[-_ERROR_LINES:])))
-    time.sleep(3600)  # whoever started this ends it, with all that it has started
-
-
-def _tail(work: Path) -> str:
-    """Return the last lines of what an item and its stages have printed."""
-    logs = sorted(work.glob("*log"), key=lambda path: path.stat().st_mtime)
-    return "\n".join(logs[-1].read_text(errors="replace").splitlines()[-_ERROR_LINES:]) \
-        if logs else ""
-
-
-def _write(out: Path, command: str, result: dict[str, Any], log: Path) -> None:
-    """Append a result, on the disk before the next item begins, and tell it in a line."""
-    with (out / f"{command}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    if result["outcome"] in ("failed", "too slow"):
-        with (out / f"{command}.log").open("a", encoding="utf-8") as file:
-            for part in sorted(log.parent.glob("*log")):
-                text = part.read_text(errors="replace")[-_LOG_CHARACTERS:]
-                file.write(f"=== {result['item']} {part.name}\n{text}\n")
-    said = result["error"].strip().splitlines()
-    print(f"{result['outcome']:<9} {result['seconds']:>6.1f} s  {result['item']}"
-          f"{': ' + said[-1][:160] if said else ''}", flush=True)
 
 
 if __name__ == "__main__":

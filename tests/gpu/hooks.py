@@ -1,14 +1,17 @@
 """What an item changes in a stage before it runs, and the script that runs a stage so changed.
 
   python tests/gpu/hooks.py save_nothing 04_train_fsdp.py -e exp …
+  python tests/gpu/hooks.py measure+slow_steps 04_train_fsdp.py -e exp …
 
-They stand in for what a test cannot wait for or cause from outside: a rank that hangs, a GPU that
-is full. `save_nothing` leaves out checkpoints of tens of gigabytes where only speed is asked for.
+Hooks stand in for what a test cannot wait for or cause from outside: a rank that hangs, a GPU that
+is full. `measure` leaves out what costs more time than the steps that are measured: checkpoints of
+tens of gigabytes and the traces of the memory plan.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import runpy
 import sys
@@ -19,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_SYNC, GRAPH = "three steps without a host sync", "compiled a graph with"
+ALLOCATOR = "allocator: "
 _FRACTION = 0.02  # of the GPU's memory
 
 
@@ -33,8 +37,42 @@ def save_nothing() -> None:
     Checkpointer.poll = Checkpointer.save = lambda *_: None
 
 
+def measure() -> None:
+    """Train without any checkpoint, estimate or trace of memory."""
+    save_nothing()
+    trace_nothing()
+
+
+def trace_nothing() -> None:
+    """Take every run for one that fits: a trace of a large model takes longer than its steps."""
+    from lib.planning import memory
+    from lib.planning.fit import Fit
+
+    _replace(Fit, "excess", lambda *_, **__: {})
+    _replace(Fit, "is_easy", lambda *_, **__: True)
+    _replace(memory, "ESTIMATED_FROM", float("inf"))
+
+
+def tell_allocator() -> None:
+    """Print after step 3 the allocator's settings, and how many of its segments can grow."""
+    import torch
+
+    def tell(step: int) -> None:
+        if step != 3:
+            return
+        read = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")
+        segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+        large = [segment for segment in segments if segment["segment_type"] == "large"]
+        growing = sum(bool(segment.get("is_expandable")) for segment in large)
+        print(ALLOCATOR + json.dumps({"settings": read(), "large segments": len(large),
+                                      "expandable": growing}), flush=True)
+
+    save_nothing()
+    _after_steps(tell)
+
+
 def forbid_host_syncs() -> None:
-    """Raise an error where the host waits for the GPU within the steps 4 to 6."""
+    """Raise an error if the host waits for the GPU within the steps 4 to 6."""
     import torch
 
     def done(step: int) -> None:
@@ -107,6 +145,12 @@ def tell_memory() -> None:
     _after_steps(tell)
 
 
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute that must be there: a hook that changes nothing would go unnoticed."""
+    getattr(owner, name)
+    setattr(owner, name, value)
+
+
 def _after_steps(act: Callable[[int], None]) -> None:
     """Call `act` with the number of each step that is done."""
     from lib.train.meters import Meters
@@ -121,7 +165,7 @@ def _after_steps(act: Callable[[int], None]) -> None:
 
 
 def main(hook: str, script: str, *arguments: str) -> None:
-    """Run a stage with a hook, in a process that may have imported everything already."""
+    """Run a stage with a hook, or several joined by +, in a process that may have imported all."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     from lib.core import offline
@@ -129,7 +173,8 @@ def main(hook: str, script: str, *arguments: str) -> None:
     if "transformers" not in sys.modules:  # in a fork, the parent has enabled it
         offline.enable()
     offline.enable = lambda: None
-    globals()[hook]()
+    for name in hook.split("+"):
+        globals()[name]()
     sys.argv = [str(ROOT / script), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

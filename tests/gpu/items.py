@@ -1,56 +1,145 @@
-"""The items, by command and in order of weight, each with the seconds that it may take."""
+"""The items in order of weight, each with the seconds that it takes on an H200, by estimate.
+
+A machine with a GPU may be lent for calls of under ten minutes, 45 minutes in all: `call` says in
+which of them an item runs. Calls 6 and 7 are for machines with two GPUs or more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tests.gpu import kernels, runs, several, speed
+from tests.gpu import (
+    adapters,
+    attention,
+    block,
+    costs,
+    eight_ranks,
+    experts,
+    float8,
+    kernels,
+    memory,
+    ready,
+    runs,
+    several,
+    speed,
+)
 from tests.gpu.place import Place
+
+BESIDE = 3.0  # times as fast as one after the other are items that run beside each other
+CALL_S = 500.0  # that the items of a call may take by estimate, of its ten minutes
+SINGLE = range(1, 6)  # the calls for one GPU
 
 
 class Item(NamedTuple):
-    """run: raises AssertionError where something is wrong, NotHere where something is missing.
+    """Says what an item is.
 
-    seconds: after which it is killed. gpus: that it needs.
+    run: raises AssertionError if something is wrong, NotHere if something is missing. command: of
+    benchmarks/gpu.py, and of the file that the result goes to. estimate: seconds. alone: it
+    measures time, or takes most of the memory or the disk. gpus: how many it needs.
     """
 
     name: str
     run: Callable[[Place], None]
-    seconds: int
+    command: str
+    call: int
+    estimate: int
+    alone: bool = True
     gpus: int = 1
 
-
-def _named(run: Callable[[Place], None], seconds: int, gpus: int = 1) -> Item:
-    return Item(run.__name__, run, seconds, gpus)
-
-
-def _mfu(model: str, length: int, batch: int, compiled: str) -> Item:
-    return Item(f"{model}_{batch}x{length}_compile_{compiled}",
-                speed.mfu(model, length, batch, compiled), 120)
+    @property
+    def limit(self) -> int:
+        """Return the seconds after which it is killed."""
+        return 2 * self.estimate + 30
 
 
-COMMANDS: dict[str, list[Item]] = {
-    "correctness": [
-        _named(runs.a_run, 90), _named(kernels.loss_head, 60), _named(kernels.varlen, 60),
-        _named(kernels.peaks, 60), _named(runs.resume, 150), _named(kernels.staging, 60),
-        _named(runs.saves, 90),
-        _named(runs.host_syncs, 120), _named(runs.graphs, 120), _named(kernels.bad_steps, 60),
-        _named(kernels.gradient_scale, 60), _named(runs.memory, 150), _named(runs.export, 90),
-        _named(runs.out_of_memory, 60), _named(runs.recomputation, 120),
-        _named(runs.documents_in_fp32, 60), _named(runs.watchdog, 90), _named(runs.launcher, 90),
-        _named(runs.half_precision, 90), _named(runs.offload, 90),
-        _named(runs.adapters, 180),
-        _named(several.collectives, 150, 2), _named(several.saving_threads, 120, 2),
-        _named(several.late_rank, 120, 2)],
-    "mfu": [
-        _mfu("8b-wide", 8192, 2, "on"), _mfu("1b", 8192, 2, "on"), _mfu("8b-wide", 8192, 4, "on"),
-        _mfu("8b-wide", 8192, 2, "off"), _named(speed.whole_run, 180), _named(speed.profile, 120),
-        _mfu("8b-wide", 4096, 4, "on"), _mfu("1b", 4096, 4, "on"), _mfu("1b", 8192, 2, "off"),
-        _mfu("1b", 8192, 4, "on"), _mfu("8b-wide", 4096, 4, "off"), _mfu("1b", 4096, 4, "off")],
-    "rest": [
-        _named(speed.save_stall, 150), _named(speed.fp8, 150), _named(speed.optimizers, 90),
-        _named(speed.attention, 60), _named(speed.eight_ranks, 120), _named(speed.first_step, 150),
-        _named(speed.batch_auto, 120), _named(speed.packed, 90), _named(speed.adapter_speed, 180),
-        _named(speed.fp8_loss, 180)],
-}
+def _check(run: Callable[[Place], None], call: int, estimate: int, alone: bool = False,
+           gpus: int = 1) -> Item:
+    return Item(run.__name__, run, "correctness", call, estimate, alone, gpus)
+
+
+def _mfu(model: str, length: int, batch: int, compiled: str, call: int, estimate: int) -> Item:
+    return Item(speed.mfu_name(model, length, batch, compiled),
+                speed.mfu(model, length, batch, compiled), "mfu", call, estimate)
+
+
+def _cost(run: Callable[[Place], None], call: int, estimate: int, command: str = "rest",
+          gpus: int = 1) -> Item:
+    return Item(run.__name__, run, command, call, estimate, True, gpus)
+
+
+ITEMS = [
+    _check(ready.ready, 1, 15, alone=True),
+    _check(runs.a_run, 1, 55), _check(kernels.varlen, 1, 20), _check(kernels.loss_head, 1, 45),
+    _check(block.block, 1, 80), _check(experts.experts, 1, 120),
+    _check(adapters.adapters, 1, 180, alone=True),
+    _mfu("8b-wide", 8192, 2, "on", 1, 55), _mfu("8b-wide", 8192, 2, "off", 1, 30),
+    _cost(speed.profile, 1, 75, "mfu"),
+
+    _cost(float8.fp8, 2, 115), _cost(costs.packed, 2, 120),
+    _mfu("1b", 8192, 2, "on", 2, 50), _mfu("8b-wide", 8192, 4, "on", 2, 65),
+    _mfu("1b", 8192, 4, "on", 2, 55), _cost(speed.whole_run, 2, 85, "mfu"),
+
+    _check(runs.resume, 3, 150), _check(memory.memory, 3, 150),
+    _check(float8.fp8_states, 3, 220), _check(runs.recomputation, 3, 110),
+    _check(runs.host_syncs, 3, 80), _check(runs.graphs, 3, 80),
+    _check(runs.graphs_gemma, 3, 110), _check(adapters.adapters_resume, 3, 90),
+    _check(runs.save_under_load, 3, 90), _check(experts.experts_wait, 3, 50),
+    _check(kernels.peaks, 3, 15, alone=True),
+    _cost(attention.attention, 3, 30), _cost(attention.boundaries, 3, 30),
+
+    _check(runs.export, 4, 30), _check(runs.chat, 4, 25), _check(kernels.staging, 4, 20),
+    _check(runs.saves, 4, 25), _check(memory.leak, 4, 30), _check(kernels.bad_steps, 4, 20),
+    _check(kernels.gradient_scale, 4, 15), _check(memory.allocator, 4, 10),
+    _check(memory.out_of_memory, 4, 15), _check(float8.fp8_loss, 4, 100),
+    _check(runs.documents_in_fp32, 4, 10), _check(runs.watchdog, 4, 30),
+    _check(runs.launcher, 4, 40), _check(runs.half_precision, 4, 30), _check(runs.offload, 4, 45),
+    _cost(adapters.adapter_speed, 4, 125), _cost(costs.optimizers, 4, 85),
+    _cost(experts.experts_speed, 4, 60),
+
+    _cost(speed.save_stall, 5, 70), _cost(costs.batch_auto, 5, 100), _cost(costs.log_rows, 5, 55),
+    _cost(costs.offload_speed, 5, 50), _cost(eight_ranks.eight_ranks, 5, 50),
+    _mfu("8b-wide", 4096, 4, "on", 5, 45), _cost(speed.first_step, 5, 90),
+
+    _check(several.collectives, 6, 120, alone=True, gpus=2),
+    _check(several.saving_threads, 6, 60, alone=True, gpus=2),
+    _check(several.late_rank, 6, 60, alone=True, gpus=2),
+    _cost(several.gathering, 6, 200, gpus=2),
+    _cost(several.communication, 7, 150, gpus=2), _cost(several.scaling, 7, 320, gpus=2)]
+
+
+def find_item(name: str) -> Item:
+    """Return the item with this name; StopIteration if there is none."""
+    return next(item for item in ITEMS if item.name == name)
+
+
+def select(commands: Sequence[str], only: str = "", call: int | None = None) -> list[Item]:
+    """Return the items of some commands in their order; only: those that it names, by commas.
+
+    Raises ValueError for names and calls that do not exist.
+    """
+    names = set(filter(None, only.split(",")))
+    if unknown := names - {item.name for item in ITEMS}:
+        raise ValueError(f"no item is called {', '.join(sorted(unknown))}")
+    if call is not None and call not in (calls := sorted({item.call for item in ITEMS})):
+        raise ValueError(f"there is no call {call}, only {', '.join(map(str, calls))}")
+    return [item for item in ITEMS if item.command in commands
+            and (not names or item.name in names) and call in (None, item.call)]
+
+
+def estimate(items: Sequence[Item]) -> float:
+    """Return the seconds that items take together, some of them beside each other."""
+    alone = sum(item.estimate for item in items if item.alone)
+    beside = [item.estimate for item in items if not item.alone]
+    return alone + max([sum(beside) / BESIDE, *beside], default=0)
+
+
+def calls_table() -> str:
+    """Return the calls with their items and estimated seconds, as a table of Markdown."""
+    lines = ["| command | items | seconds, estimated |", "|---|---|---|"]
+    for call in sorted({item.call for item in ITEMS}):
+        items = [item for item in ITEMS if item.call == call]
+        names = ", ".join(f"`{item.name}` {item.estimate}" for item in items)
+        lines.append(f"| `python benchmarks/gpu.py --call {call}` | {names} | "
+                     f"{estimate(items):.0f} |")
+    return "\n".join(lines)

@@ -4,9 +4,10 @@
 
     gpu_kit/
         data/             a small dataset of stage 02: Python's own library
-        .cache/tokens/    its token store
+        data-chat/        a small dataset of conversations about Python's functions
+        .cache/tokens/    the token stores of both, of the second for two lengths
         .cache/wheelhouse/   wheels that an image with torch and transformers may lack
-        models/small, models/1b, models/8b-wide     configurations with one tokenizer of bytes
+        models/…          configurations (_MODELS), all with the same tokenizer of bytes
 
 Digests in it are SHA-256, so that it can be checked where xxhash is missing. About 30 MB.
 """
@@ -21,6 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "gpu_kit"
@@ -29,38 +31,60 @@ _WHEELS = ("xxhash", "orjson", "pytest", "torchao")
 _LEFT_OUT = ("test", "site-packages", "encodings", "pydoc_data", "distutils", "idlelib", "lib2to3",
              "ensurepip", "tkinter", "turtledemo")
 _MOST_BYTES = 40 << 20
+CHAT_LENGTHS = (256, 8192)  # a token store of conversations is for one --seq-length
 
-# Llama's shapes. The two large ones are those of Llama 3.2 1B and, with 8 of its 32 blocks,
-# Llama 3 8B; the small one stands in for both in a rehearsal.
-_SHAPES = {
-    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-              "vocab_size": 320, "tie_word_embeddings": True},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-           "vocab_size": 128_256, "tie_word_embeddings": True},
-    "8b-wide": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 8,
-                "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-                "vocab_size": 128_256, "tie_word_embeddings": False},
+_LLAMA = {"rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
+          "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, "mlp_only_layers": [],
+        "decoder_sparse_step": 1}
+# By name the class of the configuration and its sizes. `1b` and `8b-wide` have the shapes of Llama
+# 3.2 1B and, with 8 of its 32 blocks, of Llama 3 8B; `moe` those of Qwen3 30B-A3B, with 4 of its 48
+# blocks; `gemma` alternates sliding and full attention as Gemma 3 does. `small` and `moe-small`
+# stand in for the large ones in a rehearsal.
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "small": ("LlamaConfig", _LLAMA | {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "vocab_size": 320, "tie_word_embeddings": True}),
+    "1b": ("LlamaConfig", _LLAMA | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "vocab_size": 128_256, "tie_word_embeddings": True}),
+    "8b-wide": ("LlamaConfig", _LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 8,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 128_256, "tie_word_embeddings": False}),
+    "moe-small": ("Qwen3MoeConfig", _MOE | {
+        "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
+        "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "vocab_size": 320, "tie_word_embeddings": True}),
+    "moe": ("Qwen3MoeConfig", _MOE | {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 151_936, "tie_word_embeddings": True}),
+    "gemma": ("Gemma3TextConfig", {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "sliding_window": 64,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2, "vocab_size": 320,
+        "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 64,
+        "tie_word_embeddings": True}),
 }
 
 Stage = Callable[..., object]  # the name of a script and its arguments; raises where it fails
 
 
 def make(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
-    """Make the kit, whole or not at all. texts: raw text for the dataset; stage: runs a stage."""
+    """Make the kit, whole or not at all. texts: raw text for the dataset; stage: runs a script."""
     made = kit.with_name(f"{kit.name}.partial-kit")
     shutil.rmtree(made, ignore_errors=True)
-    for name, shape in _SHAPES.items():
-        _save_model(made / "models" / name, shape)
-    excluded = [word for name in _LEFT_OUT for word in ("--exclude", name)]
-    stage("01_organize_data.py", "--src-dir", texts, "--dst-root", made / "splits", "--num-dirs", 1,
-          "--include", "*.py", *excluded)
-    stage("02_build_hf_dataset.py", "--data-folder", made / "splits", "--save-dir", made / "data",
-          "--validation-percent", 2)
-    shutil.rmtree(made / "splits")
-    stage("04_train_fsdp.py", "-e", "kit", "-d", made / "data", "-m", made / "models" / "small",
-          "--from-scratch", "--cache-dir", made / ".cache", "--prepare-only")
+    for name, (config, sizes) in _MODELS.items():
+        _save_model(made / "models" / name, config, sizes)
+    _make_datasets(made, stage, texts)
+    for name, length in (("data", 1024), *(("data-chat", each) for each in CHAT_LENGTHS)):
+        stage("04_train_fsdp.py", "-e", "kit", "-d", made / name, "-m", made / "models" / "small",
+              "--from-scratch", "--cache-dir", made / ".cache", "-s", length, "--prepare-only")
     if wheels:
         _fetch_wheels(made / ".cache")
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
@@ -72,17 +96,31 @@ def make(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
           "`make bench-gpu`")
 
 
-def _save_model(directory: Path, shape: dict[str, int | bool]) -> None:
-    from transformers import LlamaConfig
+def _make_datasets(made: Path, stage: Stage, texts: Path) -> None:
+    """Make one dataset of text and one of conversations."""
+    excluded = [word for name in _LEFT_OUT for word in ("--exclude", name)]
+    stage("01_organize_data.py", "--src-dir", texts, "--dst-root", made / "splits", "--num-dirs", 1,
+          "--include", "*.py", *excluded)
+    stage("launch/demo_conversations.py", made / "chats")
+    stage("02_build_hf_dataset.py", "--data-folder", made / "splits", "--save-dir", made / "data",
+          "--validation-percent", 2)
+    stage("02_build_hf_dataset.py", "--data-folder", made / "chats", "--save-dir",
+          made / "data-chat", "--format", "chat", "--validation-percent", 2)
+    for name in ("splits", "chats"):
+        shutil.rmtree(made / name)
+
+
+def _save_model(directory: Path, config: str, sizes: dict[str, Any]) -> None:
+    import transformers
 
     _tokenizer().save_pretrained(directory)
-    LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=8192, rms_norm_eps=1e-5,
-                rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, dtype="float32",
-                bos_token_id=None, eos_token_id=0, **shape).save_pretrained(directory)
+    shape = {"max_position_embeddings": 8192, "dtype": "float32", "bos_token_id": None,
+             "eos_token_id": 0, "pad_token_id": 0} | sizes
+    getattr(transformers, config)(**shape).save_pretrained(directory)
 
 
 def _tokenizer():
-    """Return a tokenizer that makes one token of each byte, with an end of text."""
+    """Return a tokenizer that makes one token of each byte, with an end of text and a template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -90,7 +128,9 @@ def _tokenizer():
     bytewise = Tokenizer(models.BPE({c: i for i, c in enumerate(["</s>", *alphabet])}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>")
+    tokenizer.chat_template = (ROOT / "chat_templates/plain.jinja").read_text(encoding="utf-8")
+    return tokenizer
 
 
 def _fetch_wheels(cache_dir: Path) -> None:
@@ -102,7 +142,7 @@ def _fetch_wheels(cache_dir: Path) -> None:
               if re.match(r"[a-z]", line)}
     wanted = "\n".join(pinned[name] for name in _WHEELS)
     wheelhouse.prepare(cache_dir, {"requirements.txt": wanted.encode()},
-                       wheelhouse.target(PYTHON, PLATFORM))
+                       wheelhouse.target(PYTHON, PLATFORM), [])
 
 
 def _library() -> Path:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
+import sysconfig
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("transformers", "triton", "numpy", "xxhash", "orjson", "torchao", "datasets")
@@ -25,23 +29,48 @@ def describe() -> dict[str, Any]:
         return found
     about = torch.cuda.get_device_properties(0)
     torch.zeros(8, device="cuda").sum().item()  # it also computes
-    driver = _smi("--query-gpu=driver_version,power.limit", "-i", "0")
     return found | {"gpus": torch.cuda.device_count(), "gpu": about.name,
                     "gpu_gib": round(about.total_memory / 2**30, 1),
                     "capability": f"{about.major}.{about.minor}", "cuda": torch.version.cuda,
                     "cudnn": torch.backends.cudnn.version(),
                     "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-                    "driver, power limit": driver[0] if driver else None}
+                    "driver, power limit": driver()}
+
+
+def driver() -> str | None:
+    """Return the version of the driver and the power limit of the first GPU; None if unknown."""
+    lines = _smi("--query-gpu=driver_version,power.limit", "-i", "0")
+    return lines[0] if lines else None
 
 
 def has_gpu() -> bool:
-    """Tell whether the driver knows a GPU, without touching it."""
+    """Return whether the driver knows a GPU, without touching it."""
     return bool(_smi("--query-gpu=name"))
+
+
+def lacks_compiler() -> str:
+    """Return what this machine lacks to build Triton's launchers; empty if it lacks nothing."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        return "there is no C compiler (gcc, clang or $CC), without which Triton builds no kernel"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.is_file() else \
+        f"there is no {header} (python3-dev), without which Triton builds no kernel"
 
 
 def contexts() -> list[tuple[str, str]]:
     """Return (GPU, process) for each process that holds memory of a GPU."""
     return [tuple(line.split(", ")) for line in _smi("--query-compute-apps=gpu_uuid,pid")]
+
+
+def memory_mib() -> list[tuple[float, float]]:
+    """Return (used, total) in MiB for each GPU, as the driver sees them."""
+    found = []
+    for line in _smi("--query-gpu=memory.used,memory.total"):
+        with suppress(ValueError):  # a driver may not say
+            used, total = (float(part.split()[0]) for part in line.split(", "))
+            found.append((used, total))
+    return found
 
 
 def _version(package: str) -> str | None:

@@ -1,7 +1,8 @@
-"""Where an item runs: the kit, its own directory, the device, and stages as processes.
+"""Where an item runs: the kit, its own directory, the device, and stages as child processes.
 
 An item either computes in its own process or runs stages: a process that has used a GPU, or torch's
-threads, cannot fork one that does. Where both are needed, the stages come first.
+threads, cannot fork one that does. If it needs both, the stages come first, and `with_weights`
+draws weights in a child process of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import hooks
+from tests.gpu import hooks, machine
 from tests.process_tree import tree
 
 ROOT = hooks.ROOT
@@ -29,6 +30,9 @@ FIGURES = "figures.json"
 _TAIL = 3000  # characters of what a stage printed that are told when it failed
 _UNKNOWN = re.compile(r"error: (unknown option .*|.*invalid choice.*|-b.*got 'auto')")
 _TOO_LARGE = re.compile(r"error: (this run does not fit.*)")
+_UNCOMPILED = "the model cannot be compiled here"
+# The models that stand in for larger ones in a rehearsal; `small` does for all others.
+_REHEARSED = {"moe": "moe-small", "moe-small": "moe-small", "gemma": "gemma"}
 _POLL_S, _GONE_WITHIN_S = 0.05, 10.0
 
 
@@ -70,8 +74,9 @@ class Place:
             raise NotHere(what)
 
     def model(self, name: str, **changes: Any) -> Path:
-        """Return the directory of a model, the small one in a rehearsal; changes: of its config."""
-        source = self.kit / "models" / (name if self.on_gpu else "small")
+        """Return the directory of a model, a small one in a rehearsal; changes: of its config."""
+        small = _REHEARSED.get(name, "small")
+        source = self.kit / "models" / (name if self.on_gpu else small)
         if not changes:
             return source
         target = self.work / "models" / "-".join(map(str, (source.name, *changes.values())))
@@ -82,18 +87,19 @@ class Place:
         return target
 
     def with_weights(self, name: str, **changes: Any) -> Path:
-        """Return the directory of a model as `model` does, a copy with random weights in bf16."""
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        """Return the directory of a model as `model` does, a copy with random weights in bf16.
 
+        A child process draws them: afterwards this process can still fork stages that use the GPU,
+        and their memory on it is free again.
+        """
         target = self.work / "weights" / "-".join(map(str, (name, *changes.values())))
         if not target.exists():
             shutil.copytree(self.model(name, **changes), target)
-            torch.manual_seed(0)
-            with torch.device(self.device):
-                made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target),
-                                                        dtype=torch.bfloat16)
-            made.save_pretrained(target)
+            child = multiprocessing.get_context(self.start).Process(
+                target=_draw_weights, args=(target, self.device))
+            child.start()
+            child.join()
+            assert child.exitcode == 0, f"drawing weights for {name} ended by {child.exitcode}"
         return target
 
     def train(self, name: str, *options: object, expect: int = 0, **how: Any) -> Stage:
@@ -101,11 +107,14 @@ class Place:
         return self.begin(name, *options, **how).ended(expect)
 
     def begin(self, name: str, *options: object, model: str | Path = "small", hook: str = "nothing",
-              scratch: bool = True, **how: Any) -> Stage:
-        """Start stage 04; a later option wins over these. scratch: weights are drawn, not read."""
+              scratch: bool = True, data: str = "data", **how: Any) -> Stage:
+        """Start stage 04; a later option wins over these.
+
+        scratch: weights are drawn, not read. data: a dataset of the kit.
+        """
         directory = model if isinstance(model, Path) else self.model(model)
         drawn = ["--from-scratch"] if scratch else []
-        return self.launch("04_train_fsdp.py", "-e", name, "-d", self.kit / "data", "-m", directory,
+        return self.launch("04_train_fsdp.py", "-e", name, "-d", self.kit / data, "-m", directory,
                            *drawn, "--save-dir", self.work / "outputs", "--cache-dir",
                            self.kit / ".cache", "--no-progress", "--log-freq", 1, "--eval-freq", 0,
                            "--eval-batches", 1, "--ckpt-freq", 10**6, *options, hook=hook, **how)
@@ -125,6 +134,8 @@ class Place:
                     f"--nproc-per-node={ranks}"]
         words = [hook, script, *map(str, arguments)]
         if not (ranks or fresh or command):
+            assert self.start != "fork" or not _uses_gpu(), \
+                "this process has used the GPU: it cannot fork a stage any more"
             context = multiprocessing.get_context(self.start)
             process = context.Process(target=_become, args=(words, self.work, output, env or {}))
             process.start()
@@ -137,6 +148,23 @@ class Place:
             process = subprocess.Popen([*launcher, *words], cwd=self.work, stdout=file,
                                        stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
         return Stage(process, experiment, output)
+
+
+def _uses_gpu() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
+def _draw_weights(directory: Path, device: str) -> None:
+    """Write random weights into the directory of a model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory),
+                                                 dtype=torch.bfloat16)
+    model.save_pretrained(directory)
 
 
 def _become(words: list[str], cwd: Path, output: Path, env: dict[str, str]) -> None:
@@ -184,7 +212,8 @@ class Stage:
     def ended(self, expect: int | None = 0) -> Stage:
         """Wait for the end and check the exit code.
 
-        Raises NotHere for an option that this version lacks, and for a GPU that is too small.
+        Raises NotHere for an option that this version lacks, for a GPU that is too small, and where
+        the machine has no compiler for what was to be compiled.
         """
         while (code := self._code()) is None:
             time.sleep(_POLL_S)
@@ -194,6 +223,8 @@ class Stage:
                 raise NotHere(f"not in this version: {unknown[1]}")
             if too_large := _TOO_LARGE.search(printed):
                 raise NotHere(too_large[1])
+            if _UNCOMPILED in printed and (lacking := machine.lacks_compiler()):
+                raise NotHere(lacking)
         assert expect is None or code == expect, \
             f"exit code {code}, expected {expect}:\n{printed[-_TAIL:]}"
         return self

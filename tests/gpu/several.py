@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import re
 
+from tests.gpu import traces
 from tests.gpu.place import Place
-from tests.gpu.runs import SAME, digests, shape, speed
+from tests.gpu.runs import SAME, digests, shape
+from tests.gpu.speed import figures, measured
+
+_EXPOSED = 0.3  # of the time of NCCL's kernels that no other kernel may run beside
+_SCALING = 0.8  # tokens per second of a GPU among all, relative to one alone
 
 
 def ranks(place: Place) -> int:
@@ -16,21 +21,70 @@ def ranks(place: Place) -> int:
     return place.gpus // 2 * 2 if place.on_gpu else 2
 
 
+def sharding(count: int) -> dict[str, tuple[object, ...]]:
+    """Return the options for each way to shard over so many ranks."""
+    found: dict[str, tuple[object, ...]] = {"sharded": (), "replicas": ("--shard-size", 1)}
+    if count >= 4:
+        found["replicas of two"] = ("--shard-size", 2)
+    return found
+
+
 def collectives(place: Place) -> None:
-    """Any number of ranks, sharded or in replicas, learns what one rank does."""
+    """Any number of ranks, sharded or in replicas, learns what one rank does, with accumulation."""
     count = ranks(place)
-    options = shape(place, "--max-steps", 5, "-b", 1, "--global-batch-size", count, "--precision",
-                    "fp32")
+    options = shape(place, "--max-steps", 5, "-b", 1, "--global-batch-size", 4 * count,
+                    "--precision", "fp32")
     expected = place.train("one", *options, ranks=1, hook="save_nothing").losses
-    for name, more in {"sharded": (), "replicas": ("--shard-size", max(1, count // 2))}.items():
-        run = place.train(name, *options, *more, ranks=count, hook="save_nothing")
+    for name, more in sharding(count).items():
+        run = place.train(name.replace(" ", "-"), *options, *more, ranks=count, hook="save_nothing")
         worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
         place.note(**{f"{name}, {count} ranks": worst})
         assert worst < SAME, (name, run.losses, expected)
+
+
+def scaling(place: Place) -> None:
+    """Tokens per second of each GPU among all beside one alone, by ways to shard.
+
+    These runs are planned as any other, since the plan decides what stays gathered.
+    """
+    count = ranks(place)
+    compiled = ("--compile", place.size("on", "off"))
+    for model in place.size(("1b", "8b-wide"), ("small",)):
+        alone = figures(measured(place, f"{model}, one rank", model, 8192, 2, *compiled, ranks=1))
+        for name, more in sharding(count).items():
+            reached = figures(measured(place, f"{model}, {name}".replace(" ", "-"), model, 8192, 2,
+                                       *compiled, *more, ranks=count, hook="save_nothing"))
+            share = reached["perf/tokens_per_sec_per_device"] / \
+                alone["perf/tokens_per_sec_per_device"]
+            place.note(**{f"{model}, {name}, {count} ranks ÷ one": share})
+            assert not place.on_gpu or name != "sharded" or share > _SCALING, (model, share)
+
+
+def communication(place: Place) -> None:
+    """The share of NCCL's time that nothing hides, from the trace of two steps."""
+    count = ranks(place)
+    for model in place.size(("8b-wide", "1b"), ("small",)):
+        run = measured(place, model, model, 8192, 2, "--compile", place.size("on", "off"),
+                       "--profile", "7:8", steps=9, ranks=count, hook="save_nothing")
+        nccl, exposed = traces.communication(traces.load(run))
+        place.note(**{model: {"nccl ms of two steps": nccl, "exposed ms": exposed}})
         if place.on_gpu:
-            fast = place.train(f"{name}-fast", *shape(place, "--max-steps", 16), *more, model="1b",
-                               ranks=count, hook="save_nothing")
-            place.note(**{f"{name}, speed of the 1B": speed(fast)})
+            assert nccl, "the trace has no kernel of NCCL"
+            place.note(**{f"{model}, exposed share": exposed / nccl})
+            assert exposed < _EXPOSED * nccl, f"{model}: {exposed:.0f} of {nccl:.0f} ms"
+
+
+def gathering(place: Place) -> None:
+    """Blocks that stay gathered through a step beside those gathered again, with accumulation."""
+    count = ranks(place)
+    for passes in place.size((1, 4), (2,)):
+        rates = {}
+        for kept in ("off", "on"):
+            run = measured(place, f"kept-{kept}-{passes}", "8b-wide", 8192, 1, "--compile",
+                           place.size("on", "off"), "--grad-accum-steps", passes,
+                           "--keep-gathered", kept, ranks=count, steps=10)
+            rates[kept] = figures(run)["perf/tokens_per_sec_per_device"]
+        place.note(**{f"once ÷ twice, {passes} passes a step": rates["on"] / rates["off"]})
 
 
 def saving_threads(place: Place) -> None:

@@ -13,13 +13,12 @@ import pytest
 
 from tests.conftest import ROOT, run_stage
 from tests.gpu import items, kit, machine
-from tests.gpu.items import Item
+from tests.gpu.items import ITEMS, Item
 from tests.gpu.place import Place
 
-ALL = [(command, item.name) for command, found in items.COMMANDS.items() for item in found]
 # The settings of speed.mfu differ on a GPU alone.
-REHEARSED = [pytest.param(command, name, id=name) for command, name in ALL
-             if "_compile_" not in name or name.endswith("8b-wide_2x8192_compile_off")]
+REHEARSED = [item.name for item in ITEMS if "_compile_" not in item.name
+             or item.name == "8b-wide_2x8192_compile_off"]
 
 
 @pytest.fixture(scope="session")
@@ -35,18 +34,18 @@ def small_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "gpu_kit"
 
 
-def results(out: Path, command: str) -> dict[str, dict]:
+def results(out: Path) -> dict[str, dict]:
     """Return the results that were written, by item."""
-    return {result["item"]: result for result in
-            map(json.loads, (out / f"{command}.jsonl").read_text().splitlines())}
+    return {result["item"]: result for path in out.glob("*.jsonl")
+            for result in map(json.loads, path.read_text().splitlines())}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "name"), REHEARSED)
-def test_each_runs_on_a_cpu(small_kit: Path, tmp_path: Path, command: str, name: str) -> None:
-    run_stage("benchmarks/gpu.py", command, "--rehearse", "--kit", small_kit, "--out", tmp_path,
-              "--only", name, cwd=tmp_path, expect=None)
-    result = results(tmp_path, command)[name]
+@pytest.mark.parametrize("name", REHEARSED)
+def test_each_runs_on_a_cpu(small_kit: Path, tmp_path: Path, name: str) -> None:
+    run_stage("benchmarks/gpu.py", "--rehearse", "--kit", small_kit, "--out", tmp_path, "--only",
+              name, cwd=tmp_path, expect=None)
+    result = results(tmp_path)[name]
     assert result["rehearsed"] and result["machine"]["torch"]
     if result["outcome"] == "not here":
         pytest.skip(result["error"])
@@ -54,24 +53,54 @@ def test_each_runs_on_a_cpu(small_kit: Path, tmp_path: Path, command: str, name:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for command, name in ALL if command == "correctness"])
+@pytest.mark.parametrize("name", [item.name for item in ITEMS if item.command == "correctness"])
 def test_each_holds_on_a_gpu(tmp_path: Path, name: str) -> None:
     if not machine.has_gpu():
         pytest.skip("There is no GPU here.")
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    subprocess.run([sys.executable, ROOT / "benchmarks/gpu.py", "correctness", "--out", tmp_path,
-                    "--only", name], env=environment, cwd=ROOT)
-    result = results(tmp_path, "correctness")[name]
+    subprocess.run([sys.executable, ROOT / "benchmarks/gpu.py", "--out", tmp_path, "--only", name],
+                   env=environment, cwd=ROOT)
+    result = results(tmp_path)[name]
     if result["outcome"] == "not here":
         pytest.skip(result["error"])
     assert result["outcome"] == "passed", result["error"]
+
+
+def test_names_are_unique_and_every_item_has_a_call() -> None:
+    assert len({item.name for item in ITEMS}) == len(ITEMS)
+    assert {item.command for item in ITEMS} == {"correctness", "mfu", "rest"}
+    assert {item.call for item in ITEMS if item.gpus == 1} == set(items.SINGLE)
+    assert not [item.name for item in ITEMS if item.gpus > 1 and item.call in items.SINGLE]
+    assert ITEMS[0].name == "ready" and ITEMS[0].alone
+
+
+def test_each_call_fits_ten_minutes_and_those_for_one_gpu_forty() -> None:
+    estimates = {call: items.estimate(items.select(("correctness", "mfu", "rest"), call=call))
+                 for call in sorted({item.call for item in ITEMS})}
+    assert max(estimates.values()) <= items.CALL_S
+    assert sum(estimates[call] for call in items.SINGLE) <= 40 * 60
+    assert items.estimate(items.select(("correctness", "mfu", "rest"), "adapters,fp8")) == 295
+
+
+def test_the_calls_in_the_results_are_those_of_the_kit() -> None:
+    text = (ROOT / "benchmarks/results/gpu.md").read_text(encoding="utf-8")
+    assert items.calls_table() in text, "python benchmarks/gpu.py --list-calls prints the table"
+    tables = text.split("## Correctness")[1]
+    assert not [item.name for item in ITEMS if f"`{item.name}`" not in tables]
+
+
+def test_names_and_calls_that_do_not_exist_are_errors() -> None:
+    with pytest.raises(ValueError, match="no item is called b, c"):
+        items.select(("rest",), "c,b,fp8")
+    with pytest.raises(ValueError, match="there is no call 99"):
+        items.select(("rest",), call=99)
 
 
 WITH_ODD_ITEMS = f"""
 import runpy, sys
 sys.path.insert(0, "{ROOT}")
 from tests.gpu.test_items import odd_items
-odd_items()
+odd_items(sys.argv.pop(1))
 runpy.run_path("{ROOT}/benchmarks/gpu.py", run_name="__main__")
 """
 
@@ -85,8 +114,8 @@ PathFinder.find_spec = staticmethod(lambda name, *where:
 """
 
 
-def odd_items() -> None:
-    """Put items that end in every way into the place of those that measure."""
+def odd_items(kind: str) -> None:
+    """Put items that end in every way into the place of those that measure, or items that wait."""
     def fails(place: Place) -> None:
         place.note(seen=1)
         raise AssertionError("as it should")
@@ -107,44 +136,77 @@ def odd_items() -> None:
     def passes(place: Place) -> None:
         place.note(seen=2)
 
-    items.COMMANDS["rest"] = [Item(run.__name__, run, 2 if run is hangs else 30)
-                              for run in (fails, dies, hangs, lacks, refuses, passes)]
+    def waits(place: Place) -> None:
+        place.note(began=time.monotonic())
+        time.sleep(1.5)
+        place.note(ended=time.monotonic())
+
+    ends = [Item(run.__name__, run, "rest", 1, -14 if run is hangs else 15)  # a limit of 2 s for it
+            for run in (fails, dies, hangs, lacks, refuses, passes)]
+    together = [Item(f"{name}", waits, "rest", 1, 15, alone=name == "alone")
+                for name in ("one", "two", "three", "alone", "last")]
+    items.ITEMS[:] = {"ends": ends, "together": together, "passes": ends[-1:]}[kind]
 
 
-def test_one_that_ends_badly_stops_no_other(small_kit: Path, tmp_path: Path) -> None:
-    (tmp_path / "odd.py").write_text(WITH_ODD_ITEMS)
-    done = run_stage(str(tmp_path / "odd.py"), "rest", "--rehearse", "--kit", small_kit, "--out",
-                     tmp_path, cwd=tmp_path, expect=1)
-    found = results(tmp_path, "rest")
+def run_odd(kind: str, out: Path, *options: object, expect: int) -> str:
+    """Run odd items, which need nothing of a kit, and return what was printed."""
+    (out / "odd.py").write_text(WITH_ODD_ITEMS)
+    (out / "kit/models").mkdir(parents=True)
+    return run_stage(str(out / "odd.py"), kind, "rest", "--rehearse", "--kit", out / "kit", "--out",
+                     out, *options, cwd=out, expect=expect).stdout
+
+
+def test_one_that_ends_badly_stops_no_other(tmp_path: Path) -> None:
+    printed = run_odd("ends", tmp_path, expect=1)
+    found = results(tmp_path)
     assert {name: result["outcome"] for name, result in found.items()} == {
         "fails": "failed", "dies": "failed", "hangs": "too slow", "lacks": "not here",
         "refuses": "not here", "passes": "passed"}
+    assert "1 passed, 2 failed, 1 too slow, 2 not here, 0 not run; " in printed.splitlines()[-1]
     assert found["fails"]["figures"] == {"seen": 1} and "as it should" in found["fails"]["error"]
     assert "7" in found["dies"]["error"] and found["lacks"]["error"] == "a second GPU"
     assert "not in this version: unknown option --no-such-option" in found["refuses"]["error"]
-    assert "as it should" in (tmp_path / "rest.log").read_text() and "passed" in done.stdout
+    assert "as it should" in (tmp_path / "rest.log").read_text()
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline")
                 if path.exists() and path.read_bytes().startswith(b"sleep\x00600")]
 
 
-def test_what_there_is_no_time_for_is_told(small_kit: Path, tmp_path: Path) -> None:
-    run_stage("benchmarks/gpu.py", "mfu", "--rehearse", "--kit", small_kit, "--out", tmp_path,
-              "--deadline", 5, cwd=tmp_path)
-    assert {result["outcome"] for result in results(tmp_path, "mfu").values()} == {"no time"}
+def test_items_run_beside_each_other_but_for_those_that_measure(tmp_path: Path) -> None:
+    run_odd("together", tmp_path, "--jobs", 2, expect=0)
+    spans = {name: (result["figures"]["began"], result["figures"]["ended"])
+             for name, result in results(tmp_path).items()}
+
+    def overlap(one: str, other: str) -> bool:
+        return spans[one][0] < spans[other][1] and spans[other][0] < spans[one][1]
+
+    assert overlap("one", "two") and not (overlap("one", "three") and overlap("two", "three"))
+    assert not [name for name in spans if name != "alone" and overlap("alone", name)]
+    assert spans["alone"][1] < spans["last"][0]
+
+
+@pytest.mark.parametrize(("seconds", "expect"), [(5, 3), (60, 0)])
+def test_what_there_is_no_time_for_is_not_run_and_the_exit_code_says_so(
+        tmp_path: Path, seconds: int, expect: int) -> None:
+    printed = run_odd("passes", tmp_path, "--deadline", seconds, expect=expect)
+    result, = results(tmp_path).values()
+    assert result["outcome"] == ("not run" if expect else "passed")
+    assert not expect or result["error"].startswith("no time: ")
+    passed = int(not expect)
+    assert f"{passed} passed, 0 failed, {1 - passed} not run" in printed.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_a_prepared_store_is_enough_for_an_image_without_these_packages(small_kit: Path,
                                                                        tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/gpu.py", "correctness", "--rehearse",
-                           "--kit", small_kit, "--out", tmp_path, "--only", "a_run,export"],
+    done = subprocess.run([sys.executable, ROOT / "benchmarks/gpu.py", "--rehearse", "--kit",
+                           small_kit, "--out", tmp_path, "--only", "a_run,export,chat"],
                           env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == 2
+    assert "3 passed, 0 failed, 0 not run" in done.stdout
 
 
-def test_a_kit_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_without_a_kit_the_error_says_how_to_make_one(tmp_path: Path) -> None:
     done = run_stage("benchmarks/gpu.py", "--kit", tmp_path, cwd=tmp_path, expect=2)
     assert "make gpu-kit" in done.stderr

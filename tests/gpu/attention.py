@@ -1,0 +1,104 @@
+"""Items that time the kernels of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tests.gpu.kernels import median_s
+from tests.gpu.place import Place
+
+
+def attention(place: Place) -> None:
+    """Forward and backward of attention by kernel: cuDNN, flash, and both by FA2 and FA3."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
+
+    from lib.parallel.attention_kernel import take_flash_3
+
+    place.need(place.on_gpu, "a CPU has none of these kernels")
+    from torch.nn.attention.varlen import varlen_attn
+
+    heads, length = 32, 8192
+    for width in (128, 64):
+        parts = [torch.randn(1, heads, length, width, device="cuda", dtype=torch.bfloat16,
+                             requires_grad=True) for _ in range(3)]
+        flops = 3.5 * 2 * heads * width * length**2  # causal half, forward and backward
+        ends = torch.tensor([0, length], device="cuda", dtype=torch.int32)
+        flat = [part[0].transpose(0, 1).contiguous().detach().requires_grad_() for part in parts]
+
+        def sdpa(kernel: SDPBackend, parts: list = parts) -> None:
+            with sdpa_kernel(kernel):
+                F.scaled_dot_product_attention(*parts, is_causal=True).sum().backward()
+
+        def varlen(flat: list = flat, ends: Any = ends, length: int = length) -> None:
+            varlen_attn(*flat, ends, ends, length, length, window_size=(-1, 0)).sum().backward()
+
+        works = {"sdpa cudnn": lambda sdpa=sdpa: sdpa(SDPBackend.CUDNN_ATTENTION),
+                 "sdpa flash": lambda sdpa=sdpa: sdpa(SDPBackend.FLASH_ATTENTION),
+                 "varlen FA2": varlen}
+        tell(place, works, flops, width)
+        if left_out := take_flash_3("varlen", parts):
+            place.note(**{f"FA3, {width} wide": left_out})
+            continue
+        tell(place, {"sdpa FA3": works["sdpa flash"], "varlen FA3": varlen}, flops, width)
+        restore_flash_attention_impl()
+
+
+def tell(place: Place, works: dict[str, Callable[[], None]], flops: float, width: int) -> None:
+    """Note what attention of heads of a width reaches by each kernel."""
+    for name, work in works.items():
+        try:
+            reached = flops / median_s(place, work) / 1e12
+        except Exception as error:  # a kernel that is not there is a figure too
+            reached = str(error).splitlines()[0][:200]
+        place.note(**{f"{name}, {width} wide, TFLOP/s": reached})
+
+
+def boundaries(place: Place) -> None:
+    """Packed attention by the number of documents, and with the bound that the kernel is told.
+
+    The kernel starts blocks for as many tokens of each document as `longest` says, most of them
+    empty where it is the whole row. Empty documents stand for boundaries that only fill up.
+    """
+    import torch
+    from torch.nn.attention import restore_flash_attention_impl
+
+    from lib.parallel.attention_kernel import take_flash_3
+
+    place.need(place.on_gpu, "a CPU has none of these kernels")
+    from torch.nn.attention.varlen import varlen_attn
+
+    heads, length = 32, 8192
+    for width in (128, 64):
+        flat = [torch.randn(length, heads, width, device="cuda", dtype=torch.bfloat16,
+                            requires_grad=True) for _ in range(3)]
+
+        def work(documents: int, empty: int, longest: int, flat: list = flat) -> None:
+            ends = _ends(documents, empty, length)
+            varlen_attn(*flat, ends, ends, longest, longest,
+                        window_size=(-1, 0)).sum().backward()
+
+        tried = [part.detach()[None, :256].transpose(1, 2).contiguous().requires_grad_()
+                 for part in flat]
+        for kernel in ("FA2", "FA3"):
+            if kernel == "FA3" and (left_out := take_flash_3("varlen", tried)):
+                place.note(**{f"FA3, {width} wide": left_out})
+                continue
+            for documents, empty in ((1, 0), (16, 0), (16, 112), (64, 0), (128, 0)):
+                for longest in dict.fromkeys((length, length // documents)):
+                    took = median_s(place, partial(work, documents, empty, longest))
+                    place.note(**{f"{kernel}, {width} wide, {documents} documents and {empty} "
+                                  f"empty, longest {longest}, ms": 1000 * took})
+            if kernel == "FA3":
+                restore_flash_attention_impl()
+
+
+def _ends(documents: int, empty: int, length: int) -> Any:
+    """Return where equally long documents begin and end, with empty ones behind them."""
+    import torch
+
+    ends = torch.arange(0, length + 1, length // documents, dtype=torch.int32, device="cuda")
+    return torch.cat([ends, ends[-1:].expand(empty)])

@@ -1,0 +1,118 @@
+"""An item about numbers: the gradients of one large block in bf16 against float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.gpu.kernels import error, local, strict_compiler
+from tests.gpu.place import Place
+
+MOST = 2e-2  # relative error that bf16 may cause in the gradient of any parameter
+
+
+class Setting(NamedTuple):
+    """Says how a block computes. attention: sdpa for windows, varlen for packed documents."""
+
+    attention: str
+    precision: str
+    compiled: bool = False
+    flash_3: bool = False
+
+    @property
+    def packing(self) -> str:
+        """Return the kind of batches that this attention is for."""
+        return "documents" if self.attention == "varlen" else "concat"
+
+
+REFERENCE = Setting("sdpa", "fp32")
+
+
+def block(place: Place) -> None:
+    """The gradients of a block of 8B's width in bf16 are those of float32, by every kernel."""
+    directory = place.model("8b-wide", num_hidden_layers=1, vocab_size=1024, **place.size(
+        {}, {"hidden_size": 256}))
+    fast = place.size("bf16", "fp32")
+    settings = [Setting(attention, fast, compiled, flash_3) for attention in ("sdpa", "varlen")
+                for compiled in place.size((False, True), (False,))
+                for flash_3 in ((False, True) if _has_flash_3(place) else (False,))]
+    expected = {packing: gradients(place, directory, REFERENCE, packing)
+                for packing in ("concat", "documents")}
+    for setting in settings:
+        found = gradients(place, directory, setting, setting.packing)
+        errors = {name: error(found[name], wanted)
+                  for name, wanted in expected[setting.packing].items()}
+        worst = max(errors, key=errors.__getitem__)
+        place.note(**{", ".join((setting.attention, "compiled" if setting.compiled else "eager",
+                                 *["FlashAttention 3"] * setting.flash_3)):
+                      {"worst": worst, "error": errors[worst]}})
+        assert errors[worst] < MOST, (setting, worst, errors[worst])
+
+
+def _has_flash_3(place: Place) -> bool:
+    return place.on_gpu and find_spec("flash_attn_interface") is not None \
+        and torch.cuda.get_device_capability()[0] == 9
+
+
+def gradients(place: Place, directory: Any, setting: Setting, packing: str) -> dict[str, Tensor]:
+    """Return the loss's gradient by parameter, for the same weights and tokens each time."""
+    from lib.parallel import attention, attention_kernel, loss
+
+    with _sharded(directory, setting) as (model, device):
+        if setting != REFERENCE:  # that one needs its mask, and what follows is for good
+            attention.ask_no_device(model, packing, 8192)
+        if setting.flash_3:
+            said = attention_kernel.settle(model, packing, setting.precision, device)
+            assert "FlashAttention 3" in said, said
+        loss.token_loss_sum(model, _batch(place, packing, model.config.vocab_size)).backward()
+        found = {name: local(parameter.grad).detach().clone()
+                 for name, parameter in model.named_parameters()}
+    if setting.flash_3:
+        from torch.nn.attention import restore_flash_attention_impl
+        restore_flash_attention_impl()
+    return found
+
+
+@contextmanager
+def _sharded(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torch.device]]:
+    """Give a model as stage 04 makes it on one rank; its weights are what bf16 can hold."""
+    from lib.models import architecture
+    from lib.models.weights import initialise
+    from lib.parallel import parallelize
+    from lib.parallel.layout import ParallelLayout
+
+    model = architecture.build_on_meta(directory, setting.attention)
+    layout = ParallelLayout.start()
+    try:
+        parallelize.parallelize(model, layout.fsdp, setting.precision,
+                                compiler=strict_compiler() if setting.compiled else None)
+        parallelize.materialise(model, layout.device, offload=False)
+        initialise(model, 0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                tensor = local(parameter)
+                tensor.copy_(tensor.bfloat16().float())
+        yield model, layout.device
+    finally:
+        layout.stop()
+
+
+def _batch(place: Place, packing: str, vocabulary: int) -> Any:
+    """Return two rows of tokens, in documents of several lengths if packed."""
+    from lib.tokens.batches import MicroBatch
+
+    rows, length = 2, place.size(2048, 64)
+    ids = torch.randint(0, vocabulary, (rows, length + 1),
+                        generator=torch.Generator().manual_seed(0))
+    positions = boundaries = None
+    if packing == "documents":
+        lengths = [length // 2, length // 8, length // 4, length // 8]
+        positions = torch.cat([torch.arange(each) for each in lengths]).expand(rows, length)
+        boundaries = torch.tensor([0, *lengths * rows]).cumsum(0).int()
+    return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, boundaries,
+                      ).to(torch.device(place.device))

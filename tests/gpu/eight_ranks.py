@@ -1,0 +1,59 @@
+"""An item with a group of eight ranks of which one is there."""
+
+from __future__ import annotations
+
+import time
+
+from tests.gpu.place import Place
+
+
+def eight_ranks(place: Place) -> None:
+    """A rank of eight with a full 8B: its memory against the estimate, and the host's time.
+
+    The other seven are not there: the collectives move nothing, so the values mean nothing.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from lib.models import architecture
+    from lib.optim import registry
+    from lib.optim.guard import StepGuard
+    from lib.parallel import loss, parallelize
+    from lib.planning import trace
+    from lib.planning.memory import Estimates
+    from lib.tokens.batches import MicroBatch
+
+    directory = place.model("8b-wide", num_hidden_layers=place.size(32, 6))
+    case = trace.Case(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")
+    estimated = Estimates(architecture.build_on_meta(directory, "sdpa")).step(case).total
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    device = torch.device(place.device)
+    mesh = init_device_mesh(place.device, (8,), mesh_dim_names=("shard",))
+    model = architecture.build_on_meta(directory, "sdpa")
+    parallelize.parallelize(model, mesh, case.precision, case.recompute)
+    parallelize.materialise(model, device, offload=False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.to_local(), std=0.02)
+    head = model.get_output_embeddings()
+    head.forward = loss.LossHead(head, loss.AT_ONCE[place.device])
+    adamw = registry.build("adamw", model, 1e-5, (0.9, 0.95), 0.1)
+    guard = StepGuard("fp32", 0.0, device)
+    ids = torch.randint(0, model.config.vocab_size, (case.batch, case.seq_length), device=device)
+    host, total = [], []
+    for _ in range(place.size(8, 3)):
+        began = time.perf_counter()
+        loss.token_loss_sum(model, MicroBatch(ids, ids)).backward()
+        guard.clip(adamw, 1.0)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        host.append(1000 * (time.perf_counter() - began))
+        if place.on_gpu:
+            torch.cuda.synchronize()
+        total.append(1000 * (time.perf_counter() - began))
+    place.note(estimated_gib=estimated / 2**30, host_ms=host, step_ms=total)
+    if place.on_gpu:
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        place.note(peak_gib=peak)
+        assert abs(estimated / 2**30 / peak - 1) < 0.1, "the estimate is off by over 10 %"
