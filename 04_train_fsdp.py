@@ -169,8 +169,9 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     memory_before = capacity.usage(device)["memory/current_gib"]
     shard(config, inputs, model, layout, compiler)
     # All that is saved.
+    wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
     optimizer = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
-                               config.weight_decay, compiler.wrap if compiler else None)
+                               config.weight_decay, wrap)
     guard = StepGuard(config.precision, config.spike_factor, update_device(config, layout),
                       layout.ranks)
     stream = stack.enter_context(closing(data.stream(plan, device)))
