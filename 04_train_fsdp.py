@@ -172,8 +172,9 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
     optimizer = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
                                config.weight_decay, wrap)
-    guard = StepGuard(config.precision, config.spike_factor, update_device(config, layout),
-                      layout.ranks)
+    updated_on = update_device(config, layout)
+    guard = StepGuard(config.precision, config.spike_factor, updated_on, layout.ranks,
+                      fold=updated_on.type == "cuda")
     stream = stack.enter_context(closing(data.stream(plan, device)))
     state = TrainState(model, optimizer, guard, plan, layout,
                        digests(experiment.model) if layout.rank == 0 else {}, inputs.base)

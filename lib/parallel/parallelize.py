@@ -109,7 +109,9 @@ def _policy(kept: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, 
             ) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
     # What adapters add is as large as what their linears give, and cheap: a product over the rank.
+    # It is `addmm` uncompiled, `mm` compiled, and `bmm` for experts.
     is_added = (name == "aten::addmm" and arguments[1].shape[1] <= rank) \
+        or (name == "aten::mm" and arguments[0].shape[1] <= rank) \
         or (name == "aten::bmm" and arguments[0].shape[2] <= rank)
     keep = name in kept and not is_added
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

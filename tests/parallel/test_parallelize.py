@@ -194,3 +194,21 @@ def test_summed_gradients_train_as_averaged_ones(tmp_path: Path, ranks: int) -> 
         assert ranks == 3 or summed == averaged, case
         for one, other in zip(summed["steps"], averaged["steps"], strict=True):
             assert one == pytest.approx(other, rel=2e-7 if "fp32" in case else 1e-3), case
+
+
+@pytest.mark.parametrize("ranks", [
+    2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
+def test_optimizers_scale_sharded_gradients(tmp_path: Path, ranks: int) -> None:
+    """As `clip` does, with replicas, in host memory and with the loss scale of fp16.
+
+    Another rounding of a gradient may move an 8-bit moment by a whole code.
+    """
+    run_stage("tests/parallel/folding.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == (4 if ranks == 1 else 8)
+    for case, (apart, folded) in found.items():
+        assert apart["scale"] == folded["scale"] and apart["skipped"] == folded["skipped"] == 0
+        assert apart["weights"] != folded["weights"], case
+        for one, other in zip(apart["steps"], folded["steps"], strict=True):
+            assert one[0] == pytest.approx(other[0], rel=1e-3 if "fp16" in case else 1e-6), case
+            assert one[1] == pytest.approx(other[1], rel=1e-6 if "w fp32" in case else 1e-3), case
