@@ -144,6 +144,7 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     from lib.models import float8
     from lib.optim import registry
     from lib.optim.guard import StepGuard
+    from lib.parallel import parallelize
     from lib.parallel.compiling import make_compiler
     from lib.parallel.loss import build_loss
     from lib.planning import capacity
@@ -174,7 +175,7 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
                                config.weight_decay, wrap)
     updated_on = update_device(config, layout)
     guard = StepGuard(config.precision, config.spike_factor, updated_on, layout.ranks,
-                      fold=updated_on.type == "cuda")
+                      updated_on.type == "cuda", parallelize.gradient_divisor(layout.fsdp))
     stream = stack.enter_context(closing(data.stream(plan, device)))
     state = TrainState(model, optimizer, guard, plan, layout,
                        digests(experiment.model) if layout.rank == 0 else {}, inputs.base)

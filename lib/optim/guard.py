@@ -37,8 +37,8 @@ class StepGuard:
     """
 
     def __init__(self, precision: str, spike_factor: float, device: torch.device,
-                 ranks: int = 1, fold: bool = False) -> None:
-        """ranks: gradients are summed over so many.
+                 ranks: int = 1, fold: bool = False, divisor: int = 1) -> None:
+        """ranks: gradients are summed over so many. divisor: and then divided by this number.
 
         fold: `clip` leaves the gradients as they are, and has the optimizer scale them while it
         reads them. That spares a pass over all gradients, and rounds a scaled gradient in another
@@ -47,6 +47,7 @@ class StepGuard:
         self.dynamic = precision == "fp16"
         self.scale = 2.0**16 if self.dynamic else 1.0
         self._fold = fold
+        self._divisor = divisor
         # A rank's part of a sum is smaller the more ranks there are: it must not vanish.
         self._lift = 2.0 ** math.floor(math.log2(ranks)) if precision in _NARROW else 1.0
         self._rest = 1.0  # what the loss was not scaled by: see loss_factor
@@ -65,7 +66,7 @@ class StepGuard:
         """
         mean = 1 / max(1, label_tokens)  # windows of conversations may hold nothing that is trained
         power = 2.0 ** math.floor(math.log2(mean)) * self._lift
-        self._rest = mean / power
+        self._rest = mean / power * self._divisor
         return power * self.scale
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:

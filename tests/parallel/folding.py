@@ -1,4 +1,4 @@
-"""Run by each rank: trains a tiny model twice, with gradients scaled in `clip` and in the optimizer.
+"""Run by each rank: trains a tiny model twice, its gradients scaled in `clip` and in the optimizer.
 
 argv: a file for what rank 0 found, {"<optimizer> <precision> <ranks per replica> <offload>":
 [scaled in clip, scaled in the optimizer]}, each as in summing.py.

@@ -16,7 +16,6 @@ from torch._inductor.utils import run_and_get_code
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lib.models.lora import Factor, Lora
-from lib.models.sharded import Placement
 from lib.parallel import loss, parallelize
 from lib.parallel.compiling import Compiler
 from lib.tokens.batches import MicroBatch

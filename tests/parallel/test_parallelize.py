@@ -196,6 +196,31 @@ def test_summed_gradients_train_as_averaged_ones(tmp_path: Path, ranks: int) -> 
             assert one == pytest.approx(other, rel=2e-7 if "fp32" in case else 1e-3), case
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_replicas_of_one_gpu_average_and_train_as_one_rank(tmp_path: Path, ranks: int) -> None:
+    """FSDP2 gets no factor to divide by; the guard takes the average out."""
+    found = {}
+    for count in (ranks, 1):
+        run_stage("tests/parallel/replicas.py", tmp_path / "found.json", cwd=tmp_path, ranks=count)
+        found[count] = json.loads((tmp_path / "found.json").read_text())
+    for precision, (summed, averaged) in found[ranks].items():
+        assert (summed["told"], averaged["told"]) == (1, 0)
+        close = 1e-6 if precision == "fp32" else 1e-3
+        for alone, one, other in zip(found[1][precision][0]["steps"], summed["steps"],
+                                     averaged["steps"], strict=True):
+            assert other == pytest.approx(one, rel=close)
+            assert other == pytest.approx(alone, rel=close)
+
+
+@pytest.mark.parametrize(("device", "replicas", "shard_size", "divisor"), [
+    ("cuda", 4, 1, 4), ("cuda", 2, 2, 1), ("cuda", 1, 1, 1), ("cuda", 1, 4, 1), ("cpu", 4, 1, 1)])
+def test_only_replicas_of_one_gpu_average(device: str, replicas: int, shard_size: int,
+                                          divisor: int) -> None:
+    mesh = SimpleNamespace(device_type=device, size=lambda dim=None: (
+        replicas * shard_size if dim is None else shard_size))
+    assert parallelize.gradient_divisor(mesh) == divisor
+
+
 @pytest.mark.parametrize("ranks", [
     2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
 def test_optimizers_scale_sharded_gradients(tmp_path: Path, ranks: int) -> None:
