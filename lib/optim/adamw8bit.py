@@ -111,7 +111,8 @@ class _Rule(NamedTuple):
     def from_group(cls, group: dict[str, Any], device: torch.device) -> _Rule:
         by_bits = device.type == "cuda" and \
             torch.cuda.get_device_capability(device) < _CASTS_SINCE
-        return cls(*group["betas"], group["eps"], by_bits)
+        beta1, beta2 = group["betas"]
+        return cls(beta1, beta2, group["eps"], by_bits)
 
 
 def step_scalars(group: dict[str, Any], counts: Tensor) -> Tensor:

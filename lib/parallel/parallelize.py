@@ -130,11 +130,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     the output layer (one group with the embedding when their weights are tied, since a shared
     parameter belongs to one group); the rest with the root. Masters, gradients and reductions are
     float32, compute is `precision`, and so is what is frozen; gradients are summed over all ranks
-    and divided by `gradient_divisor`. Adapters are gathered with their block: FSDP2 (torch 2.11 to 2.13) asks for one
-    dtype of those parameters alone that are trained, and a group of their own would be a second
-    exchange. What is frozen stays plain where a rank has all of it: gathering would copy it. All
-    ranks must call this, also when there is just one: the mixed-precision policy acts
-    through the sharding. Raises UsageError for a model without blocks: sharding just the root would
+    and divided by `gradient_divisor`. Adapters are gathered with their block: FSDP2 (torch 2.11 to
+    2.13) asks for one dtype of those parameters alone that are trained, and a group of their own
+    would be a second exchange. What is frozen stays plain where a rank has all of it: gathering
+    would copy it. All ranks must call this, also when there is just one: the mixed-precision policy
+    acts through the sharding. Raises UsageError for a model without blocks: sharding just the root would
     gather the whole model at once.
     """
     compute, ranks = COMPUTE_DTYPES[precision], mesh.size(-1)
