@@ -175,7 +175,8 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
                                config.weight_decay, wrap)
     updated_on = update_device(config, layout)
     guard = StepGuard(config.precision, config.spike_factor, updated_on, layout.ranks,
-                      updated_on.type == "cuda", parallelize.gradient_divisor(layout.fsdp))
+                      fold=updated_on.type == "cuda",
+                      divisor=parallelize.gradient_divisor(layout.fsdp))
     stream = stack.enter_context(closing(data.stream(plan, device)))
     state = TrainState(model, optimizer, guard, plan, layout,
                        digests(experiment.model) if layout.rank == 0 else {}, inputs.base)

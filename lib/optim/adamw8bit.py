@@ -58,6 +58,7 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
+        self._step_supports_amp_scaling = True
         self._update = _in_slices if wrap is None else _Fused(wrap)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ def encode(values: Tensor) -> Tensor:
     """Return the e4m3 codes, uint8, of float32 values whose last 20 bits are zero.
 
     Subnormal results are rounded to the nearest code, to even between two of them. Values above 448
-    become 448, as torch 2.13 casts them on a CPU.
+    become 448.
     """
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF

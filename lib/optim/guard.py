@@ -40,9 +40,9 @@ class StepGuard:
                  ranks: int = 1, fold: bool = False, divisor: int = 1) -> None:
         """ranks: gradients are summed over so many. divisor: and then divided by this number.
 
-        fold: `clip` leaves the gradients as they are, and has the optimizer scale them while it
-        reads them. That spares a pass over all gradients, and rounds a scaled gradient in another
-        way, by a relative 1e-7.
+        fold: `clip` leaves the gradients as they are and has an optimizer that can do so scale them
+        while it reads them. That spares a pass over all gradients, and rounds a scaled gradient in
+        another way, by a relative 1e-7.
         """
         self.dynamic = precision == "fp16"
         self.scale = 2.0**16 if self.dynamic else 1.0
@@ -72,8 +72,8 @@ class StepGuard:
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """Prepare the gradients for `optimizer.step()`; all ranks must call this.
 
-        max_norm: 0 leaves them as they are. With `fold`, the optimizer gets `grad_scale`, which it
-        divides them by. Returns the norm before clipping, float32 scalar on the device.
+        max_norm: 0 clips nothing. With `fold`, the optimizer gets `grad_scale`, which it divides the
+        gradients by. Returns the norm before clipping, float32 scalar on the device.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]
                      if p.grad is not None]
@@ -84,10 +84,12 @@ class StepGuard:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm else 1.0
         optimizer.found_inf = (~sound).float()
         optimizer.grad_scale = None
-        if self._fold and (max_norm or exact != 1.0):
-            optimizer.grad_scale = torch.ones_like(norm) / (factor * exact)
-        elif max_norm or exact != 1.0:
-            torch._foreach_mul_([local_tensor(g) for g in gradients], factor * exact)
+        if max_norm or exact != 1.0:
+            # The mark by which torch's own gradient scaler knows such optimizers.
+            if self._fold and getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.grad_scale = torch.ones_like(norm) / (factor * exact)
+            else:
+                torch._foreach_mul_([local_tensor(g) for g in gradients], factor * exact)
         if self.dynamic:
             self._adapt(bool(torch.isfinite(norm)))
         return norm

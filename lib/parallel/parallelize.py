@@ -134,8 +134,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     2.13) asks for one dtype of those parameters alone that are trained, and a group of their own
     would be a second exchange. What is frozen stays plain where a rank has all of it: gathering
     would copy it. All ranks must call this, also when there is just one: the mixed-precision policy
-    acts through the sharding. Raises UsageError for a model without blocks: sharding just the root would
-    gather the whole model at once.
+    acts through the sharding. Raises UsageError for a model without blocks: sharding just the root
+    would gather the whole model at once.
     """
     compute, ranks = COMPUTE_DTYPES[precision], mesh.size(-1)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)

@@ -125,6 +125,16 @@ def test_the_optimizer_may_scale_the_gradients(model: nn.Module, kind: str, prec
         assert (found - expected).abs().mean() < 1e-5
 
 
+def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) -> None:
+    """One that does not know `grad_scale` would take steps that are not clipped."""
+    guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    fill_gradients(model, 100.0)
+    guard.clip(optimizer, 0.5)
+    assert optimizer.grad_scale is None
+    assert nn.utils.get_total_norm(gradients(model)).item() == pytest.approx(0.5, rel=1e-4)
+
+
 def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
     guard, optimizer = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True), \
         build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
