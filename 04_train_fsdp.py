@@ -144,6 +144,7 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     from lib.models import float8
     from lib.optim import registry
     from lib.optim.guard import StepGuard
+    from lib.parallel import parallelize
     from lib.parallel.compiling import make_compiler
     from lib.parallel.loss import build_loss
     from lib.planning import capacity
@@ -169,10 +170,13 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     memory_before = capacity.usage(device)["memory/current_gib"]
     shard(config, inputs, model, layout, compiler)
     # All that is saved.
+    wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
     optimizer = registry.build(config.optimizer, model, config.lr, (config.beta1, config.beta2),
-                               config.weight_decay, compiler.wrap if compiler else None)
-    guard = StepGuard(config.precision, config.spike_factor, update_device(config, layout),
-                      layout.ranks)
+                               config.weight_decay, wrap)
+    updated_on = update_device(config, layout)
+    guard = StepGuard(config.precision, config.spike_factor, updated_on, layout.ranks,
+                      fold=updated_on.type == "cuda",
+                      divisor=parallelize.gradient_divisor(layout.fsdp))
     stream = stack.enter_context(closing(data.stream(plan, device)))
     state = TrainState(model, optimizer, guard, plan, layout,
                        digests(experiment.model) if layout.rank == 0 else {}, inputs.base)

@@ -57,9 +57,10 @@ class Float8:
         """Have the linears of a model's blocks compute in 8-bit floats; nothing is added.
 
         Where it can, FSDP gathers weights that are cast already, in half the bytes of bf16: not
-        with scales per row, rows that cannot be dealt out evenly, or shards in host memory. On a
-        CPU the products are of rounded numbers but in float32. Raises UsageError for a model that
-        has no such linear.
+        with scales per row, rows that cannot be dealt out evenly, or shards in host memory. A rank
+        that holds all weights gathers nothing, and compiled blocks cast them for half the memory
+        traffic of FSDP's casts. On a CPU the products are of rounded numbers but in float32. Raises
+        UsageError for a model that has no such linear.
         """
         chosen, left = _choose_linears(model)
         if not chosen:
@@ -67,8 +68,10 @@ class Float8:
                              "model", found="; ".join(left) or "no linear in its blocks",
                              expected=f"linears whose sizes are multiples of {MULTIPLE}",
                              run=commands.as_typed("--precision", "bf16"))
+        is_sharded = placement.shard_size > 1
         even = {name for name, linear in chosen.items() if self.recipe == "tensorwise"
-                and not placement.offload and linear.out_features % placement.shard_size == 0}
+                and is_sharded and not placement.offload
+                and linear.out_features % placement.shard_size == 0}
         torchao = _import_torchao()
         config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(self.recipe),
                                      emulate=placement.device != "cuda")
@@ -77,8 +80,11 @@ class Float8:
                 torchao.convert_to_float8_training(
                     model, module_filter_fn=lambda _, name, names=names: name in names,
                     config=dataclasses.replace(config, enable_fsdp_float8_all_gather=is_gathered))
-        gathered = "" if len(even) == len(chosen) else " (gathered in bf16)" if placement.offload \
-            else f" ({len(chosen) - len(even):,} of them gathered in bf16)"
+        gathered = ""
+        if is_sharded and not even:
+            gathered = " (gathered in bf16)"
+        elif is_sharded and len(even) < len(chosen):
+            gathered = f" ({len(chosen) - len(even):,} of them gathered in bf16)"
         return set(), "; ".join([
             f"fp8: {units.counted(len(chosen), 'linear')} of the blocks in 8-bit floats, scaled "
             f"{self.recipe}{gathered}", *left, "the rest in bf16"])

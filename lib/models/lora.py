@@ -64,7 +64,14 @@ class Factor(Added, nn.Linear):
         return low if self.scale == 1.0 else low * self.scale
 
     def add_to(self, output: Tensor, low: Tensor) -> Tensor:
-        """Return output + B low in one pass over the output; low: [..., rank] → [..., out]."""
+        """Return output + B low; low: [..., rank] → [..., out].
+
+        In compiled code the sum is an operation of its own, which the compiler makes part of the
+        next one that reads the output, and without a copy of it. Uncompiled, the product adds to
+        the output in one pass.
+        """
+        if torch.compiler.is_compiling():
+            return output + F.linear(low, self.weight)
         return torch.addmm(output.flatten(0, -2), low.flatten(0, -2),
                            self.weight.t()).view_as(output)
 

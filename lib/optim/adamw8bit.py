@@ -27,6 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lib.core import log
 from lib.models.sharded import local_tensor, plain
+from lib.optim import e4m3
 
 BLOCK = 256  # numbers
 _FLOAT8 = torch.float8_e4m3fn
@@ -39,10 +40,13 @@ _GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, fill 0 to 1
 AT_ONCE = {"cpu": 1 << 16}
 _AT_ONCE_ON_GPU = 1 << 22
 _TRIED, _ROUNDING = 64, 0.01  # rows; mean difference, as a share of the mean
+_CASTS_SINCE = (8, 9)  # the compute capability from which Triton casts to e4m3
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """Has nothing change where `found_inf` is set, as torch's fused AdamW.
+
+    Gradients are divided by `grad_scale` where it is set (float32 scalar), and stay as they are.
 
     Per parameter: `step` float32 scalar; of a matrix [R, …] `exp_avg` and `exp_avg_root` uint8
     [R, …] and their `…_scale` float32 [R, blocks]; of a vector `exp_avg` and `exp_avg_root`
@@ -53,6 +57,8 @@ class AdamW8bit(torch.optim.Optimizer):
                  wrap: Callable[..., Callable[..., None]] | None = None) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
         self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
+        self._step_supports_amp_scaling = True
         self._update = _in_slices if wrap is None else _Fused(wrap)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -79,54 +85,66 @@ class AdamW8bit(torch.optim.Optimizer):
             counts = [self.state[parameter]["step"] for parameter in parameters]
             skip = torch.zeros_like(counts[0]) if self.found_inf is None else self.found_inf
             torch._foreach_add_(counts, [1 - skip] * len(counts))
-            rule, skips = _Rule.from_group(group, counts[0].device), skip > 0
-            for parameter, count in zip(parameters, counts, strict=True):
+            rule = _Rule.from_group(group, counts[0].device)
+            scalars = step_scalars(group, torch.stack(counts)).unbind()
+            skips = skip > 0
+            for parameter, now in zip(parameters, scalars, strict=True):
                 moments = list(self.state[parameter].values())[1:]
                 tensors = [local_tensor(t, padded=True)
                            for t in (parameter, parameter.grad, *moments)]
                 if tensors[0].numel():
-                    self._update(rule, count, skips, *tensors)
+                    self._update(rule, now, skips, self.grad_scale, *tensors)
 
 
 class _Rule(NamedTuple):
-    """Holds what a group's parameters share. lr: float32 scalar, for it changes in each step."""
+    """Holds what a group's parameters share in all steps.
 
-    lr: Tensor
+    by_bits: compiled code computes e4m3 codes by integer arithmetic, since the compiler does not
+    know casts to that type for this device.
+    """
+
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
+    by_bits: bool
 
     @classmethod
     def from_group(cls, group: dict[str, Any], device: torch.device) -> _Rule:
-        lr = torch.full((), group["lr"], dtype=torch.float64, device=device)
+        by_bits = device.type == "cuda" and \
+            torch.cuda.get_device_capability(device) < _CASTS_SINCE
         beta1, beta2 = group["betas"]
-        return cls(lr, beta1, beta2, group["eps"], group["weight_decay"])
-
-    def now(self, count: Tensor) -> tuple[Tensor, ...]:
-        """Return the scalars of the step with this number: float32, but for `raised`, int32.
-
-        rate, shrink: what a moment is multiplied by, and a weight. root_correction: divides a root.
-        """
-        rate = (self.lr / (1 - self.beta1**count.double())).float()
-        shrink = (1 - self.lr * self.weight_decay).float()
-        root_correction = (1 - self.beta2**count.double()).sqrt().float()
-        raised = ((count.double() * _GOLDEN).frac() * _CUT).to(torch.int32)
-        return rate, shrink, root_correction, raised
+        return cls(beta1, beta2, group["eps"], by_bits)
 
 
-def _in_slices(rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
-    """Take a step on this rank's shard, some rows at a time, unless `skip` (bool scalar)."""
-    now = rule.now(count)
+def step_scalars(group: dict[str, Any], counts: Tensor) -> Tensor:
+    """Return what the update of each parameter multiplies by, float32 [parameters, 4].
+
+    counts: the steps that each parameter has taken, float32 [parameters]; they differ where one had
+    no gradient at times. The columns: `rate` and `shrink`, which a moment and a weight are
+    multiplied by; `root_correction`, which divides a root; `raised`, a whole number. Computed once
+    per step and group: within the compiled update, the float64 powers would be computed for each
+    number. A row takes 16 bytes, so each is as aligned as the compiler wants its inputs.
+    """
+    beta1, beta2 = group["betas"]
+    counts = counts.double()
+    rate = group["lr"] / (1 - beta1**counts)
+    shrink = torch.full_like(counts, 1 - group["lr"] * group["weight_decay"])
+    root_correction = (1 - beta2**counts).sqrt()
+    raised = ((counts * _GOLDEN).frac() * _CUT).trunc()
+    return torch.stack([rate, shrink, root_correction, raised], 1).float()
+
+
+def _in_slices(rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor,
+               ) -> None:
+    """Take a step on this rank's shard, some rows at a time, unless `skip` (bool scalar).
+
+    now: the parameter's row of `step_scalars`. scale: divides the gradient.
+    """
     at_once = AT_ONCE.get(tensors[0].device.type, _AT_ONCE_ON_GPU)
     rows = max(1, at_once * len(tensors[0]) // tensors[0].numel())
+    rule = rule._replace(by_bits=False)  # without the compiler, torch's casts work on any device
     for parts in zip(*(t.split(rows) for t in tensors), strict=True):
-        _take(rule, now, skip, *parts)
-
-
-def _at_once(rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
-    """Do the same without slices: for the compiler."""
-    _take(rule, rule.now(count), skip, *tensors)
+        _take(rule, now, skip, scale, *parts)
 
 
 class _Fused:
@@ -139,34 +157,36 @@ class _Fused:
     """
 
     def __init__(self, wrap: Callable[..., Callable[..., None]]) -> None:
-        self._update = wrap(_at_once, instead=_in_slices)
+        self._update = wrap(_take, instead=_in_slices)
         self._is_right: dict[int, bool] = {}  # by dimensions
 
-    def __call__(self, rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+    def __call__(self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None,
+                 *tensors: Tensor) -> None:
         columns, kind = tensors[0].shape[1:].numel(), min(tensors[0].ndim, 2)
         if kind == 2 and columns % BLOCK == 0:
             tensors = tuple(t.view(-1, BLOCK if t.shape == tensors[0].shape else 1)
                             for t in tensors)
         elif kind == 2:
-            return _in_slices(rule, count, skip, *tensors)
+            return _in_slices(rule, now, skip, scale, *tensors)
         if kind not in self._is_right:
-            self._is_right[kind] = self._tries(rule, count, *(t[:_TRIED] for t in tensors))
+            self._is_right[kind] = self._tries(rule, now, scale, *(t[:_TRIED] for t in tensors))
         update = self._run if self._is_right[kind] else _in_slices
-        return update(rule, count, skip, *tensors)
+        return update(rule, now, skip, scale, *tensors)
 
-    def _run(self, rule: _Rule, count: Tensor, skip: Tensor, *tensors: Tensor) -> None:
+    def _run(self, rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, *tensors: Tensor,
+             ) -> None:
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        self._update(rule, count, skip, *tensors)
+        self._update(rule, now, skip, scale, *tensors)
 
-    def _tries(self, rule: _Rule, count: Tensor, *tensors: Tensor) -> bool:
+    def _tries(self, rule: _Rule, now: Tensor, scale: Tensor | None, *tensors: Tensor) -> bool:
         """Tell whether copies change as they do without the compiler, but for rounding."""
         updated, wanted = ([t.clone() for t in tensors] for _ in range(2))
         for update, copies in ((self._run, updated), (_in_slices, wanted)):
-            update(rule, count, torch.zeros_like(count, dtype=torch.bool), *copies)
+            update(rule, now, torch.zeros((), dtype=torch.bool, device=now.device), scale, *copies)
         moments = (len(tensors) - 2) // 2  # tensors of each
         pairs = [(updated[0] - tensors[0], wanted[0] - tensors[0])]
-        pairs += [(_read(*updated[i:i + moments]), _read(*wanted[i:i + moments]))
+        pairs += [(_read(updated[i:i + moments]), _read(wanted[i:i + moments]))
                   for i in range(2, len(tensors), moments)]
         if all((a - b).abs().mean() <= _ROUNDING * b.abs().mean() for a, b in pairs):
             return True
@@ -175,28 +195,33 @@ class _Fused:
         return False
 
 
-def _take(rule: _Rule, now: tuple[Tensor, ...], skip: Tensor, weight: Tensor, gradient: Tensor,
-          *kept: Tensor) -> None:
-    rate, shrink, root_correction, raised = now
+def _take(rule: _Rule, now: Tensor, skip: Tensor, scale: Tensor | None, weight: Tensor,
+          gradient: Tensor, *kept: Tensor) -> None:
+    rate, shrink, root_correction, raised = now.unbind()
     first, second = (kept[:len(kept) // 2], kept[len(kept) // 2:])
-    average = _read(*first).lerp_(gradient, 1 - rule.beta1)
-    root = _read(*second).square_().lerp_(gradient.square(), 1 - rule.beta2).sqrt_()
+    if scale is not None:
+        gradient = gradient / scale
+    average = _read(first, rule.by_bits).lerp_(gradient, 1 - rule.beta1)
+    root = _read(second, rule.by_bits).square_().lerp_(gradient.square(), 1 - rule.beta2).sqrt_()
     new = weight * shrink
     new -= rate * average / (root / root_correction + rule.eps)
     weight.copy_(torch.where(skip, weight, new))
     for values, places in ((average, first), (root, second)):
-        for place, written in zip(places, _written(values, raised, places), strict=True):
-            place.copy_(torch.where(skip, place, written))
+        written = _written(values, raised.to(torch.int32), places, rule.by_bits)
+        for place, value in zip(places, written, strict=True):
+            place.copy_(torch.where(skip, place, value))
 
 
-def _read(codes: Tensor, scale: Tensor | None = None) -> Tensor:
+def _read(kept: Sequence[Tensor], by_bits: bool = False) -> Tensor:
     """Return a moment in float32, as a new tensor."""
-    if scale is None:
-        return codes.clone()
-    return _joined(_blocks(codes.view(_FLOAT8).float()) * scale[..., None], codes)
+    if len(kept) == 1:
+        return kept[0].clone()
+    codes, scale = kept
+    values = e4m3.decode(codes) if by_bits else codes.view(_FLOAT8).float()
+    return _joined(_blocks(values) * scale[..., None], codes)
 
 
-def _written(values: Tensor, raised: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _written(values: Tensor, raised: Tensor, like: Sequence[Tensor], by_bits: bool) -> list[Tensor]:
     """Return what keeps a moment: itself, or codes and scales.
 
     raised: int32 scalar, what is added to a float32's bits before they are cut off: 0 rounds all
@@ -207,8 +232,9 @@ def _written(values: Tensor, raised: Tensor, like: Sequence[Tensor]) -> list[Ten
     blocks = _blocks(values)
     scale = (blocks.abs().amax(-1) / _LARGEST).clamp_(min=_SMALLEST_SCALE)
     bits = ((blocks / scale[..., None]).view(torch.int32) + raised) & -_CUT
-    codes = bits.view(torch.float32).to(_FLOAT8)
-    return [_joined(codes.view(torch.uint8), values), scale]
+    cut = bits.view(torch.float32)
+    codes = e4m3.encode(cut) if by_bits else cut.to(_FLOAT8).view(torch.uint8)
+    return [_joined(codes, values), scale]
 
 
 def _blocks(values: Tensor) -> Tensor:

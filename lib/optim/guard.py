@@ -37,10 +37,17 @@ class StepGuard:
     """
 
     def __init__(self, precision: str, spike_factor: float, device: torch.device,
-                 ranks: int = 1) -> None:
-        """ranks: gradients are summed over so many."""
+                 ranks: int = 1, fold: bool = False, divisor: int = 1) -> None:
+        """ranks: gradients are summed over so many. divisor: and then divided by this number.
+
+        fold: `clip` leaves the gradients as they are and has an optimizer that can do so scale them
+        while it reads them. That spares a pass over all gradients, and rounds a scaled gradient in
+        another way, by a relative 1e-7.
+        """
         self.dynamic = precision == "fp16"
         self.scale = 2.0**16 if self.dynamic else 1.0
+        self._fold = fold
+        self._divisor = divisor
         # A rank's part of a sum is smaller the more ranks there are: it must not vanish.
         self._lift = 2.0 ** math.floor(math.log2(ranks)) if precision in _NARROW else 1.0
         self._rest = 1.0  # what the loss was not scaled by: see loss_factor
@@ -59,14 +66,14 @@ class StepGuard:
         """
         mean = 1 / max(1, label_tokens)  # windows of conversations may hold nothing that is trained
         power = 2.0 ** math.floor(math.log2(mean)) * self._lift
-        self._rest = mean / power
+        self._rest = mean / power * self._divisor
         return power * self.scale
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """Prepare the gradients for `optimizer.step()`; all ranks must call this.
 
-        max_norm: 0 leaves them as they are. Returns the norm before clipping, float32 scalar on
-        the device.
+        max_norm: 0 clips nothing. With `fold`, the optimizer gets `grad_scale`, which it divides the
+        gradients by. Returns the norm before clipping, float32 scalar on the device.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]
                      if p.grad is not None]
@@ -75,9 +82,14 @@ class StepGuard:
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * exact
         sound = self._judge(norm)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm else 1.0
+        optimizer.found_inf = (~sound).float()
+        optimizer.grad_scale = None
         if max_norm or exact != 1.0:
-            torch._foreach_mul_([local_tensor(g) for g in gradients], factor * exact)
-        optimizer.found_inf, optimizer.grad_scale = (~sound).float(), None
+            # The mark by which torch's own gradient scaler knows such optimizers.
+            if self._fold and getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.grad_scale = torch.ones_like(norm) / (factor * exact)
+            else:
+                torch._foreach_mul_([local_tensor(g) for g in gradients], factor * exact)
         if self.dynamic:
             self._adapt(bool(torch.isfinite(norm)))
         return norm

@@ -24,6 +24,7 @@ class OptimizerSpec(NamedTuple):
     state_bytes: of its states, per parameter. build: (groups, lr, betas, wrap) → the optimizer,
     which has `new_state(parameter)`, sharded like the parameter but for `step`; where its
     `found_inf` is set, `step()` changes no weight, state or count, and no one waits for the device.
+    One with `_step_supports_amp_scaling` divides the gradients by `grad_scale` where that is set.
     block: numbers of a row that have to lie on one rank.
     """
 

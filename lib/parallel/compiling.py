@@ -1,4 +1,4 @@
-"""What torch compiles: the decoder blocks, and the gradient of the output layer's logits."""
+"""What torch compiles: the decoder blocks, the loss, and the update of adamw8bit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,21 @@ logging.getLogger("torch._higher_order_ops.wrap").addFilter(
 class Compiler:
     """Compiles functions for the sizes that they are called with.
 
-    The first failure (no C compiler, an operation that is unknown, a kernel that does not start) is
-    the last: from then on all run as they are. It is this rank's alone: the others need not know,
-    since what is compiled waits for no other rank. required: raise UsageError instead.
+    After the first failure (no C compiler, an operation that is unknown, a kernel that does not
+    start), all functions of this compiler run uncompiled, and those of other compilers stay
+    compiled. The failure concerns this rank alone: the others need not know, since no compiled
+    function waits for another rank.
     """
 
-    def __init__(self, required: bool) -> None:
-        self._required, self._works = required, True
+    def __init__(self, required: bool, part: str = "the decoder blocks") -> None:
+        """required: raise UsageError at a failure. part: names the functions in messages."""
+        self._required = required
+        self._part = part
+        self._works = True
+
+    def for_part(self, part: str) -> Compiler:
+        """Return a compiler for another part of the step, which may also run uncompiled."""
+        return Compiler(required=False, part=part)
 
     def wrap(self, function: Callable[..., Any], instead: Callable[..., Any] | None = None,
              ) -> Callable[..., Any]:
@@ -66,7 +74,7 @@ class Compiler:
         if self._required:
             raise UsageError("the model cannot be compiled here", found=first[:300],
                              run=commands.as_typed("--compile", "off")) from error
-        log.warn(f"compile: off, which is slower, since the model cannot be compiled here: "
+        log.warn(f"compile: off for {self._part}, which is slower: compiling failed with "
                  f"{first[:300]}")
 
 
@@ -100,5 +108,8 @@ def is_wanted(option: bool | None, device: torch.device) -> bool:
 
 
 def make_compiler(option: bool | None, device: torch.device) -> Compiler | None:
-    """Return what compiles as --compile asks for it; None to compile nothing."""
+    """Return the compiler of the decoder blocks as --compile asks for it; None: compile nothing.
+
+    The other parts of a step get compilers of their own from it, by `for_part`.
+    """
     return Compiler(required=bool(option)) if is_wanted(option, device) else None

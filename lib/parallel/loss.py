@@ -87,9 +87,10 @@ class LossHead:
     """
 
     def __init__(self, head: nn.Module, at_once: int, compiler: Compiler | None = None) -> None:
-        """at_once: logits that may exist at a time."""
+        """at_once: logits that may exist at a time. compiler: of the decoder blocks."""
         self._head, self._logits, self._at_once = head, head.forward, at_once
-        self._gradient = _gradient if compiler is None else compiler.wrap(_fused, _gradient)
+        self._gradient = _gradient if compiler is None else \
+            compiler.for_part("the loss").wrap(_fused, _gradient)
         self._labels: Tensor | None = None
         self._scale = 1.0
 

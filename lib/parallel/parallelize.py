@@ -40,6 +40,7 @@ from lib.parallel import evenly
 from lib.parallel.compiling import Compiler
 
 _SMALL_SHARE = 0.05
+_AVERAGED_ON = ("cuda",)  # not on CPUs, where a run keeps its bits
 # What selective checkpointing keeps: the results that are expensive to recompute. The rest
 # (norms, activations, rotations) costs memory traffic alone.
 _KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
@@ -109,7 +110,9 @@ def _policy(kept: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, 
             ) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
     # What adapters add is as large as what their linears give, and cheap: a product over the rank.
+    # It is `addmm` uncompiled, `mm` compiled, and `bmm` for experts.
     is_added = (name == "aten::addmm" and arguments[1].shape[1] <= rank) \
+        or (name == "aten::mm" and arguments[0].shape[1] <= rank) \
         or (name == "aten::bmm" and arguments[0].shape[2] <= rank)
     keep = name in kept and not is_added
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -126,13 +129,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     Groups, bottom-up: each block of `_no_split_modules`; the input embedding; the final norm with
     the output layer (one group with the embedding when their weights are tied, since a shared
     parameter belongs to one group); the rest with the root. Masters, gradients and reductions are
-    float32, compute is `precision`, and so is what is frozen; gradients are summed over all ranks,
-    not averaged. Adapters are gathered with their block: FSDP2 (torch 2.11 to 2.13) asks for one
-    dtype of those parameters alone that are trained, and a group of their own would be a second
-    exchange. What is frozen stays plain where a rank has all of it: gathering would copy it. All
-    ranks must call this, also when there is just one: the mixed-precision policy acts
-    through the sharding. Raises UsageError for a model without blocks: sharding just the root would
-    gather the whole model at once.
+    float32, compute is `precision`, and so is what is frozen; gradients are summed over all ranks
+    and divided by `gradient_divisor`. Adapters are gathered with their block: FSDP2 (torch 2.11 to
+    2.13) asks for one dtype of those parameters alone that are trained, and a group of their own
+    would be a second exchange. What is frozen stays plain where a rank has all of it: gathering
+    would copy it. All ranks must call this, also when there is just one: the mixed-precision policy
+    acts through the sharding. Raises UsageError for a model without blocks: sharding just the root
+    would gather the whole model at once.
     """
     compute, ranks = COMPUTE_DTYPES[precision], mesh.size(-1)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -162,8 +165,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
     assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"
     _prefetch(embedding, blocks, last)
-    if mesh.size() > 1:  # a rank by itself sums nothing, and torch would divide by 1 in a copy
-        _sum_gradients(model)
+    if mesh.size() > 1 and gradient_divisor(mesh) == 1:
+        _sum_gradients(model)  # a rank by itself sums nothing, and torch would divide in a copy
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
            f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions" \
@@ -175,6 +178,15 @@ def frozen_in(model: nn.Module) -> str:
     """Say what the weights are kept in that are not trained; nothing where all are."""
     dtype = next((p.dtype for p in model.parameters() if not p.requires_grad), None)
     return f" of the adapters, frozen weights in {str(dtype).partition('.')[2]}" if dtype else ""
+
+
+def gradient_divisor(mesh: DeviceMesh) -> int:
+    """Return what sharding divides gradients by: the replicas where each is one GPU, else 1.
+
+    Told to divide by 1, FSDP2 (torch 2.11 to 2.13) divides each gradient of such a replica in a
+    copy. Without a factor NCCL averages while it reduces; `StepGuard` takes that out.
+    """
+    return mesh.size() if mesh.size(-1) == 1 and mesh.device_type in _AVERAGED_ON else 1
 
 
 def _sum_gradients(model: nn.Module) -> None:

@@ -128,8 +128,9 @@ class Config(LoraOptions):
              "on keeps what it had")
     compile: bool | None = option(
         None, role=ALIKE, parse=auto_on_off,
-        help="compile the decoder blocks; the first step then takes a minute longer (default: "
-             "auto, on with a GPU where the model allows it)")
+        help="compile the decoder blocks, the loss and the update of adamw8bit; the first step "
+             "then takes a minute longer. on: a run ends if its blocks cannot be compiled; auto: "
+             "compile with a GPU, and warn about a part that runs uncompiled (default: auto)")
     deterministic: bool = option(
         False, role=ALIKE, parse=on_off,
         help="on a GPU: the same bits each time, also after a resume, at a price in speed that is "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ from lib.core.errors import UsageError
 from lib.models import float8
 from lib.models.architecture import decoder_layers
 from lib.models.float8 import Float8
-from lib.models.sharded import Placement, local_tensor, plain
+from lib.models.sharded import Placement, is_gathered_in_8_bits, local_tensor, plain
 from lib.models.weights import initialise
 from lib.optim import registry
 from lib.optim.guard import StepGuard
@@ -35,11 +36,15 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).train()
 
 
-def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False) -> nn.Module:
-    """Return a model with weights; recipe: of fp8, "" for bf16."""
+def sharded(config: PretrainedConfig, recipe: str = "", compiled: bool = False,
+            shard_size: int = 2) -> nn.Module:
+    """Return a model with weights; recipe: of fp8, "" for bf16.
+
+    shard_size: the ranks that the linears are converted for; there is one here.
+    """
     model = on_meta(config)
     if recipe:
-        Float8(recipe).convert(model, Placement())
+        Float8(recipe).convert(model, Placement(shard_size))
     parallelize.parallelize(model, init_device_mesh("cpu", (1,)), "fp8" if recipe else "bf16",
                             compiler=compiling.make_compiler(compiled, CPU))
     parallelize.materialise(model, CPU, offload=False)
@@ -103,6 +108,24 @@ def test_one_graph_serves_all_blocks(group: dist.ProcessGroup, monkeypatch) -> N
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+def test_a_rank_that_holds_all_weights_casts_them_in_its_blocks(
+        group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP hands on bf16, with no operation of its own on 8-bit floats, and the losses agree."""
+    alone, gathered = (sharded(SMALL, "tensorwise", shard_size=size) for size in (1, 2))
+    assert not [p for p in alone.parameters() if is_gathered_in_8_bits(p)]
+    assert len([p for p in gathered.parameters() if is_gathered_in_8_bits(p)]) == 14
+    calls: list[str] = []
+    fsdp_utils = sys.modules["torchao.float8.fsdp_utils"]  # hidden until a model was converted
+    cast = fsdp_utils.hp_tensor_and_scale_to_float8
+    monkeypatch.setattr(fsdp_utils, "hp_tensor_and_scale_to_float8",
+                        lambda *rest: (calls.append("cast"), cast(*rest))[1])
+    expected = train(gathered, 3)
+    assert calls
+    calls.clear()
+    assert train(alone, 3) == pytest.approx(expected, rel=0.01)
+    assert not calls
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> None:
     config = FAMILIES[name]()
@@ -126,11 +149,14 @@ def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> Non
 
 def test_what_cannot_be_gathered_in_8_bits_is_gathered_in_bf16(group: dist.ProcessGroup) -> None:
     for recipe, shard_size, offload, says, wrapped in (
-            ("tensorwise", 1, False, "scaled tensorwise; the rest in bf16", 14),
-            ("tensorwise", 1, True, "tensorwise (gathered in bf16)", 0),
-            ("tensorwise", 48, False, "(14 of them gathered in bf16)", 0),
+            ("tensorwise", 1, False, "scaled tensorwise; the rest in bf16", 0),
+            ("tensorwise", 1, True, "scaled tensorwise; the rest in bf16", 0),
+            ("tensorwise", 2, False, "scaled tensorwise; the rest in bf16", 14),
+            ("tensorwise", 2, True, "tensorwise (gathered in bf16)", 0),
+            ("tensorwise", 48, False, "scaled tensorwise (gathered in bf16)", 0),
             ("tensorwise", 64, False, "(10 of them gathered in bf16)", 4),
-            ("rowwise", 1, False, "scaled rowwise (14 of them gathered in bf16)", 0)):
+            ("rowwise", 1, False, "scaled rowwise; the rest in bf16", 0),
+            ("rowwise", 2, False, "scaled rowwise (gathered in bf16)", 0)):
         model = on_meta(SMALL)
         assert says in Float8(recipe).convert(model, Placement(shard_size, offload))[1]
         assert sum(hasattr(p, "fsdp_pre_all_gather") for p in model.parameters()) == wrapped

@@ -7,10 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
 
 from lib.optim import adamw8bit, registry
-from lib.optim.adamw8bit import AdamW8bit
+from lib.optim.adamw8bit import AdamW8bit, step_scalars
 from lib.optim.guard import StepGuard
 from lib.parallel import compiling
 
@@ -134,7 +137,7 @@ def test_small_changes_are_not_lost_in_rounding() -> None:
         model[0].grad[0, 0] = 1.0
         adamw.step()
     kept = adamw.state[model[0]]
-    root = adamw8bit._read(kept["exp_avg_root"], kept["exp_avg_root_scale"])[0]
+    root = adamw8bit._read([kept["exp_avg_root"], kept["exp_avg_root_scale"]])[0]
     assert root[0].item() == pytest.approx((1 - 0.95**101) ** 0.5, rel=0.1)
     ratios = root[1:] / (first[0, 1:] * (0.05 * 0.95**100) ** 0.5)
     assert ratios.median().item() == pytest.approx(1, rel=0.2)
@@ -149,14 +152,120 @@ def test_nothing_overflows() -> None:
         adamw.step()
         assert all(t.isfinite().all() for t in everything(model, adamw).values()
                    if t.is_floating_point())
-        assert adamw8bit._read(*list(adamw.state[model[0]].values())[1:3]).isfinite().all()
+        assert adamw8bit._read(list(adamw.state[model[0]].values())[1:3]).isfinite().all()
+
+
+def test_scalars_are_computed_once_per_group_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(group: dict, counts: Tensor) -> Tensor:
+        calls.append(len(counts))
+        return step_scalars(group, counts)
+
+    monkeypatch.setattr(adamw8bit, "step_scalars", counted)
+    model = model_of((4, 300), (8, 256), (3, 2, 7), (9,), (7,))
+    adamw = build(model)
+    for seed in range(3):
+        fill_gradients(model, seed)
+        adamw.step()
+    assert calls == [3, 2] * 3
+
+
+def test_scalars_are_those_of_one_parameter() -> None:
+    """Powers of many counts at once, which a processor computes in another way than one."""
+    counts = torch.arange(1, 3001, 7).float()
+    for group in ({"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
+                  {"lr": 1e-3, "betas": (0.8, 0.999), "weight_decay": 0.0}):
+        one_by_one = torch.cat([step_scalars(group, count[None]) for count in counts])
+        assert torch.equal(step_scalars(group, counts), one_by_one)
+    rows = step_scalars(group, counts)
+    assert rows.data_ptr() % 16 == rows[1].data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_parameter_counts_its_own_steps(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had no gradient at first has taken fewer, and is corrected for these."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    wrap = compiling.make_compiler(True, torch.device("cpu")).wrap if compiled else None
+    both, late = model_of((4, 256), (8, 256)), model_of((4, 256), (8, 256))[1:]
+    ours, theirs = (registry.build("adamw8bit", m, 1e-2, BETAS, 0.1, wrap) for m in (both, late))
+    for seed in range(5):
+        fill_gradients(both, seed)
+        if seed < 3:
+            both[1].grad = None
+        else:
+            late[0].grad = both[1].grad.clone()
+            theirs.step()
+        ours.step()
+    assert [ours.state[p]["step"].item() for p in both] == [5, 2]
+    assert torch.equal(both[1], late[0])
+
+
+def traced(rule: adamw8bit._Rule) -> list[tuple[str, Tensor]]:
+    """Return the operations of the update of a matrix as a compiler gets them, and their results.
+    """
+    nodes: list[torch.fx.Node] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object):
+        nodes.extend(graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    now = step_scalars({"lr": 1e-2, "betas": BETAS, "weight_decay": 0.1}, torch.ones(1))[0]
+    numbers = [torch.ones(8, 256), torch.ones(8, 256)]
+    moments = [torch.zeros(8, 256, dtype=torch.uint8), torch.ones(8, 1)] * 2
+    torch.compile(adamw8bit._take, backend=aot_autograd(fw_compiler=keep), dynamic=False)(
+        rule, now, torch.tensor(False), None, *numbers, *(t.clone() for t in moments))
+    return [(str(node.target), node.meta["val"]) for node in nodes
+            if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)]
+
+
+def test_compiled_updates_compute_no_powers() -> None:
+    """Nor anything else in float64: it would be computed for each number."""
+    rule = adamw8bit._Rule(*BETAS, 1e-8, by_bits=False)
+    found = traced(rule)
+    assert len(found) > 20
+    assert not [name for name, result in found if "pow" in name and result.ndim == 0]
+    assert not [name for name, result in found if result.dtype == torch.float64]
+
+
+@pytest.mark.parametrize(("capability", "by_bits"), [
+    ((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)])
+def test_old_gpus_get_kernels_without_8bit_floats(capability: tuple[int, int], by_bits: bool,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton casts to e4m3 from compute capability 8.9 on."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    group = {"betas": BETAS, "eps": 1e-8}
+    rule = adamw8bit._Rule.from_group(group, torch.device("cuda", 0))
+    assert rule.by_bits == by_bits
+    kinds = {result.dtype for _, result in traced(rule)}
+    assert (torch.float8_e4m3fn in kinds) != by_bits
+    assert not adamw8bit._Rule.from_group(group, torch.device("cpu")).by_bits
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_two_graphs_update_all_parameters_alike(backend: str, monkeypatch: pytest.MonkeyPatch,
-                                                ) -> None:
+def test_the_lowered_update_has_no_float64() -> None:
+    rule = adamw8bit._Rule(*BETAS, 1e-8, by_bits=False)
+    now = step_scalars({"lr": 1e-2, "betas": BETAS, "weight_decay": 0.1}, torch.ones(1))[0]
+    tensors = [torch.ones(64, 256), torch.ones(64, 256),
+               *(t for _ in range(2) for t in (torch.zeros(64, 256, dtype=torch.uint8),
+                                               torch.ones(64, 1)))]
+    torch._dynamo.reset()
+    _, (code, *_) = run_and_get_code(torch.compile(adamw8bit._take, dynamic=False), rule, now,
+                                     torch.tensor(False), None, *tensors)
+    assert "sqrt" in code and "pow(" not in code
+    assert "double" not in code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "by_bits"), [
+    ("aot_eager", False), ("aot_eager", True), ("inductor", False), ("inductor", True)])
+def test_two_graphs_update_all_parameters_alike(backend: str, by_bits: bool,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """One for matrices, one for vectors, while the learning rate changes in each step."""
+    monkeypatch.setattr(adamw8bit._Rule, "from_group", classmethod(
+        lambda cls, group, _: cls(*group["betas"], group["eps"], by_bits)))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -187,7 +296,7 @@ def test_two_graphs_update_all_parameters_alike(backend: str, monkeypatch: pytes
 def test_an_update_that_is_compiled_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog,
                                                         ) -> None:
     def wrongly(function, **_):
-        return lambda rule, count, skip, weight, *rest: function(rule, count, ~skip, weight, *rest)
+        return lambda rule, now, skip, *rest: function(rule, now, ~skip, *rest)
 
     models = model_of((8, 256), (9,)), model_of((8, 256), (9,))
     monkeypatch.setattr(torch, "compile", wrongly)

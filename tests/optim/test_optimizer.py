@@ -33,7 +33,8 @@ def guarded(model: nn.Module, precision: str) -> tuple[StepGuard, torch.optim.Op
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters()]
+    """Return the gradients of those parameters that have one."""
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def test_matrices_decay_and_vectors_do_not(model: nn.Module) -> None:
@@ -90,6 +91,58 @@ def test_no_limit_leaves_the_gradients_and_still_tells_their_norm(model: nn.Modu
     assert norm.item() == pytest.approx(
         torch.cat([g.ravel() for g in expected]).norm().item())
     torch.testing.assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("max_norm", [0, 0.5, 1e6])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_the_optimizer_may_scale_the_gradients(model: nn.Module, kind: str, precision: str,
+                                               max_norm: float) -> None:
+    """It does what `clip` does otherwise, a step that is skipped among others."""
+    model[3].weight.requires_grad_(False)
+    models = model, copy.deepcopy(model)
+    guards = [StepGuard(precision, 30.0, torch.device("cpu"), fold=fold) for fold in (False, True)]
+    optimizers = [build(kind, m, 1e-2, (0.9, 0.95), 0.1) for m in models]
+    for step in range(5):
+        norms = []
+        for m, guard, optimizer in zip(models, guards, optimizers, strict=True):
+            fill_gradients(m, guard.loss_factor(1000) * (step + 1) * 100)
+            m[3].weight.grad = None
+            if step == 2:
+                m[1].bias.grad[0] = float("inf")
+            before = gradients(m)
+            norms.append(guard.clip(optimizer, max_norm))
+            if guard is guards[1]:
+                torch.testing.assert_close(gradients(m), before, rtol=0, atol=0)
+            optimizer.step()
+        assert torch.equal(*norms) and torch.isfinite(norms[0]) == (step != 2)
+    assert guards[0].state() == guards[1].state() and guards[1].read() == (1, 0, 0)
+    assert optimizers[0].grad_scale is None and optimizers[1].grad_scale is not None
+    found, expected = (torch.cat([p.detach().ravel() for p in m.parameters()]) for m in models)
+    if kind == "adamw":
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    else:  # another rounding of a gradient may move an 8-bit moment by a whole code
+        assert (found - expected).abs().mean() < 1e-5
+
+
+def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) -> None:
+    """One that does not know `grad_scale` would take steps that are not clipped."""
+    guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    fill_gradients(model, 100.0)
+    guard.clip(optimizer, 0.5)
+    assert optimizer.grad_scale is None
+    assert nn.utils.get_total_norm(gradients(model)).item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_gradients_that_need_no_scaling_get_none(model: nn.Module) -> None:
+    guard, optimizer = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True), \
+        build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    fill_gradients(model)
+    guard.clip(optimizer, 1.0)
+    assert optimizer.grad_scale is not None
+    guard.clip(optimizer, 0)
+    assert optimizer.grad_scale is None
 
 
 def test_parameters_without_a_gradient_are_left_out(model: nn.Module) -> None:

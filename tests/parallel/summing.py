@@ -46,14 +46,14 @@ class AveragingGuard(StepGuard):
 
 
 def train(layout: ParallelLayout, mesh: DeviceMesh, precision: str, guard: StepGuard,
-          ) -> dict[str, Any]:
+          optimizer: str = "adamw", offload: bool = False) -> dict[str, Any]:
     """Return what `STEPS` steps of a sharded model give. All ranks must call this."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2))
-    parallelize.shard(model, mesh, precision)
-    adamw = registry.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    parallelize.shard(model, mesh, precision, offload)
+    adamw = registry.build(optimizer, model, 1e-2, (0.9, 0.95), 0.1)
     tokens = torch.randint(0, 96, (STEPS, SAMPLES, 17), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, :, 1:].clone()
     labels[:, ::5, :3] = IGNORED

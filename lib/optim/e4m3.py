@@ -1,0 +1,48 @@
+"""Codes of 8-bit floats (e4m3) by integer arithmetic, for devices without casts to that type.
+
+Triton casts to e4m3 only from compute capability 8.9 on. On older GPUs a kernel that contains such
+a cast does not compile, while these operations do; they give the same bits as torch's casts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SIGN = 0x80
+_MAGNITUDE = 0x7F
+_NAN = 0x7F
+_LARGEST = 0x7E  # 448
+_INFINITY = 0x7F800000  # bits of a float32
+_FRACTION = 20  # bits of a float32's fraction that e4m3 does not have
+_REBIAS = 127 - 7  # between the exponents of the two types
+_NORMAL = 1 << 3  # the first code whose exponent is not zero
+_SUBNORMAL_STEP = 2.0**-9  # between the codes below it
+_ALIGN = 2.0**14  # the float32 whose last bit is worth _SUBNORMAL_STEP
+
+
+def decode(codes: Tensor) -> Tensor:
+    """Return the float32 values of e4m3 codes, any shape, uint8."""
+    bits = codes.to(torch.int32)
+    magnitude = bits & _MAGNITUDE
+    normal = ((magnitude << _FRACTION) + (_REBIAS << 23)).view(torch.float32)
+    values = torch.where(magnitude < _NORMAL, magnitude.float() * _SUBNORMAL_STEP, normal)
+    values = torch.where(magnitude == _NAN, torch.nan, values)
+    return torch.where(bits >= _SIGN, -values, values)
+
+
+def encode(values: Tensor) -> Tensor:
+    """Return the e4m3 codes, uint8, of float32 values whose last 20 bits are zero.
+
+    Subnormal results are rounded to the nearest code, to even between two of them. Values above 448
+    become 448.
+    """
+    bits = values.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    # The sum moves a small value to the end of a float32's fraction, and rounds it there.
+    aligned = (magnitude.view(torch.float32) + _ALIGN).view(torch.int32)
+    subnormal = aligned & (_NORMAL | (_NORMAL - 1))
+    rebiased = (magnitude >> _FRACTION) - (_REBIAS << 3)
+    codes = torch.where(rebiased < _NORMAL, subnormal, rebiased.clamp(max=_LARGEST))
+    codes = torch.where(magnitude > _INFINITY, _NAN, codes)
+    return (codes | (bits >> 24 & _SIGN)).to(torch.uint8)

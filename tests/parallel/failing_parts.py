@@ -1,0 +1,90 @@
+"""Run by each rank: trains a tiny model twice, uncompiled and compiled, where on the last rank the
+compiled loss and the compiled update fail.
+
+argv: a directory, in which each rank leaves `<rank>.json`: the losses of both runs, how often
+compiled blocks ran, and the warnings.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.optim import adamw8bit, registry
+from lib.optim.guard import StepGuard
+from lib.parallel import loss, parallelize
+from lib.parallel.compiling import Compiler, make_compiler
+from lib.parallel.layout import ParallelLayout
+from lib.tokens.batches import MicroBatch
+
+STEPS = 3
+
+
+def fail(*_: Any) -> None:
+    """Raise what a compiler that knows no 8-bit floats may raise."""
+    raise RuntimeError("type fp8e4nv not supported")
+
+
+def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
+    """Return the losses of all ranks together. All ranks must call this."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2))
+    parallelize.parallelize(model, layout.fsdp, "fp32", compiler=compiler)
+    wrap = compiler.for_part("the update").wrap if compiler else None
+    adamw = registry.build("adamw8bit", model, 1e-2, (0.9, 0.95), 0.1, wrap)
+    guard = StepGuard("fp32", 30.0, layout.device, layout.ranks)
+    loss_sum = loss.build_loss(model, layout, "concat", compiler)
+    tokens = torch.randint(0, 96, (STEPS, layout.ranks, 2, 33),
+                           generator=torch.Generator().manual_seed(1))[:, layout.rank]
+    losses = []
+    for step in range(STEPS):
+        batch = MicroBatch(tokens[step, :, :-1], tokens[step, :, 1:])
+        total = loss_sum(batch, guard.loss_factor(64 * layout.ranks))
+        total.backward()
+        guard.clip(adamw, 1.0)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        losses.append(layout.total([total.item()])[0])
+    return losses
+
+
+def main() -> None:
+    """Train both ways."""
+    layout, real, calls, said = ParallelLayout.start(), torch.compile, [0], []
+    may_fail = (loss._fused, adamw8bit._take) if layout.rank == layout.ranks - 1 else ()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            calls[0] += any("attention" in str(node.target) for node in graph.graph.nodes)
+            return graph.forward(*arguments)
+        return run
+
+    def compile_(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return fail if function in may_fail else real(function, backend=backend, **options)
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    expected = train(layout, None)
+    with mock.patch.object(torch, "compile", compile_):
+        found = train(layout, make_compiler(True, layout.device))
+    (Path(sys.argv[1]) / f"{layout.rank}.json").write_text(json.dumps(
+        {"uncompiled": expected, "compiled": found, "blocks": calls[0],
+         "warnings": [text for text in said if text.startswith("compile:")]}))
+    layout.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Run by each rank: trains a tiny model twice, its gradients scaled in `clip` and in the optimizer.
+
+argv: a file for what rank 0 found, {"<optimizer> <precision> <ranks per replica> <offload>":
+[scaled in clip, scaled in the optimizer]}, each as in summing.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.optim.guard import StepGuard
+from lib.parallel.layout import ParallelLayout, make_mesh
+from tests.parallel.summing import train
+
+CASES = [("adamw", "fp32", False), ("adamw8bit", "fp32", False), ("adamw", "fp16", False),
+         ("adamw", "fp32", True)]
+
+
+def main() -> None:
+    """Train every case both ways."""
+    layout, found = ParallelLayout.start(), {}
+    ranks = layout.ranks
+    for shard in {ranks, 1}:
+        mesh = make_mesh("cpu", ranks, ranks // shard)
+        for optimizer, precision, offload in CASES:
+            found[f"{optimizer} {precision} {shard} {offload}"] = [
+                train(layout, mesh, precision,
+                      StepGuard(precision, 30.0, layout.device, ranks, fold), optimizer, offload)
+                for fold in (False, True)]
+    if layout.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    layout.stop()
+
+
+if __name__ == "__main__":
+    main()

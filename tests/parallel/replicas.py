@@ -1,0 +1,42 @@
+"""Run by each rank: trains a tiny model in replicas of one rank, which sum and which average.
+
+argv: a file for what rank 0 found, {"<precision>": [summed, averaged]}, each as in summing.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.optim.guard import StepGuard
+from lib.parallel import parallelize
+from lib.parallel.layout import ParallelLayout, make_mesh
+from tests.parallel.summing import train
+
+
+def main() -> None:
+    """Train every case both ways."""
+    layout, found = ParallelLayout.start(), {}
+    ranks = layout.ranks
+    mesh = make_mesh("cpu", ranks, ranks)
+    for precision in ("fp32", "fp16"):
+        found[precision] = []
+        for averaged_on in ((), ("cpu",)):
+            with mock.patch.object(parallelize, "_AVERAGED_ON", averaged_on), \
+                    mock.patch.object(parallelize, "_sum_gradients",
+                                      wraps=parallelize._sum_gradients) as summing:
+                guard = StepGuard(precision, 30.0, layout.device, ranks,
+                                  divisor=parallelize.gradient_divisor(mesh))
+                found[precision].append(train(layout, mesh, precision, guard))
+                found[precision][-1]["told"] = summing.call_count
+    if layout.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    layout.stop()
+
+
+if __name__ == "__main__":
+    main()
