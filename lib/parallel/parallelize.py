@@ -38,6 +38,7 @@ from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import evenly
 from lib.parallel.compiling import Compiler
+from lib.parallel.offload import copy_ahead
 
 _SMALL_SHARE = 0.05
 # What selective checkpointing keeps: the results that are expensive to recompute. The rest
@@ -162,6 +163,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
     assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"
     _prefetch(embedding, blocks, last)
+    if offload and ranks == 1:
+        copy_ahead(model)
     if mesh.size() > 1:  # a rank by itself sums nothing, and torch would divide by 1 in a copy
         _sum_gradients(model)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
