@@ -91,7 +91,6 @@ class _CopiedGroup:
         params = group.fsdp_params
         shards = [param._sharded_param_data for param in params]
         copies = result.all_gather_output.split([shard.numel() for shard in shards])
-        del result  # FSDP frees the copy as soon as it has taken it
         for param, copy in zip(params, copies, strict=True):
             param._sharded_param_data = copy
         try:
