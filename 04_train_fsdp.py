@@ -26,6 +26,7 @@ from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
+    import torch
     from transformers import PreTrainedModel
 
     from lib.checkpoints.checkpointer import Checkpointer
@@ -38,9 +39,9 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.train.evaluation import Evaluation
     from lib.train.inputs import Inputs
     from lib.train.journal import Journal
-    from lib.train.meters import Meters
+    from lib.train.meters import LossWindow, Meters
     from lib.train.plan import Plan
-    from lib.train.report import Report
+    from lib.train.report import Divergence, Report
     from lib.train.state import TrainState
     from lib.train.stop import StopRequest
 
@@ -110,8 +111,8 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
         return
     with explained(config, experiment), ExitStack() as stack:  # closed in the reverse order
         run = set_up(config, experiment, inputs, model, data, meeting, stack)
-        while not train(run):
-            resume.roll_back(run.state, run.checkpointer, experiment, run.report)
+        while (divergence := train(run)) is not None:
+            resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
         run.report.note_state("complete")
         run.checkpointer.remove_tier(run.state.step)
         run.report.finish()
@@ -243,10 +244,10 @@ def make_checkpointer(plan: Plan, experiment: Experiment, layout: ParallelLayout
         room=(lambda: capacity.room(torch.device("cpu"))) if config.ckpt_async else None)
 
 
-def train(run: Run) -> bool:
+def train(run: Run) -> Divergence | None:
     """The training loop, from the step the run stands at to its last one.
 
-    Returns False when so many steps in a row were bad that an earlier state is better.
+    Returns where so many steps in a row were bad that an earlier state is better, if anywhere.
     """
     from lib.optim.registry import set_learning_rate
     from lib.train.meters import LossWindow
@@ -287,21 +288,36 @@ def train(run: Run) -> bool:
         run.checkpointer.poll(state)
 
         stopping = run.stop_request.agreed()
-        evaluating = run.evaluation.is_due(state.step) and not stopping  # a launcher waits 30 s
-        if run.report.is_due(state.step) or evaluating or stopping:
-            figures = run.report.figures(window, grad_norm, learning_rate)
-            if evaluating:
-                with meters.aside("evaluation"):
-                    figures |= run.evaluation.measure(state.step, model, run.loss_sum, run.report)
-            run.report.write(figures)
-            if guard.in_a_row >= config.rollback_after and not stopping:
-                return False
+        divergence = log_step(run, window, grad_norm, learning_rate, bool(stopping))
+        if divergence is not None:
+            return divergence
         if run.checkpointer.is_due(state.step) or stopping:
             with meters.aside("save"):
                 run.checkpointer.save(state, bool(stopping), run.report.saved())
         if stopping:
             run.report.note_stop(stopping)  # raises Preempted where steps are left
-    return True
+    return None
+
+
+def log_step(run: Run, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float,
+             stopping: bool) -> Divergence | None:
+    """Write the row of the step before, and capture the row of the last step if one is due.
+
+    Returns where the run has diverged, if a row that was written shows that and the run goes on.
+    """
+    step, report = run.state.step, run.report
+    # The device has the work of the last step while the host reads the row before.
+    divergence = report.write_captured()
+    evaluating = run.evaluation.is_due(step) and not stopping  # a launcher waits 30 s
+    if (divergence is None or stopping) and (report.is_due(step) or evaluating or stopping):
+        report.capture(window, grad_norm, learning_rate)
+        if evaluating:
+            with run.meters.aside("evaluation"):
+                report.add(run.evaluation.measure(step, run.state.model, run.loss_sum, report))
+        # A save or an evaluation waits for the device anyway, and a checkpoint follows its row.
+        if evaluating or stopping or run.checkpointer.is_due(step):
+            divergence = report.write_captured()
+    return None if stopping else divergence
 
 
 if __name__ == "__main__":

@@ -110,16 +110,18 @@ def test_the_first_step_is_explained(project: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--lora-rank", 4)], ids=["whole", "adapters"])
+@pytest.mark.parametrize(("options", "ranks"), [
+    pytest.param((), 0, id="whole"), pytest.param(("--lora-rank", 4), 0, id="adapters"),
+    pytest.param(("-b", 1), 2, id="two ranks", marks=pytest.mark.slow)])
 def test_many_in_a_row_are_rolled_back_and_their_data_passed_over(
-        project: Path, options: tuple[object, ...]) -> None:
+        project: Path, options: tuple[object, ...], ranks: int) -> None:
     held = tokens_of_steps(windows(project))
     token, (rollbacks, bad, offset) = next(
         (t, found) for t in sorted(set.union(*held)) if t not in held[0]
         and len((found := expected([t in tokens for tokens in held]))[0]) == 1
         and found[0][0]["diverged_at"] < STEPS - FREQ)
     poison(project, token)
-    done = run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project)
+    done = run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)
     assert "the data of the steps between is passed over (rollback 1 of at most 3)" in done.stdout
     told = [{key: e[key] for key in rollbacks[0]} for e in events(project, "rollback")]
     assert told == rollbacks
@@ -131,7 +133,7 @@ def test_many_in_a_row_are_rolled_back_and_their_data_passed_over(
 
     last = project / f"outputs/run/checkpoints/step_{STEPS:08d}"
     shutil.rmtree(last)  # as if the run had been killed before it was written
-    run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project)
+    run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)
     again = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
     assert again == rows, "the jump in the data survives a resume"
 

@@ -107,12 +107,16 @@ class StepGuard:
         self._usual = torch.where(sound, self._usual + nearer, self._usual)
         return sound
 
-    def read(self) -> Skipped:
-        """Return what was skipped since the last call."""
-        skipped = Skipped(int(self._skipped), int(self._spikes), self.in_a_row)
+    def count_skipped(self) -> torch.Tensor:
+        """Return the numbers of a Skipped since the last call, float64 [3] on the device."""
+        counts = torch.stack([self._skipped, self._spikes, self._in_a_row])
         self._skipped.zero_()
         self._spikes.zero_()
-        return skipped
+        return counts
+
+    def read(self) -> Skipped:
+        """Return what was skipped since the last call; waits for the device."""
+        return Skipped(*map(int, self.count_skipped().tolist()))
 
     @property
     def in_a_row(self) -> int:
@@ -137,3 +141,6 @@ class StepGuard:
         self._in_a_row.fill_(state["in_a_row"])
         self._good.fill_(state["sound_steps"])
         self._usual.fill_(state["usual_norm"])
+        # A step may have been taken since the last look that the run now goes back behind.
+        self._skipped.zero_()
+        self._spikes.zero_()

@@ -77,6 +77,16 @@ class ParallelLayout:
         dist.all_reduce(numbers, group=self.control)
         return numbers.tolist()
 
+    def table(self, values: list[float]) -> torch.Tensor:
+        """Return the numbers of every rank, float64 [ranks, numbers], in one exchange.
+
+        All ranks must call this, with as many numbers.
+        """
+        rows = torch.empty(self.ranks, len(values), dtype=torch.float64)
+        own = torch.tensor(values, dtype=torch.float64)
+        dist.all_gather(list(rows), own, group=self.control)  # into the rows, which are views
+        return rows
+
     def __enter__(self) -> ParallelLayout:
         return self
 

@@ -38,6 +38,7 @@ from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import evenly
 from lib.parallel.compiling import Compiler
+from lib.parallel.offload import copy_ahead
 
 _SMALL_SHARE = 0.05
 _AVERAGED_ON = ("cuda",)  # not on CPUs, where a run keeps its bits
@@ -165,6 +166,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
     assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"
     _prefetch(embedding, blocks, last)
+    if offload and ranks == 1:
+        copy_ahead(model)
     if mesh.size() > 1 and gradient_divisor(mesh) == 1:
         _sum_gradients(model)  # a rank by itself sums nothing, and torch would divide in a copy
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""

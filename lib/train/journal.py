@@ -137,6 +137,9 @@ def _unpacked_commit() -> str:
         return ""
 
 
-def now() -> str:
-    """Return the time as events.jsonl and metrics.jsonl have it, in UTC."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+def now(seconds: float | None = None) -> str:
+    """Return a time as events.jsonl and metrics.jsonl contain it, in UTC.
+
+    seconds: since the epoch; None for the present.
+    """
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -48,17 +48,41 @@ class Pace:
         return (time.perf_counter() - self._began) / (self.steps - 1) if self.steps > 1 else None
 
 
-class Timers:
-    """Milliseconds per phase, as means over the steps since the last `read`.
+class TimedSteps(NamedTuple):
+    """Holds when the phases of some steps began and ended; on CUDA the device may still be behind.
 
-    On CUDA they are events on the stream, read at log points, so timing adds no synchronisation.
+    A mark is an event on the stream on CUDA, and seconds by `time.perf_counter` on a CPU.
+    """
+
+    spans: list[tuple[str, Any, Any]]
+    began: Any
+    ended: Any
+    steps: int
+
+    def read(self) -> dict[str, float]:
+        """Return `time/<phase>` and `time/total`, ms per step; the device must have done them."""
+        sums = dict.fromkeys(PHASES, 0.0)
+        for phase, began, ended in self.spans:
+            sums[phase] += _milliseconds(began, ended)
+        sums["total"] = _milliseconds(self.began, self.ended)
+        return {f"time/{phase}": ms / self.steps for phase, ms in sums.items()}
+
+
+def _milliseconds(began: Any, ended: Any) -> float:
+    if isinstance(began, float):
+        return (ended - began) * 1000
+    return began.elapsed_time(ended)
+
+
+class Timers:
+    """Time the phases of steps, as means over the steps since the last `capture`.
+
+    On CUDA they are events on the stream, so neither timing nor capturing waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, Any, Any]] = []
-        self._steps = 0
-        self._window_began = time.perf_counter()
+        self.restart()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -70,22 +94,20 @@ class Timers:
         """Note the end of a step."""
         self._steps += 1
 
-    def read(self) -> dict[str, float]:
-        """Return `time/<phase>` and `time/total` (wall time), ms per step, and start anew."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        sums = dict.fromkeys(PHASES, 0.0)
-        for phase, began, ended in self._spans:
-            sums[phase] += began.elapsed_time(ended) if self._cuda else (ended - began) * 1000
-        now = time.perf_counter()
-        sums["total"] = (now - self._window_began) * 1000
-        steps = max(self._steps, 1)
-        self.restart()
-        return {f"time/{phase}": ms / steps for phase, ms in sums.items()}
+    def capture(self) -> TimedSteps:
+        """Return the steps since the last call, to be read later, and start anew."""
+        timed = TimedSteps(self._spans, self._began, self._mark(), max(self._steps, 1))
+        self._begin(timed.ended)
+        return timed
 
     def restart(self) -> None:
         """Begin a window now: what came since the last step (a save, say) is no one's time."""
-        self._spans, self._steps, self._window_began = [], 0, time.perf_counter()
+        self._begin(self._mark())
+
+    def _begin(self, mark: Any) -> None:
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._steps = 0
+        self._began = mark
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -162,6 +184,39 @@ def snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
+def to_host(*scalars: torch.Tensor) -> torch.Tensor:
+    """Return scalars of one device as float64 [n] in host memory, without waiting for the device.
+
+    The numbers are there once the device has passed this point of its stream. They are copies:
+    the scalars may be changed.
+    """
+    return torch.stack([scalar.double() for scalar in scalars]).to("cpu", non_blocking=True)
+
+
+class LossSums(NamedTuple):
+    """Holds the summed losses of a rank and the label tokens of all ranks.
+
+    sums: of the last step and of the window, see `to_host`. steps: of the window.
+    """
+
+    sums: torch.Tensor
+    last_tokens: int
+    window_tokens: int
+    steps: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the label tokens of the window's steps, on average."""
+        return self.window_tokens / self.steps
+
+    def means(self, step: float, window: float) -> tuple[float, float]:
+        """Return the loss of the last step and of the window per label token; over none it is 0.
+
+        step, window: the sums over all ranks.
+        """
+        return step / max(1, self.last_tokens), window / max(1, self.window_tokens)
+
+
 class LossWindow:
     """The loss of a step, and of the steps since the last row, as means over label tokens."""
 
@@ -185,17 +240,13 @@ class LossWindow:
         self._window_tokens += label_tokens
         self._steps += 1
 
-    def read(self) -> tuple[float, float, float]:
-        """Return the loss of the last step and of the window, and the label tokens of its steps on
-        average; begin another window.
-
-        The loss over no token is 0. All ranks must call this.
-        """
-        step, window = self._layout.total([self._last.item(), self._window.item()])
-        tokens = self._window_tokens
-        means = step / max(1, self._last_tokens), window / max(1, tokens), tokens / self._steps
-        self._window, self._window_tokens, self._steps = self._zero(), 0, 0
-        return means
+    def capture(self) -> LossSums:
+        """Return the sums of this rank, to be read later, and begin another window."""
+        sums = to_host(self._last, self._window)
+        captured = LossSums(sums, self._last_tokens, self._window_tokens, self._steps)
+        self._window = self._zero()
+        self._window_tokens = self._steps = 0
+        return captured
 
 
 class Meters:

@@ -54,16 +54,21 @@ class Metrics:
                 with self._rows_may_fail:
                     self._rows.write(line)
 
-    def write(self, figures: dict[str, Any]) -> None:
-        """Write the figures of `figures["step"]` with the time."""
+    def write(self, figures: dict[str, Any], ended: float | None = None) -> None:
+        """Write the figures of `figures["step"]` with a time.
+
+        ended: when the step ended, in seconds since the epoch; None for the present.
+        """
         if not self._active:
             return
+        ended = time.time() if ended is None else ended
         self.curve.add(figures)
         with self._rows_may_fail:
-            self._rows.write(_line({"step": figures["step"], "time": journal.now(), **figures}))
+            self._rows.write(_line({"step": figures["step"], "time": journal.now(ended),
+                                    **figures}))
         if self._board is not None:
             with self._board_may_fail:
-                self._board.write(figures)
+                self._board.write(figures, ended)
         if self._run is not None and not self._wandb_may_fail.is_failing:
             with self._wandb_may_fail:
                 self._run.log(figures, step=figures["step"])
@@ -114,12 +119,15 @@ class Board:
             wall_time=time.time(), step=step + 1,
             session_log=self._session(status=self._session.START)))
 
-    def write(self, figures: dict[str, Any]) -> None:
-        """Append the numbers of a row; OSError when they have to wait for the next one."""
+    def write(self, figures: dict[str, Any], ended: float) -> None:
+        """Append the numbers of a row; OSError when they have to wait for the next one.
+
+        ended: see Metrics.write.
+        """
         numbers = [self._summary.Value(tag=key, simple_value=value)
                    for key, value in figures.items()
                    if isinstance(value, (int, float)) and key != "step"]
-        row = self._event(wall_time=time.time(), step=figures["step"],
+        row = self._event(wall_time=ended, step=figures["step"],
                           summary=self._summary(value=numbers))
         events, self._next = [*self._next, row], []
         lost: OSError | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lib.core import log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.parallel.layout import gather
+from lib.optim.guard import Skipped
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
 from lib.train import console, metrics, symptoms
@@ -22,6 +22,7 @@ from lib.train.journal import Journal
 from lib.train.meters import LossWindow, Meters, Pace
 from lib.train.metrics import Metrics
 from lib.train.outlook import MEASURED
+from lib.train.rows import CapturedRow, Divergence, capture_row, read_row
 from lib.train.state import TrainState
 
 _WORTH_TELLING_S = 60.0
@@ -29,7 +30,11 @@ _ON_BAR = ("loss", "validation", "eta")
 
 
 class Report:
-    """Rank 0 speaks for all ranks; each rank has its own figures in its log."""
+    """Rank 0 speaks for all ranks; each rank has its own figures in its log.
+
+    A row is captured at the end of its step, and written when the device has more to do: meanwhile
+    nobody waits for the figures, neither the host for the device nor the device for the host.
+    """
 
     def __init__(self, experiment: Experiment, journal: Journal, state: TrainState,
                  stream: DataStream, meters: Meters, estimate: MemoryEstimate) -> None:
@@ -46,6 +51,7 @@ class Report:
         self._bar = Progress("training", steps, "step", done=state.step, times=False,
                              enabled=not config.no_progress and sys.stderr.isatty())
         self._said: dict[str, str] = {}
+        self._captured: CapturedRow | None = None
         self._is_over = False
         self._began = time.monotonic()
 
@@ -59,6 +65,8 @@ class Report:
                  *_: object) -> None:
         """Note in state.json that the run failed, if it did before its last save, and flush files.
         """
+        if self._captured is not None:
+            self._rescue(self._captured)
         if error is not None and not self._is_over:
             known = from_os_error(error) if isinstance(error, OSError) else error
             self.note_state("disk_full" if isinstance(known, DiskFullError) else "failed")
@@ -66,62 +74,59 @@ class Report:
         self._bar.close()
         self._metrics.close()
 
+    def _rescue(self, captured: CapturedRow) -> None:
+        """Write the row that an error left behind, if no other rank is needed for that."""
+        if self._layout.ranks == 1:
+            with suppress(Exception):  # the error that ends the run says more
+                self.write_captured()
+        else:
+            log.to_file(f"step {captured.step:,} has no row: the ranks had not exchanged their "
+                        "figures before the error")
+
     def is_due(self, step: int) -> bool:
         """Tell whether a step's figures are logged: the first, each --log-freq-th, the last."""
         return step % self._plan.config.log_freq == 0 or step in (1, self._plan.total_steps)
 
-    def figures(self, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float,
-                ) -> dict[str, Any]:
-        """Return the row of the last step, as docs/artifacts.md defines its keys.
+    def capture(self, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float) -> None:
+        """Note the row of the last step without waiting for the device, which may be behind.
 
-        The mean loss and all speeds are over the steps since the row before. All ranks must call
-        this.
+        The row before must have been written.
         """
-        state, meters, ranks = self._state, self._meters, self._layout.ranks
-        loss, mean_loss, labels = window.read()
-        times = meters.timers.read()
-        per_second = self._plan.tokens_per_step / (times["time/total"] / 1000)
-        per_device = per_second / ranks
-        in_use = meters.memory()
-        return {"step": state.step, "epoch": self._stream.epoch(state.position),
-                "train/loss": loss, "train/loss_mean": mean_loss,
-                "train/grad_norm": grad_norm.item(), "train/learning_rate": learning_rate,
-                "train/tokens_seen": state.tokens,
-                "perf/tokens_per_sec": per_second, "perf/tokens_per_sec_per_device": per_device,
-                "perf/label_tokens_per_sec": labels / (times["time/total"] / 1000),
-                "perf/tflops": per_device * meters.flops / 1e12,
-                "perf/mfu": per_device * meters.flops / meters.peak,
-                **self._speeds(), **times, **self._stream.costs(times), **in_use,
-                **self._of_all_ranks(times, in_use["memory/peak_gib"])}
+        assert self._captured is None, "the row before is not written yet"
+        self._captured = capture_row(self._state, self._stream, self._meters, window, grad_norm,
+                                     learning_rate, self._speeds())
 
-    def _of_all_ranks(self, times: dict[str, float], peak_gib: float) -> dict[str, float]:
-        """Return which rank is slowest in what no rank waits for others in, and which is fullest.
+    def add(self, figures: dict[str, float]) -> None:
+        """Add figures of a validation to the row that was captured."""
+        assert self._captured is not None, "no row was captured"
+        self._captured.validation.update(figures)
 
-        In a step all ranks take as long as the slowest; only the optimizer and the data tell them
-        apart. All ranks must call this.
+    def write_captured(self) -> Divergence | None:
+        """Write the row that was captured, if any, as soon as the device has done its step.
+
+        Returns where the run has diverged if the row shows that. All ranks must call this. Raises
+        UsageError when the loss of the first step is NaN or infinite.
         """
-        alone = times["time/data"] + times["time/optimizer"]
-        own, peaks = zip(*gather((alone, peak_gib), self._layout.control), strict=True)
-        slowest = max(range(len(own)), key=own.__getitem__)
-        usual = max(statistics.median(own), 1e-9)
-        return {"perf/slowest_rank": slowest, "perf/slowest_ratio": own[slowest] / usual,
-                "memory/max_peak_gib": max(peaks), "memory/max_peak_rank": peaks.index(max(peaks))}
+        if (captured := self._captured) is None:
+            return None
+        self._captured = None
+        figures, skipped = read_row(captured, self._plan, self._layout, self._stream, self._meters)
+        self._write(figures, captured.ended, skipped)
+        if skipped.in_a_row < self._plan.config.rollback_after:
+            return None
+        return Divergence(captured.step, captured.position, skipped.in_a_row)
 
-    def write(self, figures: dict[str, Any]) -> None:
-        """Write a step's row everywhere, and say how many steps were skipped before it.
-
-        Raises UsageError when the loss of the first step is NaN or infinite.
-        """
-        state, config = self._state, self._plan.config
+    def _write(self, figures: dict[str, Any], ended: float, skipped: Skipped) -> None:
+        """Write a step's row everywhere, and say how many steps were skipped before it."""
+        state, config, step = self._state, self._plan.config, figures["step"]
         state.figures = figures
         self._estimate.tell()
-        self._row(figures)
-        symptoms.require_finite(figures["train/loss"], state.step, config)
-        skipped = state.guard.read()
+        self._row(figures, ended)
+        symptoms.require_finite(figures["train/loss"], step, config)
         if skipped.steps:
             why = f"the gradient norm was NaN or infinite in {skipped.steps - skipped.spikes}, " \
                   f"and over {config.spike_factor:g} times the usual in {skipped.spikes}"
-            self.journal.event("skip_step", state.step, steps=skipped.steps, reason=why)
+            self.journal.event("skip_step", step, steps=skipped.steps, reason=why)
             log.warn(f"{skipped.steps} of the last steps left the weights as they were: {why}")
 
     def step_done(self) -> None:
@@ -162,9 +167,9 @@ class Report:
         return f"this launch: {steps:,} step{'s' * (steps != 1)} in " \
                f"{units.duration(time.monotonic() - self._began)}{speed}"
 
-    def _row(self, row: dict[str, Any]) -> None:
+    def _row(self, row: dict[str, Any], ended: float) -> None:
         """Write a row: of rank 0 everywhere, of another rank in its log."""
-        self._metrics.write(row)
+        self._metrics.write(row, ended)
         record = console.record(row, self._layout.rank)
         log.to_file(record)
         log.to_console(record if self._plan.config.log_style == "dict" else self._lines.line(row))

@@ -18,7 +18,7 @@ from lib.train import earlier, symptoms
 from lib.train.inputs import Inputs
 from lib.train.journal import Journal
 from lib.train.model_files import require_same_base
-from lib.train.report import Report
+from lib.train.report import Divergence, Report
 from lib.train.state import TrainState
 
 _NEWER = "--resume goes on from another one"
@@ -70,14 +70,16 @@ def resume(state: TrainState, checkpointer: Checkpointer, experiment: Experiment
 
 
 def roll_back(state: TrainState, checkpointer: Checkpointer, experiment: Experiment,
-              report: Report) -> None:
+              report: Report, divergence: Divergence) -> None:
     """Go back to the newest checkpoint before the last bad steps, and pass over the data since.
 
-    All ranks must call this. Raises UsageError when there is no such checkpoint, or when that was
-    done several times already.
+    The run goes on with the data after the divergence, whether or not the run has taken another
+    step since. All ranks must call this. Raises UsageError when there is no such checkpoint, or
+    when that was done several times already.
     """
-    bad, diverged_at, config = state.guard.in_a_row, state.step, state.plan.config
-    position, rollbacks = state.position, state.rollbacks + 1
+    diverged_at, position, bad = divergence
+    config = state.plan.config
+    rollbacks = state.rollbacks + 1
     checkpointer.finish(wait=True)
     checkpoint = None
     if rollbacks <= _MOST_ROLLBACKS:

@@ -1,0 +1,134 @@
+"""Copy offloaded parameters to the device ahead of their use, where a rank has all of them.
+
+With several ranks per replica FSDP2 (torch 2.11 to 2.13) copies the shards of a group on a stream
+of its own, while the group before computes. With one rank there is nothing to gather: prefetching
+does nothing, and each copy waits on the stream that computes, which waits for the copy in turn
+(pytorch/torchtitan 2749). Here prefetching begins the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+_PIECE = 1 << 26  # elements that are cast at once: what is not cast yet takes 256 MiB at most
+
+
+def copy_ahead(model: nn.Module) -> None:
+    """Have the parameters of each FSDP group copied to the device when FSDP prefetches the group.
+
+    For a model that is sharded with an offload policy over one rank (per replica), whose groups
+    have been told what to prefetch. On the device, the group that is prefetched takes its size in
+    compute precision, and 256 MiB.
+    """
+    copies = _Copies()
+    for group in _groups(model):
+        _CopiedGroup(group, copies)
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """Yield each parameter group of FSDP once; several modules may share one."""
+    seen = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            groups = state._fsdp_param_groups
+        else:  # torch 2.11
+            groups = [state._fsdp_param_group]
+        for group in groups:
+            if group is not None and id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+class _Copies:
+    """The stream on which all groups of a model are copied.
+
+    stream: None until the first copy. used: an event behind the last use of a copy on the stream
+    that computes. The memory of a copy belongs to `stream`, which takes it for the next one.
+    """
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.used: Any = None
+
+
+class _CopiedGroup:
+    """Stands between FSDP and a group of parameters: a copy goes on between two of its calls.
+
+    FSDP calls `unshard` when it prefetches a group, and `wait_for_unshard` when it uses it. FSDP
+    holds a result between them, and drops it where a group is prefetched in vain. The copy is the
+    output in that result, one tensor of all parameters, and is dropped with it.
+    """
+
+    def __init__(self, group: Any, copies: _Copies) -> None:
+        self._group, self._copies = group, copies
+        self._copied: Any = None  # event behind the copy of this group
+        self._unshard, self._wait = group.unshard, group.wait_for_unshard
+        group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Begin to copy the group, unless FSDP has it on the device or has begun before."""
+        before = self._group._all_gather_result
+        self._unshard(async_op)
+        result = self._group._all_gather_result
+        if result is not None and result is not before and self._is_plain():
+            self._group._all_gather_result = result._replace(all_gather_output=self._copy())
+
+    def wait_for_unshard(self) -> None:
+        """Let FSDP take the copy for the shards in host memory, once it is there."""
+        group, result = self._group, self._group._all_gather_result
+        if result is None or not result.all_gather_output.numel():
+            self._wait()
+            return
+        group.device_handle.current_stream().wait_event(self._copied)
+        params = group.fsdp_params
+        shards = [param._sharded_param_data for param in params]
+        copies = result.all_gather_output.split([shard.numel() for shard in shards])
+        for param, copy in zip(params, copies, strict=True):
+            param._sharded_param_data = copy
+        try:
+            self._wait()
+        finally:
+            for param, shard in zip(params, shards, strict=True):
+                param._sharded_param_data = shard
+        self._copies.used = group.device_handle.Event()
+        self._copies.used.record()
+
+    def _is_plain(self) -> bool:
+        """Return whether the parameters are copied as they are, cast to one dtype at most."""
+        return len(self._dtypes()) == 1 and not any(
+            hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+            for param in self._group.fsdp_params)
+
+    def _dtypes(self) -> set[torch.dtype]:
+        return {param.param_dtype or param.orig_dtype for param in self._group.fsdp_params}
+
+    @torch.no_grad()
+    def _copy(self) -> torch.Tensor:
+        """Begin to copy the group; return the copy in compute precision, one flat tensor."""
+        group, copies = self._group, self._copies
+        shards = [param._sharded_param_data for param in group.fsdp_params]
+        [dtype] = self._dtypes()
+        if copies.stream is None:
+            copies.stream = group.device_handle.Stream()
+        with group.device_handle.stream(copies.stream):
+            if copies.used is not None:
+                copies.stream.wait_event(copies.used)
+            copy = torch.empty(sum(shard.numel() for shard in shards), dtype=dtype,
+                               device=group.device)
+            parts = copy.split([shard.numel() for shard in shards])
+            for part, shard in zip(parts, shards, strict=True):
+                for to, piece in zip(part.split(_PIECE), shard.split(_PIECE), strict=True):
+                    # The host would cast it on the way: it is copied first.
+                    to.copy_(piece if piece.dtype == dtype else
+                             piece.to(group.device, non_blocking=True), non_blocking=True)
+            self._copied = group.device_handle.Event()
+            self._copied.record()
+        return copy

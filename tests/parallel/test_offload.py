@@ -1,0 +1,291 @@
+"""Offloaded parameters are copied ahead of their use on one rank, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lib.models.architecture import decoder_layers
+from lib.models.float8 import Float8
+from lib.models.lora import Lora
+from lib.models.sharded import Placement, local_tensor
+from lib.models.weights import restore_buffers
+from lib.optim import registry
+from lib.optim.guard import StepGuard
+from lib.parallel import offload, parallelize
+
+CPU = torch.device("cpu")
+LAYERS, PASSES, STEPS = 3, 2, 2
+CONFIG = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2,
+                     num_hidden_layers=LAYERS, num_key_value_heads=2, max_position_embeddings=64)
+FORWARD = ["embedding", *map(str, range(LAYERS)), "last"]
+
+
+def sharded(precision: str = "bf16", rank: int = 0, offloaded: bool = True, recompute: str = "none",
+            ) -> nn.Module:
+    """Return a model with weights; rank: of its adapters, 0 without any."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG), dtype=torch.float32)
+    placement = Placement(1, offloaded)
+    if precision == "fp8":
+        Float8("tensorwise").convert(model, placement)
+    if rank:
+        Lora(rank, 8.0, precision=precision).convert(model, placement)
+    parallelize.parallelize(model.train(), init_device_mesh("cpu", (1,)), precision, recompute,
+                            offload=offloaded)
+    parallelize.materialise(model, CPU, offload=offloaded)
+    restore_buffers(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_tensor(parameter).normal_(0.0, 0.1, generator=generator)
+    return model
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=batch, labels=batch, use_cache=False).loss
+
+
+def train(model: nn.Module) -> list[float]:
+    """Return the losses and norms of a few steps with accumulation, and an evaluation in each."""
+    adamw = registry.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    guard, found = StepGuard("fp32", 0.0, CPU), []
+    for step in range(STEPS):
+        for number in range(PASSES):
+            loss = loss_of(model, tokens(step * PASSES + number))
+            loss.backward()
+            found.append(loss.item())
+        found.append(guard.clip(adamw, 1.0).item())
+        adamw.step()
+        adamw.zero_grad()
+        with torch.no_grad():
+            found.append(loss_of(model, tokens(99)).item())
+        parallelize.reshard(model)
+    return found
+
+
+@pytest.mark.parametrize(("precision", "rank", "recompute"), [
+    ("fp32", 0, "none"), ("bf16", 0, "full"), ("fp32", 2, "selective"), ("bf16", 2, "none"),
+    ("fp8", 0, "none")])
+def test_losses_are_the_same_to_the_bit(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch,
+                                        precision: str, rank: int, recompute: str) -> None:
+    ahead = sharded(precision, rank, recompute=recompute)
+    on_device = sharded(precision, rank, offloaded=precision == "fp8", recompute=recompute)
+    monkeypatch.setattr(parallelize, "copy_ahead", lambda model: None)
+    by_fsdp = sharded(precision, rank, recompute=recompute)
+    found = [train(model) for model in (ahead, by_fsdp, on_device)]
+    assert found[0] == found[1] == found[2] and len(set(found[0])) > 5
+    for one, other in zip(ahead.parameters(), by_fsdp.parameters(), strict=True):
+        assert torch.equal(local_tensor(one), local_tensor(other))
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what reads the parameters in host memory, and when blocks compute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.events: list[tuple[str, str]] = []
+        self.streams: list[Any] = []
+        self._groups = {}
+        for name, parameter in model.named_parameters():
+            first = name.removeprefix("model.").split(".")
+            group = {"embed_tokens": "embedding", "layers": first[1]}.get(first[0], "last")
+            self._groups[local_tensor(parameter).untyped_storage().data_ptr()] = group
+        for name, block in enumerate(decoder_layers(model).values()):
+            block.forward = self._recorded(str(name), block.forward)
+
+    def note(self, kind: str, name: str) -> None:
+        if not self.events or self.events[-1] != (kind, name):
+            self.events.append((kind, name))
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
+                           named: Any = None) -> Any:
+        for tensor in arguments:
+            if isinstance(tensor, torch.Tensor) and function._schema.name in (
+                    "aten::copy_", "aten::_to_copy"):
+                name = self._groups.get(tensor.untyped_storage().data_ptr())
+                if name is not None:
+                    self.note("copy", name)
+        return function(*arguments, **(named or {}))
+
+    def _recorded(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self
+
+        class Computing(torch.autograd.Function):
+            @staticmethod
+            def forward(_: Any, output: torch.Tensor) -> torch.Tensor:
+                return output.clone()
+
+            @staticmethod
+            def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+                recorder.note("backward", name)
+                return gradient
+
+        def recorded(*arguments: Any, **named: Any) -> Any:
+            recorder.note("forward", name)
+            return Computing.apply(forward(*arguments, **named))
+        return recorded
+
+
+def test_a_group_is_copied_before_the_group_before_it_computes(group: dist.ProcessGroup) -> None:
+    """In both directions, and one group ahead: more would take more memory."""
+    model = sharded()
+    loss_of(model, tokens(0)).backward()
+    recorder = Recorder(model)
+    with recorder:
+        loss_of(model, tokens(0)).backward()
+    events = recorder.events
+    assert [name for kind, name in events if kind == "copy"] == [
+        *FORWARD, *map(str, reversed(range(LAYERS))), "embedding"], events
+    computed = events[:events.index(("backward", str(LAYERS - 1)))]
+    for block in range(LAYERS):
+        at = computed.index(("forward", str(block)))
+        assert computed[at - 1] == ("copy", FORWARD[block + 2])
+    for block in range(1, LAYERS):
+        at = events.index(("backward", str(block)))
+        assert events[at - 1] == ("copy", str(block - 1))
+
+
+class StreamLog:
+    """Stands for the streams of a device, which a CPU does not have; logs what they order."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, Any, Any]] = []
+        log = self
+
+        class Event:
+            def record(self, stream: Any = None) -> None:
+                log.entries.append(("record", stream or log.current, self))
+
+            def wait(self, stream: Any = None) -> None:
+                (stream or log.current).wait_event(self)
+
+            def synchronize(self) -> None:
+                pass
+
+        class Stream:
+            def __init__(self, *_: Any, **__: Any) -> None:
+                pass
+
+            def wait_event(self, event: Event) -> None:
+                log.entries.append(("wait", self, event))
+
+            def record_event(self) -> Event:
+                event = Event()
+                event.record(self)
+                return event
+
+            def wait_stream(self, other: Stream) -> None:
+                self.wait_event(other.record_event())
+        self.Event, self.Stream = Event, Stream
+        self.main = self.current = Stream()
+
+    def orders(self, first: Any, then: Any, begin: int, end: int) -> bool:
+        """Return whether what a stream did up to an entry comes before what another does at `end`.
+        """
+        behind = {event for number, (kind, stream, event) in enumerate(self.entries[:end])
+                  if (kind, stream) == ("record", first) and number >= begin}
+        return any((kind, stream) == ("wait", then) and event in behind
+                   for kind, stream, event in self.entries[begin:end])
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+def test_no_stream_reads_what_another_has_not_written(group: dist.ProcessGroup,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    log = StreamLog()
+    for name in ("Event", "Stream", "stream"):
+        monkeypatch.setattr(torch.cpu, name, getattr(log, name))
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda device=None: log.current)
+    copies, takes = offload._CopiedGroup._copy, offload._CopiedGroup.wait_for_unshard
+
+    def copy_noted(copied: Any) -> torch.Tensor:
+        with Copying():
+            result = copies(copied)
+        log.entries.append(("copied", log.current, copied))
+        return result
+
+    def take_noted(copied: Any) -> None:
+        wait = copied._wait
+
+        def taken() -> None:
+            log.entries.append(("take", log.current, copied))
+            wait()
+        copied._wait = taken
+        takes(copied)
+        copied._wait = wait
+
+    class Copying(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
+                               named: Any = None) -> Any:
+            if function._schema.name == "aten::copy_":
+                log.entries.append(("copy", log.current, None))
+            return function(*arguments, **(named or {}))
+
+    monkeypatch.setattr(offload._CopiedGroup, "_copy", copy_noted)
+    monkeypatch.setattr(offload._CopiedGroup, "wait_for_unshard", take_noted)
+    model = sharded()
+    for number in range(2):
+        loss_of(model, tokens(number)).backward()
+    side = next(stream for kind, stream, _ in log.entries if kind == "copy")
+    assert side is not log.main
+    ready: dict[Any, int] = {}  # of each group that is copied: where in the log that ended
+    used = 0  # where a copy was last used
+    for at, (kind, stream, value) in enumerate(log.entries):
+        if kind == "copied":
+            ready[value] = at - 1  # its event comes last
+        elif kind == "take" and value in ready:
+            assert log.orders(side, log.main, ready.pop(value), at), "used before it is copied"
+            used = at
+        elif kind == "copy":
+            # It may be into the memory of any copy that was used before.
+            assert stream is side and (not used or log.orders(log.main, side, used, at))
+    assert used and not ready
+
+
+def test_a_copy_that_nothing_uses_is_dropped(group: dist.ProcessGroup) -> None:
+    """With adapters FSDP may prefetch the embedding in backward, which needs no weights there."""
+    model = sharded(rank=2)
+    loss_of(model, tokens(0)).backward()
+    embedding = model.get_input_embeddings()
+    [copied] = offload._groups(embedding)
+    with copied.use_training_state(type(copied._training_state).FORWARD):
+        copied.unshard()
+    kept = weakref.ref(copied._all_gather_result.all_gather_output)
+    copied.finalize_backward()
+    gc.collect()
+    assert copied._all_gather_result is None and kept() is None
+    with torch.no_grad():
+        local_tensor(embedding.weight).mul_(2.0)
+    changed = loss_of(model, tokens(0)).item()
+    parallelize.reshard(model)
+    assert changed == pytest.approx(loss_of(sharded_like(model), tokens(0)).item(), abs=0)
+
+
+def sharded_like(model: nn.Module) -> nn.Module:
+    """Return a model that was never trained, with the same weights."""
+    other = sharded(rank=2)
+    with torch.no_grad():
+        for one, parameter in zip(model.parameters(), other.parameters(), strict=True):
+            local_tensor(parameter).copy_(local_tensor(one))
+    return other

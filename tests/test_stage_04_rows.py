@@ -1,0 +1,251 @@
+"""When a row of the log is read and written: one step later, unless something else needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.conftest import run_stage
+from tests.train.test_no_waiting import WAITING
+from tests.training import SEQ_LENGTH, metrics, steps_saved
+
+STEPS, SAMPLES = 7, 6  # samples of a step
+RUN = ("-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--precision", "fp32",
+       "--max-steps", STEPS, "--eval-batches", 1)
+STOPPED_AT, FAILS_AT = 4, 4  # the step in which a signal comes, or an error
+NEVER = 1000
+EXCHANGES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list",
+             "gather_object", "all_gather_into_tensor", "barrier")
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down, in order: launched steps, rows that are read, what is asked and exchanged."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._path, self._silent = Path(f"recorded_{rank}.jsonl").resolve(), False
+
+    def note(self, kind: str, value: Any = None) -> None:
+        """Append an entry, unless it belongs to something that waits for the device anyway."""
+        if not self._silent:
+            with self._path.open("a") as file:
+                file.write(json.dumps([kind, value]) + "\n")
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Leave out what is done meanwhile."""
+        before, self._silent = self._silent, True
+        yield
+        self._silent = before
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
+                           named: Any = None) -> Any:
+        if function._schema.name in WAITING:
+            self.note("asked", function._schema.name)
+        return function(*arguments, **(named or {}))
+
+
+def record(rank: int) -> None:
+    """Record what the training loop does, from its first step on."""
+    from lib.checkpoints.checkpointer import Checkpointer
+    from lib.train import report
+    from lib.train.evaluation import Evaluation
+    from lib.train.state import TrainState
+    from lib.train.stop import StopRequest
+
+    recorder = Recorder(rank)
+
+    def around(owner: Any, name: str, begins: str = "", ends: str = "", silent: bool = False,
+               ) -> None:
+        """Note when a function begins and ends, and the step of its first argument, if any."""
+        real = getattr(owner, name)
+
+        def noted(*parts: Any, **named: Any) -> Any:
+            if begins:
+                recorder.note(begins, getattr(parts[0], "step", None) if parts else None)
+            with recorder.silence() if silent else nullcontext():
+                result = real(*parts, **named)
+            if ends:
+                recorder.note(ends, parts[0].step)
+            return result
+        setattr(owner, name, noted)
+
+    ask = StopRequest.ask
+
+    def begin(request: StopRequest) -> None:
+        StopRequest.ask = ask  # the loop has begun
+        recorder.__enter__()
+        ask(request)
+        around(StopRequest, "ask", silent=True)
+        around(StopRequest, "agreed", silent=True)
+        around(Evaluation, "measure", "evaluating", silent=True)
+        around(Checkpointer, "save", "saving", silent=True)
+        around(TrainState, "advance", ends="launched")
+        around(report, "read_row", "reading", "read")
+        for name in EXCHANGES:
+            around(dist, name, name)
+        around(torch.Tensor, "tolist", "asked")
+    StopRequest.ask = begin
+
+
+def recorded(project: Path, rank: int = 0) -> list[tuple[str, Any]]:
+    lines = (project / f"recorded_{rank}.jsonl").read_text().splitlines()
+    return [(kind, value) for kind, value in map(json.loads, lines)]
+
+
+def run(project: Path, *options: object, before: str = "", ranks: int = 1, expect: int = 0,
+        name: str = "run") -> str:
+    done = run_stage("04_train_fsdp.py", *RUN, "-b", SAMPLES // ranks, *options, "-e", name,
+                     cwd=project, ranks=ranks if ranks > 1 else 0, expect=expect,
+                     before=before and f"{__name__}:{before}")
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow),
+                                   pytest.param(3, marks=pytest.mark.slow)])
+def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks: int) -> None:
+    run(project, "--log-freq", 2, "--ckpt-freq", NEVER, "--eval-freq", 0, ranks=ranks,
+        before="record")
+    for rank in range(ranks):
+        order = recorded(project, rank)
+        assert [entry for entry in order if entry[0] in ("launched", "reading", "saving")] == [
+            ("launched", 1), ("launched", 2), ("reading", 1), ("launched", 3), ("reading", 2),
+            ("launched", 4), ("launched", 5), ("reading", 4), ("launched", 6), ("launched", 7),
+            ("reading", 6), ("reading", 7), ("saving", None)]
+        # Outside of a row nothing is asked or exchanged; for a row the ranks exchange numbers once.
+        is_reading, exchanged = False, 0
+        for kind, _ in order[:order.index(("saving", None))]:
+            if kind == "reading":
+                is_reading, exchanged = True, 0
+            elif kind == "read":
+                assert exchanged == 1
+                is_reading = False
+            elif kind not in ("launched", "evaluating"):
+                assert is_reading and kind in ("asked", "all_gather"), kind
+                exchanged += kind == "all_gather"
+    assert [row["step"] for row in metrics(project, "run")] == [1, 2, 4, 6, 7]
+
+
+def _training(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return what the rows of each step say of the training, but for times and memory."""
+    return {row["step"]: {key: value for key, value in row.items()
+                          if key.startswith(("step", "epoch", "train/", "eval/"))} for row in rows}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow),
+                                   pytest.param(3, marks=pytest.mark.slow)])
+def test_a_row_says_the_same_whenever_it_is_written(project: Path, ranks: int) -> None:
+    """Each is written at once where each step is saved."""
+    rows = []
+    for name, every in (("late", NEVER), ("at_once", 1)):
+        run(project, "--log-freq", 1, "--ckpt-freq", every, "--eval-freq", 3, ranks=ranks,
+            name=name)
+        rows.append(_training(metrics(project, name)))
+    assert rows[0] == rows[1] and list(rows[0]) == [*range(1, STEPS + 1)]
+    assert [step for step, row in rows[0].items() if "eval/loss" in row] == [3, 6, 7]
+
+
+@pytest.mark.parametrize(("log", "save", "evaluate"), [
+    (1, 2, 3), pytest.param(2, 3, 2, marks=pytest.mark.slow),
+    pytest.param(3, 2, 3, marks=pytest.mark.slow), pytest.param(7, 7, 7, marks=pytest.mark.slow)])
+def test_a_checkpoint_follows_the_row_of_its_step(project: Path, log: int, save: int,
+                                                  evaluate: int) -> None:
+    run(project, "--log-freq", log, "--ckpt-freq", save, "--eval-freq", evaluate, "--ckpt-keep", 9,
+        before="record")
+    steps = range(1, STEPS + 1)
+    due = [step for step in steps if step in (1, STEPS) or not step % log or not step % evaluate]
+    assert [row["step"] for row in metrics(project, "run")] == due
+    launched, expected, found = 0, [], []
+    for kind, value in recorded(project):
+        if kind == "launched":
+            launched = value
+        elif kind in ("reading", "saving"):
+            found.append((kind, launched, value))
+    late: list[int] = []
+    for step in steps:
+        expected += [("reading", step, row) for row in late]
+        late = [step] * (step in due)
+        if not step % save or not step % evaluate or step == STEPS:
+            expected += [("reading", step, row) for row in late]
+            late = []
+        if not step % save or step == STEPS:
+            expected.append(("saving", step, None))
+    assert found == expected
+    saved = [step for step in steps if not step % save or step == STEPS]
+    assert steps_saved(project, "run") == saved
+    rows = {row["step"]: row for row in metrics(project, "run")}
+    for step in saved:
+        state = json.loads((project / f"outputs/run/checkpoints/step_{step:08d}/train_state.json"
+                            ).read_text())
+        assert state["loss"] == rows.get(step, {}).get("train/loss")
+        assert state["eval_loss"] == rows.get(step, {}).get("eval/loss")
+
+
+def stop(rank: int) -> None:
+    """Send rank 0 a signal when a step begins."""
+    from lib.train.stop import StopRequest
+
+    ask, asked = StopRequest.ask, [0]
+
+    def ask_or_stop(request: StopRequest) -> None:
+        asked[0] += 1
+        if asked[0] == STOPPED_AT and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        ask(request)
+    StopRequest.ask = ask_or_stop
+
+
+@pytest.mark.parametrize("options", [("--log-freq", 1), pytest.param(
+    ("--log-freq", 3, "--ckpt-freq", STOPPED_AT, "--eval-freq", STOPPED_AT),
+    marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stopped_run_has_all_its_rows(project: Path, ranks: int, options: tuple[object, ...],
+                                        ) -> None:
+    options = ("--ckpt-freq", NEVER, "--eval-freq", 0, *options)
+    run(project, *options, name="whole", ranks=ranks)
+    run(project, *options, before="stop", ranks=ranks, expect=1 if ranks > 1 else 75)
+    due = [step for step in range(1, STOPPED_AT + 1)
+           if step in (1, STOPPED_AT) or not step % options[options.index("--log-freq", 1) + 1]]
+    assert [row["step"] for row in metrics(project, "run")] == due
+    assert json.loads((project / "outputs/run/state.json").read_text())["status"] == "preempted"
+    run(project, *options, ranks=ranks)
+    whole = {step: row["train/loss"] for step, row in _training(metrics(project, "whole")).items()}
+    again = {step: row["train/loss"] for step, row in _training(metrics(project, "run")).items()}
+    assert whole == {step: loss for step, loss in again.items() if step in whole}
+
+
+def fail(rank: int) -> None:
+    """Let a step fail once it has been launched."""
+    from lib.train.state import TrainState
+
+    advance = TrainState.advance
+
+    def advance_or_fail(state: TrainState, step: Any) -> None:
+        advance(state, step)
+        if state.step == FAILS_AT:
+            raise RuntimeError("of no matter which kind")
+    TrainState.advance = advance_or_fail
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_error_leaves_the_row_before_it_or_says_that_it_is_missing(project: Path, ranks: int,
+                                                                      ) -> None:
+    """What no rank has exchanged with the others a failing rank cannot ask them for."""
+    printed = run(project, "--log-freq", 1, "--ckpt-freq", NEVER, "--eval-freq", 0, before="fail",
+                  ranks=ranks, expect=1)
+    assert "of no matter which kind" in printed
+    rows = [row["step"] for row in metrics(project, "run")]
+    assert rows == ([1, 2, 3] if ranks == 1 else [1, 2])
+    if ranks > 1:
+        log = (project / "outputs/run/logs/rank_00000.log").read_text()
+        assert "step 3 has no row: the ranks had not exchanged their figures" in log
