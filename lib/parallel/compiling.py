@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lib.core import commands, log
 from lib.core.errors import StageError, UsageError
+from lib.parallel import graphs
 
 # Where blocks recompute selectively, torch asks that they change nothing in place, which
 # parallelize.py sees to.
@@ -101,4 +102,7 @@ def is_wanted(option: bool | None, device: torch.device) -> bool:
 
 def make_compiler(option: bool | None, device: torch.device) -> Compiler | None:
     """Return what compiles as --compile asks for it; None to compile nothing."""
-    return Compiler(required=bool(option)) if is_wanted(option, device) else None
+    if not is_wanted(option, device):
+        return None
+    graphs.prepare()
+    return Compiler(required=bool(option))

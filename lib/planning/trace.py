@@ -211,7 +211,7 @@ def _attention(model: PreTrainedModel, case: Case) -> Iterator[None]:
         yield
 
 
-def _as_by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor,
+def _as_by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
                   scaling: float | None, window: int) -> Tensor:
     """Take the memory of the kernel for packed documents. query, key, value: [tokens, H, D].
 

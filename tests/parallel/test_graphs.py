@@ -1,0 +1,199 @@
+"""How many graphs are compiled: one for packed documents of all kinds, and a word at the limit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nn.attention import varlen
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from lib.parallel import attention, compiling, graphs, loss, parallelize
+from lib.tokens.batches import MicroBatch, longest_document, micro_batch
+from lib.tokens.samples import Rows
+
+CPU = torch.device("cpu")
+LENGTH = 512
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """Return the graphs that are compiled from now on, and leave torch as it was."""
+    found: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
+    monkeypatch.setattr(graphs._report, "is_done", False)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8), \
+            torch.compiler.config.patch(dynamic_sources=""):
+        yield found
+    torch._dynamo.reset()
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float,
+              ) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+    """Yield each document's place, heads and weights; what is beyond `longest` is left out."""
+    groups = query.shape[1] // key.shape[1]
+    for first, last in pairwise(ends.tolist()):
+        place = slice(first, min(last, first + longest))
+        parts = [part[place].transpose(0, 1) for part in
+                 (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))]
+        scores = parts[0] @ parts[1].mT * scale
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        yield place, parts, scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's own operation for documents run on a CPU, which it has no kernel for."""
+    @varlen._varlen_attn.register_kernel("cpu")
+    def forward(query, key, value, ends, _, longest, *others):
+        out, scale = torch.zeros_like(query), others[2]
+        for place, (_, _, values), weights in _attended(query, key, value, ends, longest, scale):
+            out[place] = (weights @ values).transpose(0, 1)
+        return (out, torch.zeros(query.shape[1], len(query)),
+                torch.zeros(2, dtype=torch.uint64))
+
+    @varlen._varlen_attn_backward.register_kernel("cpu")
+    def backward(gradient, query, key, value, out, _, ends, __, longest, *others):
+        scale = others[3]
+        found = [torch.zeros_like(query) for _ in range(3)]
+        for place, (queries, keys, values), weights in _attended(query, key, value, ends, longest,
+                                                                 scale):
+            given = gradient[place].transpose(0, 1)
+            of_weights = given @ values.mT
+            of_scores = weights * (of_weights - (weights * of_weights).sum(-1, True)) * scale
+            for whole, part in zip(found, (of_scores @ keys, of_scores.mT @ queries,
+                                           weights.mT @ given), strict=True):
+                whole[place] = part.transpose(0, 1)
+        return found[0], *(part.unflatten(1, (key.shape[1], -1)).sum(2) for part in found[1:])
+
+    monkeypatch.setattr(attention, "_by_document", attention._by_kernel)
+
+
+def batch(documents: int, longest: int, generator: np.random.Generator) -> MicroBatch:
+    """Return two rows of so many documents, the longest of so many tokens."""
+    room = 2 * LENGTH - longest
+    cuts = np.sort(generator.choice(room - 1, documents - 2, replace=False) + 1)
+    lengths = [longest, *np.diff([0, *cuts, room])]
+    positions = np.concatenate([np.arange(length) for length in lengths]).reshape(2, LENGTH)
+    tokens = generator.integers(0, 64, (2, LENGTH + 1))
+    made = micro_batch(Rows(tokens[:, :-1], tokens[:, 1:], positions), pin=False)
+    assert documents <= len(made.boundaries) - 1 <= documents + 1
+    return made
+
+
+def batches() -> list[MicroBatch]:
+    """Return batches of many numbers of documents, and of each length that a kernel is told."""
+    generator = np.random.default_rng(0)
+    made = [batch(*kind, generator) for kind in (
+        (17, 500), (3, 500), (40, 500), (60, 100), (24, 128), (7, 129), (2, 512))]
+    assert {one.longest for one in made} == {128, 256, 512}
+    return made
+
+
+def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a small model with compiled blocks, and as it is."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2), attn_implementation="varlen",
+        dtype=torch.float32)
+    model = copy.deepcopy(plain)
+    parallelize.wrap_blocks(model, recompute, compiling.make_compiler(True, CPU))
+    return model, plain
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_packed_documents_of_any_number_and_length_run_one_graph(
+        compiled: list[torch.fx.GraphModule], kernel: None, recompute: str) -> None:
+    """Evaluation has one more; losses and gradients are those of the plain model."""
+    model, plain = models(recompute)
+    for one in batches():
+        sums = [loss.token_loss_sum(each, one.to(CPU)) for each in (model, plain)]
+        torch.testing.assert_close(*sums)
+        for total in sums:
+            total.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert len(compiled) == 1
+    with torch.no_grad(), loss.eval_mode(model):
+        for one in batches():
+            loss.token_loss_sum(model, one)
+    assert len(compiled) == 2
+
+
+def test_without_dynamic_lengths_there_is_a_graph_for_each_of_the_few(
+        compiled: list[torch.fx.GraphModule], kernel: None, monkeypatch: pytest.MonkeyPatch,
+        ) -> None:
+    """A torch that finds the lengths under another name compiles three graphs here, not seven."""
+    monkeypatch.setattr(graphs, "_LENGTHS", "nothing")
+    model, _ = models("none")
+    for number, one in enumerate(batches()):
+        loss.token_loss_sum(model, one).backward()
+        assert number > 2 or len(compiled) == 1  # 17, 3 and 40 documents, the longest alike
+    assert len(compiled) == 3
+
+
+def test_a_kernel_that_is_told_too_little_computes_something_else(kernel: None) -> None:
+    """So what these tests put in the place of the GPU's kernel reads what it is told."""
+    _, plain = models("none")
+    one = batch(17, 500, np.random.default_rng(0))
+    losses = [loss.token_loss_sum(plain, one._replace(longest=longest))
+              for longest in (None, 512, 500, 499)]
+    assert losses[0] == losses[1] == losses[2] != losses[3]
+    assert longest_document(one.boundaries.numpy(), LENGTH) == one.longest == 512
+
+
+def layers(count: int) -> list[nn.Module]:
+    """Return layers of one class, each with a shape of its own."""
+    return [nn.Sequential(nn.Linear(4, size), nn.Linear(size, 4)) for size in range(3, 3 + count)]
+
+
+def run(blocks: list[nn.Module]) -> None:
+    """Run layers that a compiler has wrapped, forward and backward, and compare with the layers."""
+    compiler = compiling.make_compiler(True, CPU)
+    found = expected = torch.randn(2, 4, requires_grad=True)
+    for block in blocks:
+        found, expected = compiler.wrap(block.forward)(found), block(expected)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+
+
+def test_layers_that_all_differ_are_all_compiled(compiled: list[torch.fx.GraphModule], caplog,
+                                                 ) -> None:
+    run(layers(20))
+    assert len(compiled) == 20 and not caplog.records
+
+
+def test_the_limit_of_graphs_is_reported_once(
+        compiled: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of all functions that reach it; calls beyond it give the same without a graph."""
+    monkeypatch.setattr(graphs, "_MOST", 8)
+    run(layers(12))
+    assert len(compiled) == 8
+
+    def other(value: Tensor) -> Tensor:
+        return value * value.shape[0]
+
+    wrapped = compiling.make_compiler(True, CPU).wrap(other)
+    for size in range(2, 14):
+        assert torch.equal(wrapped(torch.ones(size)), torch.full((size,), float(size)))
+    assert len(compiled) == 16
+    [told] = caplog.messages
+    assert "reached its limit of graphs" in told and "recompile_limit (8)" in told
+    assert "function: 'forward'" in told and "\n" not in told
+    assert "torch._dynamo hit" not in capfd.readouterr().err
