@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -114,7 +116,7 @@ def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_packed_documents_of_any_number_and_length_run_one_graph(
         compiled: list[torch.fx.GraphModule], kernel: None, recompute: str) -> None:
-    """Evaluation has one more; losses and gradients are those of the plain model."""
+    """Losses and gradients are those of the plain model."""
     model, plain = models(recompute)
     for one in batches():
         sums = [loss.token_loss_sum(each, one.to(CPU)) for each in (model, plain)]
@@ -124,9 +126,20 @@ def test_packed_documents_of_any_number_and_length_run_one_graph(
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert len(compiled) == 1
+
+
+def test_a_sharded_model_runs_one_graph_and_one_in_evaluation(
+        compiled: list[torch.fx.GraphModule], kernel: None, group: dist.ProcessGroup) -> None:
+    """The batch passes FSDP's hooks on its way to the blocks."""
+    model, plain = models("none")
+    parallelize.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), "fp32")
+    for one in batches():
+        loss.token_loss_sum(model, one.to(CPU)).backward()
+    assert len(compiled) == 1
     with torch.no_grad(), loss.eval_mode(model):
         for one in batches():
-            loss.token_loss_sum(model, one)
+            torch.testing.assert_close(loss.token_loss_sum(model, one),
+                                       loss.token_loss_sum(plain, one))
     assert len(compiled) == 2
 
 
