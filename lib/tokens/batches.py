@@ -185,8 +185,9 @@ def longest_document(boundaries: np.ndarray, seq_length: int) -> int:
     """Return a length that no document exceeds: T, T/2, T/4 or T/8 tokens, T = seq_length.
 
     The attention kernel starts as many thread blocks for each document as the longest one needs, so
-    a row's length would start mostly empty ones. Each length becomes a constant of a compiled
-    graph, so there are few. Shorter ones than a tile of the kernel would save nothing.
+    a row's length would start mostly empty ones. There are few lengths, since a torch that finds
+    them constants compiles a graph for each. Shorter ones than a tile of the kernel would save
+    nothing.
     """
     longest = int(np.diff(boundaries).max())
     lengths = (math.ceil(seq_length / parts) for parts in LENGTH_DIVISORS)
