@@ -7,7 +7,7 @@ interface knows it by here. On a CPU, which has no such kernel, it goes document
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -193,7 +194,10 @@ def _unasked(*_: Tensor | None) -> None:
 def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     """Return the arguments of the model for a micro-batch.
 
-    Without a mask, and with positions that restart, transformers keeps documents apart.
+    Without a mask, and with positions that restart, transformers keeps documents apart. The
+    boundaries of documents are marked as dynamic for torch.compile: only the kernel reads them, so
+    one graph serves any number of documents (`graphs.prepare` does so for the longest). A copy on
+    another device would lose the mark, so the batch must be on the model's device already.
     """
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     implementation, ends = model.config._attn_implementation, batch.boundaries
@@ -202,8 +206,9 @@ def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     elif implementation == _FLASH:  # which would ask the device, in each layer, for documents
         ends = _ends_of_rows(batch.input_ids)
     if ends is not None and implementation in _BY_BOUNDARIES:
-        # The longest document may be as long as a row: no number that changes by the batch.
-        longest = batch.input_ids.shape[1]
+        if batch.boundaries is not None:
+            torch._dynamo.maybe_mark_dynamic(ends, 0)
+        longest = batch.longest or batch.input_ids.shape[1]
         arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
                       "max_length_q": longest, "max_length_k": longest}
     return arguments
@@ -218,11 +223,13 @@ def _ends_of_rows(tokens: Tensor) -> Tensor:
 def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
             attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0,
             sliding_window: int | None = None, cu_seq_lens_q: Tensor | None = None,
-            **others: Any) -> tuple[Tensor, None]:
+            max_length_q: int | None = None, **others: Any) -> tuple[Tensor, None]:
     """Attend within documents. query: [B, H, T, D]; key, value: [B, H or fewer, T, D].
 
     cu_seq_lens_q: int32 [documents + 1], where they begin and end in the B·T tokens; None: a row
-    is one. Returns [B, T, H, D]. Raises UsageError for what the kernel does not support.
+    is one. max_length_q: tokens of the longest document at least, None: T; the kernel would leave
+    out what is beyond. Returns [B, T, H, D]. Raises UsageError for what the kernel does not
+    support.
     """
     if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
         raise UsageError("--attention varlen knows no dropout, cap or sink of attention, which "
@@ -230,14 +237,27 @@ def _varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     batch, _, length, _ = query.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = _ends_of_rows(query[:, 0, :, 0])
+    longest = length if max_length_q is None else max_length_q
+    # Compared with the row: a comparison with the longest document would be compiled apart.
     window = sliding_window if sliding_window and sliding_window < length else 0
     query, key, value = (part.transpose(1, 2).flatten(0, 1)  # [B·T, H, D]
                          for part in (query, key, value))
     if query.is_cuda:
-        out = _by_kernel(query, key, value, cu_seq_lens_q, length, scaling, window)
+        out = _by_kernel(query, key, value, cu_seq_lens_q, longest, scaling, window)
     else:
-        out = _by_document(query, key, value, cu_seq_lens_q, scaling, window)
+        out = _by_document(query, key, value, cu_seq_lens_q, longest, scaling, window)
     return out.unflatten(0, (batch, length)), None
+
+
+def _group_arguments(kernel: Callable[..., Any]) -> dict[str, bool]:
+    """Return the argument that lets a kernel take fewer heads of keys than of queries.
+
+    torch 2.11 has none; its kernel takes them.
+    """
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+_GROUPS = _group_arguments(varlen_attn)  # here, since `_by_kernel` is traced
 
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
@@ -247,27 +267,26 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, lo
     The kernel takes heads of one size, a multiple of eight: others are filled up with zeros, which
     add nothing to a score.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     wide = max(query.shape[-1], value.shape[-1])
     wide += -wide % _ALIGNED
     parts = [F.pad(part, (0, wide - part.shape[-1])) if part.shape[-1] < wide else part
              for part in (query, key, value)]
-    # torch 2.11 has no argument for fewer heads of keys than of queries; its kernel takes them.
-    has_argument = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    groups = {"enable_gqa": True} if has_argument else {}
     out = varlen_attn(*parts, boundaries, boundaries, longest, longest, scale=scaling,
-                      window_size=(window - 1, 0) if window else (-1, 0), **groups)
+                      window_size=(window - 1, 0) if window else (-1, 0), **_GROUPS)
     return out[..., :value.shape[-1]]
 
 
 @torch.compiler.disable  # or each division of a row into documents would be compiled anew
-def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor,
+def _by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
                  scaling: float | None, window: int) -> Tensor:
-    """Attend within each document by itself. query, key, value: [B·T, H, D]."""
+    """Attend within each document by itself. query, key, value: [B·T, H, D].
+
+    Fails where the kernel of a GPU would silently compute too little.
+    """
     done = []
-    for first, last in pairwise(boundaries.unique().tolist()):  # without the empty ones
+    for first, last in pairwise(boundaries.tolist()):
+        assert last - first <= longest, f"a document of {last - first} tokens, not of {longest}"
         parts = [part[first:last].transpose(0, 1)[None] for part in (query, key, value)]
         mask = None
         if window and last - first > window:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lib.core import commands, log
 from lib.core.errors import StageError, UsageError
+from lib.parallel import graphs
 
 # Where blocks recompute selectively, torch asks that they change nothing in place, which
 # parallelize.py sees to.
@@ -112,4 +113,7 @@ def make_compiler(option: bool | None, device: torch.device) -> Compiler | None:
 
     The other parts of a step get compilers of their own from it, by `for_part`.
     """
-    return Compiler(required=bool(option)) if is_wanted(option, device) else None
+    if not is_wanted(option, device):
+        return None
+    graphs.prepare()
+    return Compiler(required=bool(option))

@@ -262,7 +262,7 @@ def require_isolation(model: nn.Module, layout: ParallelLayout) -> None:
     tokens = torch.randint(0, vocabulary, (2, sum(_LENGTHS)), generator=generator)
     tokens[1, _LENGTHS[0]:] = tokens[0, _LENGTHS[0]:]
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
-    ends = torch.from_numpy(boundaries(positions.numpy(), len(_LENGTHS)))
+    ends = torch.from_numpy(boundaries(positions.numpy()))
     with trial(model):
         batches = [MicroBatch(row[None], row[None], positions, ends).to(layout.device)
                    for row in tokens]

@@ -47,8 +47,8 @@ class Case:
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
     pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
-    have without a varlen kernel. documents: of a sample, for which that kernel is prepared; 0
-    without it. chunked: the output layer makes the loss. optimizer: its kind. on_gpu: else on a
+    have without a varlen kernel. documents: the most of a sample, where that kernel computes them;
+    0 without it. chunked: the output layer makes the loss. optimizer: its kind. on_gpu: else on a
     CPU, which takes smaller pieces of some things at a time.
     """
 
@@ -211,7 +211,7 @@ def _attention(model: PreTrainedModel, case: Case) -> Iterator[None]:
         yield
 
 
-def _as_by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor,
+def _as_by_kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int,
                   scaling: float | None, window: int) -> Tensor:
     """Take the memory of the kernel for packed documents. query, key, value: [tokens, H, D].
 

@@ -9,6 +9,7 @@ So ranks and micro-batches only divide a range that is the same for every number
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,8 @@ from lib.tokens.samples import IGNORED, Rows, Samples
 if TYPE_CHECKING:  # who only finds a run's data does not wait for it
     import torch
 
+LENGTH_DIVISORS = (8, 4, 2, 1)  # of a row's length: what the longest document is rounded up to
+_TILE = 128  # tokens that a thread block of the attention kernel computes at once
 _ORDERED_AT_ONCE = 4096  # sample numbers; a few are hardly cheaper to work out than many
 
 
@@ -29,20 +32,21 @@ class MicroBatch(NamedTuple):
     """Holds the samples that one rank passes through the model at once.
 
     input_ids, labels: int64 [B, T]; labels[b, t] is the token after input_ids[b, t], or IGNORED.
-    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32,
-    where documents begin and end in the B·T tokens, and the end again and again behind them, so
-    that all batches of a stream have as many; None without position_ids.
+    position_ids: int64 [B, T], restarting at each document; None for 0 … T - 1. boundaries: int32
+    [documents + 1], where documents begin and end in the B·T tokens; None without position_ids.
+    longest: tokens, no document has more; see `longest_document`. None: no more than T.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
     boundaries: torch.Tensor | None = None
+    longest: int | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on a device; from pinned memory it does not wait."""
-        return MicroBatch._make(None if part is None else part.to(device, non_blocking=True)
-                                for part in self)
+        return MicroBatch._make(part if part is None or isinstance(part, int)
+                                else part.to(device, non_blocking=True) for part in self)
 
 
 class Cursor(NamedTuple):
@@ -133,8 +137,7 @@ class SampleStream(DataStream):
             ordered = self._samples.stream(first, steps * size, self._seed).reshape(steps, size)
             for numbers in ordered:
                 parts = numbers.reshape(d.accumulation, d.dp_size, d.micro_batch)[:, d.dp_rank]
-                batches = [micro_batch(self._samples.rows(part), self._pin,
-                                       self._samples.most_documents) for part in parts]
+                batches = [micro_batch(self._samples.rows(part), self._pin) for part in parts]
                 first += size
                 yield Step(batches, *self._samples.counts(numbers), Position(first))
 
@@ -161,31 +164,44 @@ def evaluation_batches(samples: Samples, batches: int, division: Division) -> It
     per_round = d.micro_batch * d.dp_size
     for start in range(0, total, per_round):
         numbers = start + d.dp_rank * d.micro_batch + np.arange(d.micro_batch)
-        batch = micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), False,
-                            samples.most_documents)
+        batch = micro_batch(samples.rows(np.minimum(numbers, len(samples) - 1)), False)
         # A copy: labels and inputs of a window are views of the same tokens.
         left_out = torch.from_numpy(numbers >= total)[:, None]
         yield batch._replace(labels=batch.labels.masked_fill(left_out, IGNORED))
 
 
-def boundaries(positions: np.ndarray, documents: int) -> np.ndarray:
-    """Return where documents begin and end in the tokens of rows, from positions that restart.
+def boundaries(positions: np.ndarray) -> np.ndarray:
+    """Return where documents begin in the tokens of rows, and the end: int32 [documents + 1].
 
-    int32 [documents + 1]: where there are fewer, the others are empty and at the end. A kernel
-    compiled for one number would be compiled again for another, and then for any.
+    positions: int64 [B, T], 0 where a document begins; padding counts as one. A row always begins
+    a document, so none is longer than a row.
     """
-    begins = np.flatnonzero(positions == 0)
-    return np.pad(begins, (0, documents + 1 - len(begins)), constant_values=positions.size
-                  ).astype(np.int32)
+    begins = positions == 0
+    begins[:, 0] = True
+    return np.append(np.flatnonzero(begins), positions.size).astype(np.int32)
 
 
-def micro_batch(rows: Rows, pin: bool, most_documents: int = 1) -> MicroBatch:
-    """Return rows as tensors, in pinned memory if asked for. most_documents: in a row."""
+def longest_document(boundaries: np.ndarray, seq_length: int) -> int:
+    """Return a length that no document exceeds: T, T/2, T/4 or T/8 tokens, T = seq_length.
+
+    The attention kernel starts as many thread blocks for each document as the longest one needs, so
+    a row's length would start mostly empty ones. There are few lengths, since a torch that finds
+    them constants compiles a graph for each. Shorter ones than a tile of the kernel would save
+    nothing.
+    """
+    longest = int(np.diff(boundaries).max())
+    lengths = (math.ceil(seq_length / parts) for parts in LENGTH_DIVISORS)
+    return next(length for length in lengths
+                if longest <= length and (length >= _TILE or length == seq_length))
+
+
+def micro_batch(rows: Rows, pin: bool) -> MicroBatch:
+    """Return rows as tensors, in pinned memory if asked for."""
     import torch
 
-    ends = None if rows.positions is None else \
-        boundaries(rows.positions, len(rows.positions) * most_documents)
+    ends = None if rows.positions is None else boundaries(rows.positions)
+    longest = None if ends is None else longest_document(ends, rows.inputs.shape[1])
     tensors = (None if part is None else torch.from_numpy(part) for part in (*rows, ends))
     # Contiguous where it is pinned: a copy to the device of anything else would wait.
-    return MicroBatch._make(part.contiguous().pin_memory() if pin and part is not None else part
-                            for part in tensors)
+    return MicroBatch._make((*(part.contiguous().pin_memory() if pin and part is not None else part
+                               for part in tensors), longest))

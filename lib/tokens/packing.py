@@ -2,9 +2,11 @@
 
 A document that fits a window stays whole; a longer one is cut into windows and a rest. The pieces
 are packed best-fit decreasing (Ding et al. 2024, "Fewer truncations improve language modeling",
-arXiv 2404.10830). Short documents come last there and end up together, and every batch is made for
-as many documents as the fullest pack has, so the fullest are divided (`divided`). The index is made
-once per store and length, beside the store; one that an earlier version made is used as it is:
+arXiv 2404.10830). Short documents come last there and end up together, so a few packs would hold
+many times more than the others. The attention kernel needs memory for each document, and the plan
+of a run counts with the fullest pack, so packs far above `usual_limit` are divided (`divided`). The
+index is made once per store and length, beside the store; one that an earlier version made is used
+as it is, whatever that version divided:
 
     .cache/tokens/<store>.packs-<T>/
         train.starts.bin    int64 [pieces], where a piece begins in train.tokens.bin, pack by pack
@@ -31,7 +33,8 @@ from lib.tokens.samples import IGNORED, Rows, Samples
 from lib.tokens.store import Numbers, Split, TokenStore
 
 KIND = "packs/1"
-FEWEST = 64  # documents that any pack may hold
+_FEWEST = 64  # documents that a pack of any length may hold
+_TOKENS_EACH = 32  # a longer pack may hold a document for so many tokens
 _SHARE = 100  # one further pack for so many may come of dividing the fullest
 _FILES = {"starts": "int64", "lengths": "int32", "packs": "int64", "labels": "int32"}
 
@@ -172,17 +175,29 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def divided(bins: np.ndarray) -> np.ndarray:
+def usual_limit(seq_length: int) -> int:
+    """Return the number of documents that a pack may hold without being divided.
+
+    In its backward pass, the attention kernel sums the gradient of the queries in one row of
+    float32 per token and 128 rows per document (mha_varlen_bwd in torch's flash_api.cpp). With a
+    document for every 32 tokens, that is 5 rows per token: 20 bytes for each of a token's features,
+    about half of what one decoder block keeps. Without a limit, a pack of 8,192 documents of one
+    token would take 17 GB with 32 heads of 128. Packs of fewer than 2,048 tokens may hold 64.
+    """
+    return max(_FEWEST, seq_length // _TOKENS_EACH)
+
+
+def divided(bins: np.ndarray, fewest: int) -> np.ndarray:
     """Return the bin of each item, those of the most items dealt out to further bins.
 
-    bins: int [N], no number left out. The limit is the smallest, from FEWEST and twice the mean on,
-    for which no more than 1 % is added to the bins: there are always as many as were given, or more
-    where any item has moved, so a run can tell by their number that its samples are others.
+    bins: int [N], no number left out. The limit is the smallest, from `fewest` and twice the mean
+    on, for which no more than 1 % is added to the bins: there are always as many as were given, or
+    more where any item has moved, so a run can tell by their number that its samples are others.
     """
     if not len(bins):
         return bins
     held = np.bincount(bins)
-    fewest = max(FEWEST, 2 * len(bins) // len(held))
+    fewest = max(fewest, 2 * len(bins) // len(held))
     limits = range(fewest, max(fewest, int(held.max())) + 1)
     limit = limits[bisect_left(limits, True, key=lambda limit: (
         -(-held // limit) - 1).sum() <= len(held) // _SHARE)]
@@ -222,7 +237,7 @@ def _index(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str
     starts = begins[owner] + number * capacity
     lengths = np.minimum(ends[owner] - starts, capacity)
     is_end = starts + lengths == ends[owner]
-    bins = divided(best_fit(lengths, capacity))
+    bins = divided(best_fit(lengths, capacity), usual_limit(capacity))
     order = np.lexsort((starts, bins))
     count = int(bins.max()) + 1 if len(bins) else 0
     packs = np.searchsorted(bins[order], np.arange(count + 1))

@@ -22,7 +22,6 @@ from lib.planning.apart import NoAnswer
 from lib.planning.fit import Fit
 from lib.planning.memory import USABLE
 from lib.planning.trace import Case
-from lib.tokens import packing
 from lib.train import plan
 from lib.train.config import AUTO, Config
 from lib.train.inputs import Inputs
@@ -86,7 +85,7 @@ def warn(config: Config, inputs: Inputs, fit: Fit) -> None:
 
 
 def case_here(config: Config, model: PreTrainedModel,
-              most_documents: int = packing.FEWEST) -> Case:
+              most_documents: int | None = None) -> Case:
     """Return what decides the memory of this run on this rank's device; see plan.memory_case."""
     device = capacity.device()
     return plan.memory_case(config, model, plan.launched_size(), device.type == "cuda",

@@ -83,7 +83,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
                                      has_begun=bool(inputs.begun)))
         _tell(config, plan, data, work, _hardware(config, ranks))
     if config.plan_gpus:
-        _plan_memory(config, model, asked, data.most_documents if data else packing.FEWEST)
+        _plan_memory(config, model, asked, data.most_documents if data else None)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
 
@@ -172,7 +172,7 @@ def _hardware(config: Config, ranks: int) -> Hardware:
 
 
 def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config],
-                 most_documents: int) -> None:
+                 most_documents: int | None) -> None:
     """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
     try:
         has = config.plan_gpu_memory

@@ -168,12 +168,12 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
 
 
 def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, has: float,
-                most_documents: int = packing.FEWEST) -> Case:
+                most_documents: int | None = None) -> Case:
     """Return what decides the memory of a run on `ranks` devices that have so many bytes each.
 
-    most_documents: in a sample, where they are packed. Few packs hold more than the default, which
-    stands for their number until they are made. What is still open counts as 1 sample, and as no
-    recomputation.
+    most_documents: in a sample, where they are packed, with its padding. None: as many as packs
+    hold without being divided, until they are made. What is still open counts as 1 sample, and as
+    no recomputation.
     """
     import torch
 
@@ -188,6 +188,8 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
     a_pass = batch * degrees(config).dp_size(ranks)
     per_step = config.global_batch_size or a_pass * (config.grad_accum_steps or 1)
     is_packed = config.packing == "documents"
+    if most_documents is None:
+        most_documents = packing.usual_limit(config.seq_length) + 1
     elsewhere = bool(config.plan_gpus) or not torch.cuda.is_available()
     by_kernel = is_packed and on_gpu and (config.attention == "flash_attention_2" or (
         config.attention in ("auto", "varlen")

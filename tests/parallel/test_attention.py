@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -18,6 +21,8 @@ from transformers import (
 from lib.core import log
 from lib.core.errors import UsageError
 from lib.parallel import attention
+from lib.tokens.batches import micro_batch
+from lib.tokens.samples import Rows
 
 LLAMA = LlamaConfig(hidden_size=32, num_attention_heads=4)
 
@@ -87,14 +92,14 @@ def test_the_kernel_gets_heads_of_a_size_that_it_takes(monkeypatch: pytest.Monke
     """Its limits, as torch's sources have them: one size for all, a multiple of eight."""
     def kernel(query, key, value, ends, *_, scale, **__):
         assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
-        return attention._by_document(query, key, value, ends, scale, 0)
+        return attention._by_document(query, key, value, ends, 20, scale, 0)
 
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
     torch.manual_seed(0)
     parts = [torch.randn(20, 2, size) for size in (wide, wide, of_values)]
     ends = torch.tensor([0, 7, 20])
     found = attention._by_kernel(*parts, ends, 20, None, 0)
-    torch.testing.assert_close(found, attention._by_document(*parts, ends, None, 0))
+    torch.testing.assert_close(found, attention._by_document(*parts, ends, 20, None, 0))
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -104,11 +109,11 @@ def test_the_kernel_is_asked_in_the_words_of_its_version(monkeypatch: pytest.Mon
     """The kernel itself needs a GPU; what takes its place knows as many heads as it is given."""
     def attend(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, window: tuple,
                ) -> Tensor:
-        return attention._by_document(query, key, value, boundaries, None, window[0] + 1)
+        return attention._by_document(query, key, value, boundaries, 13, None, window[0] + 1)
 
     def new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
             window_size=(-1, -1), enable_gqa=False):
-        assert enable_gqa and key.shape[1] == 2
+        assert enable_gqa and key.shape[1] == 2 and max_q == max_k == 13
         return attend(query, key, value, cu_seq_q, window_size)
 
     def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
@@ -116,9 +121,50 @@ def test_the_kernel_is_asked_in_the_words_of_its_version(monkeypatch: pytest.Mon
         assert key.shape[1] == 2
         return attend(query, key, value, cu_seq_q, window_size)
 
-    monkeypatch.setattr(varlen, "varlen_attn", new if knows_groups else old)
+    kernel = new if knows_groups else old
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_GROUPS", attention._group_arguments(kernel))
     torch.manual_seed(0)
     query, key, value = torch.randn(20, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
-    found = attention._by_kernel(query, key, value, torch.tensor([0, 7, 20]), 20, None, window)
-    expected = attention._by_document(query, key, value, torch.tensor([0, 7, 20]), None, window)
+    ends = torch.tensor([0, 7, 20])
+    found = attention._by_kernel(query, key, value, ends, 13, None, window)
+    expected = attention._by_document(query, key, value, ends, 13, None, window)
     torch.testing.assert_close(found, expected)
+
+
+def test_a_document_longer_than_said_is_no_silent_mistake() -> None:
+    """The kernel of a GPU would leave out its end; on a CPU that fails in every test."""
+    parts = [torch.randn(20, 2, 8) for _ in range(3)]
+    with pytest.raises(AssertionError, match="a document of 13 tokens, not of 12"):
+        attention._by_document(*parts, torch.tensor([0, 7, 20]), 12, None, 0)
+
+
+@pytest.mark.parametrize("implementation", ["varlen", "flash_attention_2"])
+def test_the_model_gets_boundaries_and_the_longest_document(implementation: str) -> None:
+    """The mark is on the very tensor that the model gets, which `to` may have made."""
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=implementation))
+    positions = np.array([[*range(100), *range(156)]] * 2)
+    rows = Rows(np.zeros((2, 256), np.int64), np.zeros((2, 256), np.int64), positions)
+    batch = micro_batch(rows, pin=False).to(torch.device("meta"))
+    given = attention.make_inputs(model, batch)
+    assert given["max_length_q"] == given["max_length_k"] == 256
+    assert given["cu_seq_lens_q"] is given["cu_seq_lens_k"] is batch.boundaries
+    assert batch.boundaries.is_meta and batch.boundaries._dynamo_weak_dynamic_indices == {0}
+    shorter = attention.make_inputs(model, batch._replace(longest=128))
+    assert shorter["max_length_q"] == shorter["max_length_k"] == 128
+
+
+def test_the_longest_document_of_a_batch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch,
+                                                            ) -> None:
+    asked: list[int] = []
+
+    def note(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, *_: Any,
+             ) -> Tensor:
+        asked.append(longest)
+        return query
+
+    monkeypatch.setattr(attention, "_by_document", note)
+    heads = torch.zeros(2, 4, 256, 8)
+    attention._varlen(None, heads, heads, heads, None, max_length_q=128)
+    attention._varlen(None, heads, heads, heads, None)
+    assert asked == [128, 256]

@@ -46,7 +46,7 @@ def test_a_packed_document_is_read_as_if_alone(family: str, implementation: str)
     model = built(family, implementation).eval()
     ids = torch.randint(3, 97, (1, 24))
     positions = torch.cat([torch.arange(10), torch.arange(9), torch.arange(5)])[None]
-    batch = MicroBatch(ids, ids, positions, torch.from_numpy(boundaries(positions.numpy(), 5)))
+    batch = MicroBatch(ids, ids, positions, torch.from_numpy(boundaries(positions.numpy())))
     with torch.no_grad():
         packed = model(**attention.make_inputs(model, batch)).logits[:, 10:19]
         alone = model(input_ids=ids[:, 10:19], use_cache=False).logits

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lib.tokens import batches, order
+from lib.tokens import batches, order, packing
 from lib.tokens.batches import MicroBatch, Position, SampleStream, Step, evaluation_batches
+from lib.tokens.mixture import Mixture
 from lib.tokens.order import Division
 from lib.tokens.samples import IGNORED, Windows
+from lib.tokens.store import Split, TokenStore
 
 CPU = torch.device("cpu")
 T = 4
@@ -138,3 +141,56 @@ def test_an_evaluation_is_that_of_any_number_of_readers(samples: int, rounds: in
 
 def test_nothing_to_evaluate() -> None:
     assert list(evaluation_batches(windows(0), 3, Division(1, 1, 0, 1))) == []
+
+
+def packed(lengths: list[int], tmp_path: Path, name: str, seq_length: int) -> packing.Packs:
+    """Return packs of documents of these lengths, as a run makes them."""
+    ends = np.cumsum(lengths).astype(np.int64)
+    tokens = np.arange(ends[-1], dtype=np.uint32)
+    whole = TokenStore(tmp_path / name, name, 9, {}, {"train": Split(tokens, ends)}, "mmap")
+    return packing.prepare(whole, seq_length)["train"]
+
+
+def test_no_document_is_longer_than_its_batch_says(tmp_path: Path) -> None:
+    """In training and evaluation, of one corpus or a mixture; padding is a document like others."""
+    rng, length = np.random.default_rng(0), 1024
+    short = packed([*rng.integers(1, 200, 300)], tmp_path, "short", length)
+    long = packed([*rng.integers(1, 1500, 60)], tmp_path, "long", length)
+    padded = packed([600] * 9, tmp_path, "padded", length)
+    mixed = Mixture(["short", "long", "padded"], [short, long, padded], [1, 1, 1])
+    said = Counter()
+    for samples in (short, long, padded, mixed):
+        division = Division(2, 3, 0, 1)
+        taken = [batch for step in SampleStream(samples, 0, division, CPU).steps(Position(), 9)
+                 for batch in step.batches]
+        for batch in (*taken, *evaluation_batches(samples, 3, division)):
+            ends = batch.boundaries
+            assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == 2 * length
+            lengths = ends.diff()
+            assert lengths.min() > 0 and lengths.max() <= batch.longest
+            assert lengths.max() > batch.longest // 2 or batch.longest == length // 8
+            assert torch.equal(batch.position_ids.flatten(),
+                               torch.cat([torch.arange(n) for n in lengths]))
+            assert len(lengths) <= 2 * samples.most_documents
+            said[batch.longest] += 1
+    assert set(said) == {128, 256, 512, 1024}
+
+
+@pytest.mark.parametrize(("row", "longest", "said"), [
+    (8192, 1, 1024), (8192, 1024, 1024), (8192, 1025, 2048), (8192, 4097, 8192), (8192, 8192, 8192),
+    (300, 1, 150), (300, 151, 300), (100, 3, 100), (1001, 126, 251), (1023, 128, 128)])
+def test_lengths_that_the_kernel_is_told(row: int, longest: int, said: int) -> None:
+    """A half, a quarter or an eighth of a row, rounded up, and no less than 128 tokens."""
+    rest = row - longest
+    ends = np.array([0, longest, *range(longest + 1, longest + 1 + rest)], np.int32)
+    assert batches.longest_document(ends, row) == said
+
+
+def test_a_row_begins_a_document_whatever_its_positions() -> None:
+    positions = np.array([[3, 4, 0, 1], [2, 3, 4, 5]])
+    assert batches.boundaries(positions).tolist() == [0, 2, 4, 8]
+
+
+def test_windows_have_no_boundaries() -> None:
+    [[batch]] = [step.batches for step in steps(windows(5), 0, Division(2, 1, 0, 1), 1)]
+    assert batch.boundaries is batch.longest is batch.to(CPU).longest is None

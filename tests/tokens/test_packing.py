@@ -40,7 +40,7 @@ def test_best_fit_decreasing_as_the_textbook_has_it(seed: int, capacity: int) ->
 
 def test_nothing_to_pack() -> None:
     nothing = np.array([], np.int64)
-    assert len(packing.divided(packing.best_fit(nothing, 8))) == 0
+    assert len(packing.divided(packing.best_fit(nothing, 8), 64)) == 0
 
 
 @pytest.mark.parametrize(("lengths", "most"), [
@@ -55,13 +55,48 @@ def test_a_pack_of_tiny_documents_does_not_decide_alone(lengths: list[int], most
     """Documents of the fullest pack before and after; others stay where they are."""
     lengths = np.clip(np.array(lengths, np.int64), 1, 1024)
     whole = packing.best_fit(lengths, 1024)
-    bins = packing.divided(whole)
+    bins = packing.divided(whole, 64)
     before, after = np.bincount(whole), np.bincount(bins)
     assert (before.max(), after.max()) == most
     assert len(before) <= len(after) <= 1.01 * len(before) and after.min() > 0
     assert (len(before) == len(after)) == np.array_equal(whole, bins)
     stays = before[whole] <= most[1]
     assert np.array_equal(bins[stays], whole[stays])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_many_packs_with_another_limit_are_the_same_packs(seed: int) -> None:
+    """A run tells packs of an earlier version, with a lower limit, by their number."""
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.geometric(1 / rng.integers(1, 40), 8000), 1024)
+    whole = packing.best_fit(lengths, 1024)
+    before, now = (packing.divided(whole, fewest) for fewest in (8, rng.integers(8, 200)))
+    assert before.max() >= now.max()
+    assert (before.max() == now.max()) == np.array_equal(before, now)
+
+
+@pytest.mark.parametrize(("seq_length", "most"), [(1024, 64), (2048, 64), (8192, 256)])
+def test_packs_of_many_documents_are_left_alone(tmp_path: Path, seq_length: int, most: int) -> None:
+    assert packing.usual_limit(seq_length) == most
+    documents = [seq_length // most] * most + [seq_length] * 2
+    _, packs = make(documents, tmp_path, seq_length)
+    assert packs.most_documents == most + 1 and len(packs) == 3
+
+
+@pytest.mark.parametrize("limit", [1000, 40], ids=["divided none", "divided more"])
+def test_packs_of_an_earlier_version_are_used_as_they_are(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Their index has the same kind and identity, and what it divided does not matter."""
+    documents = [1] * 100 + [128] * 200
+    with monkeypatch.context() as earlier:
+        earlier.setattr(packing, "usual_limit", lambda _: limit)
+        _, before = make(documents, tmp_path / "old", 128)
+    _, packs = make(documents, tmp_path / "old", 128)
+    _, new = make(documents, tmp_path / "new", 128)
+    every = np.arange(len(before))
+    assert len(packs) == len(before) != len(new) == 202
+    for one, other in zip(packs.rows(every), before.rows(every), strict=True):
+        assert np.array_equal(one, other)
 
 
 def make(documents: list[int], tmp_path: Path, capacity: int, reads: str = "mmap",

@@ -58,7 +58,7 @@ def test_three_steps(group: dist.ProcessGroup, by_kernel: None, monkeypatch: pyt
     steps = registry.build(kind, model, 1e-3, (0.9, 0.95), 0.1)
     guard, total = StepGuard("bf16", 30.0, CPU), torch.zeros((), dtype=torch.float64)
     tokens, positions = torch.randint(0, 96, (2, 25)), torch.arange(24).remainder(9).repeat(2, 1)
-    documents = (positions, torch.from_numpy(boundaries(positions.numpy(), 8))) if packed else ()
+    documents = (positions, torch.from_numpy(boundaries(positions.numpy()))) if packed else ()
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], *documents)
     for number in range(4):
         with Watched() if number else torch.enable_grad():  # the first step makes the states

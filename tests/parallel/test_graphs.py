@@ -1,0 +1,207 @@
+"""How many graphs are compiled: one for packed documents of all kinds, and a word at the limit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import varlen
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from lib.parallel import attention, compiling, graphs, loss, parallelize
+from lib.tokens import batches as tokens
+from lib.tokens.batches import MicroBatch, longest_document, micro_batch
+from lib.tokens.samples import Rows
+
+CPU = torch.device("cpu")
+LENGTH = 64
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """Return the graphs that are compiled from now on, and leave torch as it was."""
+    found: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
+    monkeypatch.setattr(graphs._report, "is_done", False)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8), \
+            torch.compiler.config.patch(dynamic_sources=""):
+        yield found
+    torch._dynamo.reset()
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float,
+              ) -> list[Tensor]:
+    """Return heads, each [H, tokens, D], and weights; beyond `longest` tokens nothing is seen."""
+    groups = query.shape[1] // key.shape[1]
+    parts = [part.transpose(0, 1) for part in
+             (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))]
+    at = torch.arange(len(query))
+    of = torch.bucketize(at, ends[1:], right=True)
+    sees = (of[:, None] == of) & (at[:, None] >= at) & (at - ends[of] < longest)[:, None]
+    scores = parts[0] @ parts[1].mT * scale
+    return [*parts, scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num()]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's own operation for documents run on a CPU, which it has no kernel for."""
+    @varlen._varlen_attn.register_kernel("cpu")
+    def forward(query, key, value, ends, _, longest, *others):
+        *_, values, weights = _attended(query, key, value, ends, longest, others[2])
+        return ((weights @ values).transpose(0, 1).contiguous(),
+                torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64))
+
+    @varlen._varlen_attn_backward.register_kernel("cpu")
+    def backward(gradient, query, key, value, out, _, ends, __, longest, *others):
+        scale, given = others[3], gradient.transpose(0, 1)
+        queries, keys, values, weights = _attended(query, key, value, ends, longest, scale)
+        of_weights = given @ values.mT
+        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, True)) * scale
+        found = [part.transpose(0, 1).contiguous() for part in
+                 (of_scores @ keys, of_scores.mT @ queries, weights.mT @ given)]
+        return found[0], *(part.unflatten(1, (key.shape[1], -1)).sum(2) for part in found[1:])
+
+    monkeypatch.setattr(tokens, "_TILE", LENGTH // 4)
+    monkeypatch.setattr(attention, "_by_document", attention._by_kernel)
+
+
+def batch(documents: int, longest: int, generator: np.random.Generator) -> MicroBatch:
+    """Return two rows of so many documents, the longest of so many tokens."""
+    room = 2 * LENGTH - longest
+    cuts = np.sort(generator.choice(room - 1, documents - 2, replace=False) + 1)
+    lengths = [longest, *np.diff([0, *cuts, room])]
+    positions = np.concatenate([np.arange(length) for length in lengths]).reshape(2, LENGTH)
+    ids = generator.integers(0, 64, (2, LENGTH + 1))
+    made = micro_batch(Rows(ids[:, :-1], ids[:, 1:], positions), pin=False)
+    assert documents <= len(made.boundaries) - 1 <= documents + 1
+    return made
+
+
+def batches() -> list[MicroBatch]:
+    """Return batches of many numbers of documents, and of each length that a kernel is told."""
+    generator = np.random.default_rng(0)
+    made = [batch(*kind, generator) for kind in (
+        (17, 60), (3, 60), (40, 60), (60, 12), (24, 16), (7, 17), (2, 64))]
+    assert {one.longest for one in made} == {16, 32, 64}
+    return made
+
+
+def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a small model with compiled blocks, and as it is."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2), attn_implementation="varlen",
+        dtype=torch.float32)
+    model = copy.deepcopy(plain)
+    parallelize.wrap_blocks(model, recompute, compiling.make_compiler(True, CPU))
+    return model, plain
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_packed_documents_of_any_number_and_length_run_one_graph(
+        compiled: list[torch.fx.GraphModule], kernel: None, recompute: str) -> None:
+    """Losses and gradients are those of the plain model."""
+    model, plain = models(recompute)
+    for one in batches():
+        sums = [loss.token_loss_sum(each, one.to(CPU)) for each in (model, plain)]
+        torch.testing.assert_close(*sums)
+        for total in sums:
+            total.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert len(compiled) == 1
+
+
+def test_a_sharded_model_runs_one_graph_and_one_in_evaluation(
+        compiled: list[torch.fx.GraphModule], kernel: None, group: dist.ProcessGroup) -> None:
+    """The batch passes FSDP's hooks on its way to the blocks."""
+    model, plain = models("none")
+    parallelize.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), "fp32")
+    for one in batches():
+        loss.token_loss_sum(model, one.to(CPU)).backward()
+    assert len(compiled) == 1
+    with torch.no_grad(), loss.eval_mode(model):
+        for one in batches():
+            torch.testing.assert_close(loss.token_loss_sum(model, one),
+                                       loss.token_loss_sum(plain, one))
+    assert len(compiled) == 2
+
+
+def test_without_dynamic_lengths_there_is_a_graph_for_each_of_the_few(
+        compiled: list[torch.fx.GraphModule], kernel: None, monkeypatch: pytest.MonkeyPatch,
+        ) -> None:
+    """A torch that finds the lengths under another name compiles three graphs here, not seven."""
+    monkeypatch.setattr(graphs, "_LENGTHS", "nothing")
+    model, _ = models("none")
+    for number, one in enumerate(batches()):
+        loss.token_loss_sum(model, one).backward()
+        assert number > 2 or len(compiled) == 1  # 17, 3 and 40 documents, the longest alike
+    assert len(compiled) == 3
+
+
+def test_a_kernel_that_is_told_too_little_computes_something_else(kernel: None) -> None:
+    """So what these tests put in the place of the GPU's kernel reads what it is told."""
+    _, plain = models("none")
+    one = batch(17, 60, np.random.default_rng(0))
+    losses = [loss.token_loss_sum(plain, one._replace(longest=longest))
+              for longest in (None, 64, 60, 59)]
+    assert losses[0] == losses[1] == losses[2] != losses[3]
+    assert longest_document(one.boundaries.numpy(), LENGTH) == one.longest == 64
+
+
+def layers(count: int) -> list[nn.Module]:
+    """Return layers of one class, each with a shape of its own."""
+    return [nn.Sequential(nn.Linear(4, size), nn.Linear(size, 4)) for size in range(3, 3 + count)]
+
+
+def run(blocks: list[nn.Module]) -> None:
+    """Run layers that a compiler has wrapped, forward and backward, and compare with the layers."""
+    compiler = compiling.make_compiler(True, CPU)
+    found = expected = torch.randn(2, 4, requires_grad=True)
+    for block in blocks:
+        found, expected = compiler.wrap(block.forward)(found), block(expected)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+
+
+def test_layers_that_all_differ_are_all_compiled(compiled: list[torch.fx.GraphModule], caplog,
+                                                 ) -> None:
+    run(layers(20))
+    assert len(compiled) == 20 and not caplog.records
+
+
+def test_the_limit_of_graphs_is_reported_once(
+        compiled: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of all functions that reach it; calls beyond it give the same without a graph."""
+    monkeypatch.setattr(graphs, "_MOST", 8)
+    run(layers(12))
+    assert len(compiled) == 8
+
+    def other(value: Tensor) -> Tensor:
+        return value * value.shape[0]
+
+    wrapped = compiling.make_compiler(True, CPU).wrap(other)
+    for size in range(2, 14):
+        assert torch.equal(wrapped(torch.ones(size)), torch.full((size,), float(size)))
+    assert len(compiled) == 16
+    [told] = caplog.messages
+    assert "reached its limit of graphs" in told and "recompile_limit (8)" in told
+    assert "function: 'inner'" in told and "\n" not in told
+    assert "torch._dynamo hit" not in capfd.readouterr().err
