@@ -113,7 +113,7 @@ def test_samples_of_a_step_are_divided_evenly(monkeypatch: pytest.MonkeyPatch, s
 
 def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """After the ranks have taken the smallest of theirs."""
-    monkeypatch.setattr(fitting, "gather", lambda mine, group: [mine, (16, "full")])
+    monkeypatch.setattr(fitting, "gather", lambda mine, group: [mine, (16, "full", False)])
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
         said.clear()
@@ -145,10 +145,10 @@ def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.M
 
 def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
     """As a fork of a process that uses a GPU could not: all of it goes there and comes back."""
-    found = Fit(on_meta(), 1 << 30, 1 << 30, on_gpu=True, compiled=False)
+    found = Fit(on_meta(), 1 << 30, 1 << 30, on_gpu=True)
     asked = pickle.loads(pickle.dumps((found, choice.choose, Fit.traced, Fit.nearest)))
     assert asked[1:] == (choice.choose, Fit.traced, Fit.nearest)
-    case = plan.memory_case(replace(ASKED, seq_length=64), asked[0].model, 1, True, 1 << 30)
+    case = plan.memory_case(replace(ASKED, seq_length=64), asked[0].model, 1, True)
     known = {case: Known(on_meta()).step(case)}
     assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
 
@@ -188,7 +188,7 @@ def test_too_few_tokens_are_told_with_what_fits(monkeypatch: pytest.MonkeyPatch,
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024,
                                   "activation_checkpointing": "none", **changes})
         given = given.settled("memory plan", batch_size=1) if auto else given
-        fitting.advise(given, Fit.here(on_meta(), False), has_begun)
+        fitting.advise(given, Fit.here(on_meta()), has_begun)
         return "".join(said)
 
     here(monkeypatch, 12, gpu=True)
