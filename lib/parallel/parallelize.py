@@ -251,8 +251,9 @@ def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> No
     model.set_requires_all_reduce(is_last)
     if keep_gathered:
         model.set_reshard_after_backward(is_last)
-        if isinstance(embedding := model.get_input_embeddings(), FSDPModule):
-            # It is not needed in backward, so it stays gathered for the next pass alone.
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is None or head.weight is not embedding.weight:
+            # Backward does not need it, so it stays gathered for the next pass alone.
             embedding.set_reshard_after_forward(is_last, recurse=False)
 
 
