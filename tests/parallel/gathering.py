@@ -33,7 +33,8 @@ from lib.tokens.batches import MicroBatch
 STEPS = 2
 CASES: dict[str, dict[str, Any]] = {
     "one pass": {"passes": 1}, "three passes": {}, "tied": {"tied": True}, "adapters": {"lora": 2},
-    "recomputed": {"recompute": "full"}, "bf16": {"precision": "bf16"}, "offload": {"offload": True}}
+    "recomputed": {"recompute": "full"}, "bf16": {"precision": "bf16"},
+    "offload": {"offload": True}}
 
 
 def make_model(tied: bool, lora: int, precision: str) -> PreTrainedModel:
