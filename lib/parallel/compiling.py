@@ -66,8 +66,9 @@ class Compiler:
         if self._required:
             raise UsageError("the model cannot be compiled here", found=first[:300],
                              run=commands.as_typed("--compile", "off")) from error
-        log.warn(f"compile: off, which is slower, since the model cannot be compiled here: "
-                 f"{first[:300]}")
+        log.warn("compile: off, which is slower and keeps more activations, since the model cannot "
+                 f"be compiled here: {first[:300]}; should memory run out, --compile off plans for "
+                 "that")
 
 
 def _rehearse(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any],

@@ -184,8 +184,7 @@ def test_a_plan_for_other_machines_takes_nodes_of_eight(said: list[str]) -> None
     assert any(line.startswith("on 64 GPUs, --shard-size 8: ") for line in said)
 
 
-def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyPatch,
-                                                     said: list[str]) -> None:
+def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_meta()
     whole = 4 * sum(p.numel() for p in model.parameters()) / MIB
 
@@ -204,7 +203,6 @@ def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyP
     assert kept(1000, keep_gathered=False) is False and kept(1.1, keep_gathered=True)
     monkeypatch.setattr(fit, "KEPT_SHARE", 0.05)  # it fits, and would be too large a part
     assert kept(1 + (whole + 0.1) / 8) is None
-    assert not said
 
 
 def test_ranks_agree_on_what_fits_them_all(tmp_path: Path) -> None:
