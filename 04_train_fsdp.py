@@ -17,6 +17,7 @@ network (but with --online). Writes outputs/<exp>/.
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.core import commands, declared, log, options, stage
@@ -91,7 +92,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     gpus.settle(config.device)
     if not (config.prepare_only or config.plan_gpus):
         gpus.require(config.dry_run)
-    config, model = build_model(config, experiment, inputs)
+    config, model = build_model(fitting.default_batch(config, inputs), experiment, inputs)
     config, fit = fitting.settle(config, inputs, model)
     if config.dry_run:
         overview.show_plan(config, inputs, model)
@@ -205,14 +206,15 @@ def agree(config: Config, experiment: Experiment, inputs: Inputs, model: PreTrai
     from lib.train import checks, fitting, launches
     from lib.train.experiment import claim
     from lib.train.journal import Journal
-    from lib.train.plan import Plan, degrees
+    from lib.train.plan import Plan
     from lib.train.watchdog import longest_section
 
     estimate = stack.enter_context(MemoryEstimate(model, config.precision))  # forks: comes first
     if config.deterministic:
         determinism.require()
     layout = stack.enter_context(ParallelLayout.start(
-        degrees(config), meeting, longest_section(config.watchdog_minutes)))
+        partial(fitting.agree_on_shards, config), meeting,
+        longest_section(config.watchdog_minutes)))
     config = fitting.agree(config, data.samples, layout)
     estimate.begin(fitting.case_here(config, model, data.most_documents))
     config, launch = launches.join(config, experiment, layout)
@@ -250,6 +252,7 @@ def train(run: Run) -> Divergence | None:
     Returns where so many steps in a row were bad that an earlier state is better, if anywhere.
     """
     from lib.optim.registry import set_learning_rate
+    from lib.parallel.parallelize import begin_pass
     from lib.train.meters import LossWindow
 
     config, plan, layout, state = run.config, run.plan, run.layout, run.state
@@ -267,8 +270,7 @@ def train(run: Run) -> Divergence | None:
         # The loss is a sum over all label tokens of the step, and gradients are over all ranks.
         scale = guard.loss_factor(step.label_tokens)
         for number, batch in enumerate(step.batches, 1):
-            # Replicas exchange gradients once per step (their shards are summed in each pass).
-            model.set_requires_all_reduce(number == len(step.batches))
+            begin_pass(model, number == len(step.batches), bool(config.keep_gathered))
             with timers("data"):
                 batch = batch.to(layout.device)
             with timers("forward"):

@@ -71,7 +71,7 @@ def row(name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float, rank
     if rank:
         Lora(rank, 2.0 * rank, precision="bf16").convert(model, Placement())
         adapted = f", LoRA r={rank}"
-    fit = Fit(model, gpu_memory * _GIB, float("inf"), on_gpu=True, compiled=True)
+    fit = Fit(model, gpu_memory * _GIB, float("inf"), on_gpu=True)
     cells = [_cell(fit, ranks, Config(seq_length=seq_length, precision="bf16")) for ranks in gpus]
     return f"| {name}{adapted} | {' | '.join(cells)} |"
 
@@ -90,9 +90,9 @@ def table(title: str, names: Sequence[str], gpus: Sequence[int], seq_length: int
 def _cell(fit: Fit, ranks: int, config: Config) -> str:
     for offload in (False, True):
         cases = [plan.memory_case(replace(config, activation_checkpointing=kind,
-                                          cpu_offload=offload), fit.model, ranks, True, fit.room)
+                                          cpu_offload=offload), fit.model, ranks, True)
                  for kind in recompute.KINDS]
-        case = choice.choose(fit, [[case] for case in cases])
+        case = choice.choose(fit, [[case] for case in cases], gathers=False)
         if fit.fits(case):
             peak = fit.traced(case).total / _GIB
             host = sum(fit.states(case).values()) / _GIB

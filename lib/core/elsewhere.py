@@ -168,6 +168,8 @@ ROWS = (
            trainer="fsdp fsdp_config deepspeed", axolotl="fsdp fsdp_config deepspeed",
            titan="parallelism.data_parallel_shard_degree "
                  "parallelism.data_parallel_replicate_degree", aws="sharding_strategy"),
+    _other("--keep-gathered", "--keep-gathered auto|on|off",
+           titan="parallelism.fsdp_reshard_after_forward"),
     _other("--device", "--device cpu", trainer="use_cpu no_cuda"),
     _other("--num-workers", "--num-workers N", axolotl="dataset_processes dataloader_num_workers",
            trainer="dataloader_num_workers preprocessing_num_workers"),

@@ -19,6 +19,8 @@ from lib.parallel import graphs
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage())
 
+BLOCKS = "the decoder blocks"
+
 
 class Compiler:
     """Compiles functions for the sizes that they are called with.
@@ -29,7 +31,7 @@ class Compiler:
     function waits for another rank.
     """
 
-    def __init__(self, required: bool, part: str = "the decoder blocks") -> None:
+    def __init__(self, required: bool, part: str = BLOCKS) -> None:
         """required: raise UsageError at a failure. part: names the functions in messages."""
         self._required = required
         self._part = part
@@ -75,8 +77,12 @@ class Compiler:
         if self._required:
             raise UsageError("the model cannot be compiled here", found=first[:300],
                              run=commands.as_typed("--compile", "off")) from error
+        memory = ""
+        if self._part == BLOCKS:
+            memory = ("; uncompiled blocks keep more activations: should memory run out, "
+                      "--compile off plans for that")
         log.warn(f"compile: off for {self._part}, which is slower: compiling failed with "
-                 f"{first[:300]}")
+                 f"{first[:300]}{memory}")
 
 
 def _rehearse(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any],

@@ -49,25 +49,26 @@ class ParallelLayout:
     saving: dist.ProcessGroup
 
     @classmethod
-    def start(cls, degrees: Degrees | None = None, meeting: Meeting | None = None,
-              patience: float = 0.0) -> ParallelLayout:
+    def start(cls, degrees: Degrees | Callable[[dist.ProcessGroup], Degrees] | None = None,
+              meeting: Meeting | None = None, patience: float = 0.0) -> ParallelLayout:
         """Join the process group; all ranks must call this.
 
-        degrees: None for one replica over all ranks. meeting: made by `meet` earlier; None to make
+        degrees: None for one replica over all ranks; a function agrees on them with the other
+        ranks, over the group that it is called with. meeting: made by `meet` earlier; None to make
         it now. patience: seconds after which a watchdog ends the process; a collective may wait for
         longer, so that the watchdog speaks first. Raises UsageError where the ranks cannot be
         divided by the degrees.
         """
-        degrees = degrees or Degrees()
         settle_allocator()
         device = _device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _LONGER)
         _join(device, timeout, meeting or meet())
         rank, ranks = dist.get_rank(), dist.get_world_size()
+        control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
+        degrees = degrees(control) if callable(degrees) else degrees or Degrees()
         fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
         for group in fsdp.get_all_groups():  # torch gives NCCL's ten minutes
             dist.distributed_c10d._set_pg_timeout(timeout, group)
-        control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
         return cls(rank, ranks, degrees.dp_rank(rank), degrees.dp_size(ranks), device, fsdp,
                    control, saving)
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -40,7 +41,6 @@ from lib.parallel import evenly
 from lib.parallel.compiling import Compiler
 from lib.parallel.offload import copy_ahead
 
-_SMALL_SHARE = 0.05
 _AVERAGED_ON = ("cuda",)  # not on CPUs, where a run keeps its bits
 # What selective checkpointing keeps: the results that are expensive to recompute. The rest
 # (norms, activations, rotations) costs memory traffic alone.
@@ -124,8 +124,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     """Shard a meta-device model in place and return a sentence that says how.
 
     mesh: 1-D, or (replicas, ranks per replica) for HSDP. offload: shards, gradients and optimizer
-    states live in host memory, a block is on the device while it computes. keep_gathered: blocks
-    stay whole from forward to backward, which spares the second gathering.
+    states live in host memory, a block is on the device while it computes. keep_gathered: all
+    blocks stay gathered from forward to backward, and from pass to pass (see `begin_pass`). The
+    last block stays gathered until backward in any case, unless shards are offloaded: backward
+    begins with it, so nothing would hide the second all-gather.
 
     Groups, bottom-up: each block of `_no_split_modules`; the input embedding; the final norm with
     the output layer (one group with the embedding when their weights are tied, since a shared
@@ -152,13 +154,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
         raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
     evenly.pad(model, ranks)
     for block in blocks:
-        fully_shard(block, reshard_after_forward=not keep_gathered, **options)
+        kept = not offload and (keep_gathered or block is blocks[-1])
+        fully_shard(block, reshard_after_forward=not kept, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     last = [m for m in (final_norm(model), head) if m is not None]
     if head is not None and head.weight is embedding.weight:
         last.insert(1, embedding)
     else:
         fully_shard(embedding, **options)
+        # The gradient of a lookup does not depend on the weights.
+        embedding.set_unshard_in_backward(not isinstance(embedding, nn.Embedding))
     if last:
         # Forward ends and backward begins with these: gathering them twice would be waste.
         fully_shard(last, reshard_after_forward=False, **options)
@@ -170,11 +175,22 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
         copy_ahead(model)
     if mesh.size() > 1 and gradient_divisor(mesh) == 1:
         _sum_gradients(model)  # a rank by itself sums nothing, and torch would divide in a copy
+    if mesh.device_type == "cuda" and ranks > 1:
+        separate_reductions(model)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
            f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions" \
-           f"{' in host memory' if offload else ''}{frozen_in(model)}, {precision} compute" \
-           f"{'; small enough to stay gathered until backward' if keep_gathered else ''}"
+           f"{' in host memory' if offload else ''}{frozen_in(model)}, {precision} compute; " \
+           f"{describe_gathered(offload, keep_gathered)}"
+
+
+def describe_gathered(offload: bool, keep_gathered: bool) -> str:
+    """Return what stays gathered from forward to backward, and why, as part of a sentence."""
+    if offload:
+        return "every block is gathered again in backward (--cpu-offload)"
+    if keep_gathered:
+        return "all blocks stay gathered through a step, for which there is memory"
+    return "the last block stays gathered until backward, the others are gathered again"
 
 
 def frozen_in(model: nn.Module) -> str:
@@ -200,6 +216,24 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo does not multiply on the way
 
 
+def separate_reductions(model: nn.Module) -> None:
+    """Give reduce-scatters a process group of their own, where torch (2.13) can do that.
+
+    NCCL runs the operations of one communicator one after the other, so an all-gather in backward
+    would wait for the reduce-scatter before it. All ranks must call this.
+    """
+    if not hasattr(model, "set_separate_reduce_scatter_group"):
+        return
+    model.set_separate_reduce_scatter_group(True)
+    # One group for all modules. NCCL would let it wait for ten minutes only, as any new group.
+    mesh = next(group.mesh_info for module in model.modules() if isinstance(module, FSDPModule)
+                for group in module._get_fsdp_state()._fsdp_param_groups)
+    for device in mesh.shard_process_group._device_types:
+        backend = mesh.shard_process_group._get_backend(device)
+        if timeout := getattr(getattr(backend, "options", None), "_timeout", None):
+            dist.distributed_c10d._set_pg_timeout(timeout, mesh.reduce_scatter_process_group)
+
+
 def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Module]) -> None:
     """Gather each group while the one before it computes, in both directions.
 
@@ -213,9 +247,29 @@ def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Modul
         after.set_modules_to_backward_prefetch([before])
 
 
-def may_stay_gathered(model: PreTrainedModel, device_bytes: float) -> bool:
-    """Tell whether all parameters in half precision are a small part of a device's memory."""
-    return 2 * model.num_parameters() < _SMALL_SHARE * device_bytes
+def gathered_bytes(model: PreTrainedModel, shard_size: int, precision: str) -> int:
+    """Return the bytes of all weights that FSDP gathers, as they are while they are gathered.
+
+    Frozen weights that a rank has whole are not among them.
+    """
+    return COMPUTE_DTYPES[precision].itemsize * sum(
+        p.numel() for p in model.parameters() if p.requires_grad or shard_size > 1)
+
+
+def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> None:
+    """Set how the next pass of a step exchanges gradients and what it leaves gathered.
+
+    Replicas exchange gradients in the last pass alone; their shards are summed in each. With
+    `keep_gathered` the passes before the last one leave all weights gathered for the next one.
+    After the last pass everything is sharded, as the optimizer, evaluation and saving need it.
+    """
+    model.set_requires_all_reduce(is_last)
+    if keep_gathered:
+        model.set_reshard_after_backward(is_last)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is None or head.weight is not embedding.weight:
+            # Backward does not need it, so it stays gathered for the next pass alone.
+            embedding.set_reshard_after_forward(is_last, recurse=False)
 
 
 def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:

@@ -9,13 +9,11 @@ from transformers import PreTrainedModel
 
 from lib.core import log, units
 from lib.models import architecture
-from lib.parallel import parallelize
 from lib.planning.apart import NoAnswer, apart
 from lib.planning.memory import ESTIMATED_FROM, Estimates
 from lib.planning.trace import Case
 
 _GPUS = (1, 8, 64)
-_GPU_BYTES = 80 << 30  # stage 04's default for --plan-gpu-memory
 _LONGEST = 1024  # stage 04's default for --seq-length
 _PATIENCE_S = 120
 
@@ -55,11 +53,11 @@ class Advice(NamedTuple):
         *shown, last = [f"{units.memory(size)} on {gpus}" for gpus, size in self.per_gpu.items()]
         return {"to train": f"{', '.join(shown)} or {last} GPUs, each with 1 × {self.tokens:,} "
                             "tokens, by the plan of stage 04:",
-                "": "bf16, float32 masters, AdamW, nothing recomputed; not CUDA itself"}
+                "": "bf16, float32 masters, AdamW, compiled, nothing recomputed; not CUDA "
+                    "itself"}
 
 
 def _per_gpu(model: PreTrainedModel, tokens: int) -> dict[int, int]:
     estimates = Estimates(model)
-    whole = parallelize.may_stay_gathered(model, _GPU_BYTES)
-    return {n: estimates.step(Case(n, n, 1, tokens, "bf16", "none", keep_gathered=whole)).total
+    return {n: estimates.step(Case(n, n, 1, tokens, "bf16", "none", compiled=True)).total
             for n in _GPUS}

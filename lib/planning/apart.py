@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
@@ -30,13 +34,12 @@ def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -
     when it takes too long: a family that goes through a sample token by token, as Mamba without its
     kernels, takes minutes.
     """
-    context: SpawnContext | ForkContext = multiprocessing.get_context("spawn") \
-        if torch.cuda.is_initialized() else multiprocessing.get_context("fork")
+    context = child_context()
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(theirs, patience_s, function, arguments),
                             daemon=True)
     try:
-        child.start()
+        start_without_gpus(child)
     except OSError as error:  # no room for another process, but for a run there may be
         ours.close()
         raise NoAnswer(str(error)) from error
@@ -57,6 +60,28 @@ def apart(function: Callable[..., Result], *arguments: Any, patience_s: float) -
     if failure:
         raise NoAnswer(failure)
     return result
+
+
+def child_context() -> SpawnContext | ForkContext:
+    """Return how to start a process that traces.
+
+    A fork spares importing everything again. But one of a process that uses a GPU could not
+    compute (torch ends it in autograd), so there the child is a new interpreter.
+    """
+    if torch.cuda.is_initialized():
+        return multiprocessing.get_context("spawn")
+    return multiprocessing.get_context("fork")
+
+
+def start_without_gpus(child: BaseProcess) -> None:
+    """Start a process that sees no GPU.
+
+    It would take memory of one for nothing, and could not start where GPUs allow one process only.
+    """
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), \
+            warnings.catch_warnings():  # of threads, which the child does not use
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
 
 
 def _work(answer: Connection, patience_s: float, function: Callable[..., Result],

@@ -8,7 +8,7 @@ the limit is told and started. Most runs of small models are seen to fit without
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.models.sharded import size_of
 from lib.optim.registry import OPTIMIZERS
-from lib.parallel import compiling
-from lib.planning import bound, capacity, memory
+from lib.parallel import parallelize
+from lib.planning import bound, capacity, cheaper
 from lib.planning.apart import NoAnswer, Result, apart
-from lib.planning.memory import RECOMPUTE_OPTION, USABLE, Estimates, Turn
+from lib.planning.cheaper import RECOMPUTE_OPTION, Turn
+from lib.planning.memory import USABLE, Estimates
 from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import Bytes
 
@@ -35,6 +36,9 @@ _USABLE = {True: (USABLE, 0), False: (0.85, 200 << 20)}
 # measured (benchmarks/results/train.md).
 _ERROR = {True: 1.1, False: 1.0}
 _PATIENCE_S = 180  # with all the traces of a choice, of some seconds each
+# Of the memory, for weights that stay gathered. Not gathering them again saves a few percent of the
+# time; what else there is serves larger batches, and is a margin for what no plan knows.
+KEPT_SHARE = 0.15
 _DOUBT = 4  # times what the shape of a model says of its activations: a trace is worth its seconds
 
 
@@ -42,28 +46,26 @@ _DOUBT = 4  # times what the shape of a model says of its activations: a trace i
 class Fit:
     """Compares what a rank needs and has. room: bytes on its device; host: of the host's memory.
 
-    swap: bytes of the room that a run may take but is not chosen for. compiled: the trace is of
-    code that is not, and says somewhat too much. known: what was traced already. estimates: those
-    of a process that may trace, see `apart`. unanswered: why nothing more is traced.
+    swap: bytes of the room that a run may take but is not chosen for. known: what was traced
+    already. estimates: those of a process that may trace, see `apart`. unanswered: why nothing more
+    is traced.
     """
 
     model: PreTrainedModel
     room: float
     host: float
     on_gpu: bool
-    compiled: bool
     known: dict[Case, StepMemory] = field(default_factory=dict)
     estimates: Estimates | None = None
     swap: float = 0.0
     unanswered: str = ""
 
     @classmethod
-    def here(cls, model: PreTrainedModel, compile_: bool | None) -> Fit:
-        """Return what decides whether a run fits on this rank's device. compile_: --compile."""
+    def here(cls, model: PreTrainedModel) -> Fit:
+        """Return what decides whether a run fits on this rank's device."""
         device = capacity.device()
         return cls(model, capacity.room(device), capacity.room(torch.device("cpu")),
-                   device.type == "cuda", compiling.is_wanted(compile_, device),
-                   swap=capacity.swap(device))
+                   device.type == "cuda", swap=capacity.swap(device))
 
     def apart(self, method: Callable[..., Result], *arguments: Any) -> Result:
         """Return what one of the methods returns that trace, from a process of its own.
@@ -85,6 +87,8 @@ class Fit:
         states = sum(self.states(case).values())
         kept, gathered = bound.beside_states(
             self.model, case.batch * case.seq_length, case.precision)
+        if case.keep_gathered:
+            gathered += self.gathered(case)
         masks = _PER_MASKED * case.batch * case.seq_length**2 * case.masked
         on_device = states * (not case.offload)
         return states <= USABLE * self.place(case) and self.model.config._attn_implementation \
@@ -118,7 +122,8 @@ class Fit:
             if log.rank() == 0:
                 log.warn(f"whether this run fits in memory could not be estimated: {error}")
             return {}
-        is_like_it = not self.compiled or case.recompute == "full"  # whose blocks keep their input
+        # What compiled blocks keep is only estimated, unless they keep nothing but their input.
+        is_like_it = not case.compiled or case.recompute == "full"
         if is_like_it and step.total > _ERROR[self.on_gpu] * self.room:
             return {kind: size for kind, size in step.peak.items() if size}
         if step.total > self.usable and log.rank() == 0:
@@ -143,13 +148,28 @@ class Fit:
                  "optimizer": OPTIMIZERS[case.optimizer].state_bytes * trained}
         return {kind: round(size / case.shard_size) for kind, size in whole.items()}
 
+    def gathered(self, case: Case) -> int:
+        """Return the bytes of all weights while they are gathered."""
+        return parallelize.gathered_bytes(self.model, case.shard_size, case.precision)
+
+    def may_gather(self, case: Case) -> bool:
+        """Tell whether all weights are so small that they may stay gathered if the step fits."""
+        return not case.offload and \
+            self.gathered(case) <= KEPT_SHARE * (self.room - self.swap)
+
     def place(self, case: Case) -> float:
         """Return the bytes that there are for the states."""
         return self.host if case.offload or not self.on_gpu else self.room
 
     def traced(self, case: Case) -> StepMemory:
-        """Return the memory of a step, traced in this process."""
-        if case not in self.known:
+        """Return the memory of a step, traced in this process.
+
+        With all blocks gathered it is an upper bound, which spares a second trace.
+        """
+        if case not in self.known and case.keep_gathered:
+            plain = self.traced(replace(case, keep_gathered=False))
+            self.known[case] = plain.gathered(self.gathered(case))
+        elif case not in self.known:
             self.estimates = self.estimates or Estimates(self.model)
             self.known[case] = self.estimates.step(case)
         return self.known[case]
@@ -196,7 +216,7 @@ class Fit:
 
 def _turned(case: Case, on_gpu: bool, begun: bool) -> Iterator[Turn]:
     """Yield the other settings. begun: what a run keeps for good cannot be turned."""
-    for turn in memory.turned(case, on_gpu):
+    for turn in cheaper.turned(case, on_gpu):
         if not (begun and not {"--optimizer", "-s"}.isdisjoint(turn.options)):
             yield turn
 

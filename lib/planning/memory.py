@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-import multiprocessing
 import os
 import signal
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, SpawnContext
-from typing import NamedTuple
-from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
@@ -24,12 +19,13 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
-from lib.parallel import evenly, recompute
+from lib.parallel import evenly, parallelize, recompute
 from lib.planning import trace
+from lib.planning.apart import child_context, start_without_gpus
+from lib.planning.cheaper import turned
 from lib.planning.trace import Case, StepMemory
 from lib.planning.tracker import SHARDED
 
-RECOMPUTE_OPTION = "--activation-checkpointing"
 _BATCHES = (1, 2, 4)  # times --batch-size
 USABLE = 0.9  # the rest: CUDA context, NCCL buffers, fragments
 _SHORT = 4  # blocks that stand for any number of them
@@ -53,10 +49,28 @@ class Estimates:
         self._chunked = trace.makes_loss(self._models[0])
         self._sizes = [(p.shape, p.element_size(), p.requires_grad) for p in model.parameters()]
         self._traced: dict[Case, StepMemory] = {}
+        self._shares: dict[Case, float] = {}
         self._progress = progress
 
     def step(self, case: Case) -> StepMemory:
         """Return the memory of a step on rank 0, which has the largest shards.
+
+        Compiled blocks that recompute nothing keep fewer activations, as torch's partitioner says.
+        """
+        step = self._eager_step(replace(case, compiled=False))
+        return step.compiled(self.kept_share(case), self._layers) \
+            if case.compiled and case.recompute == "none" else step
+
+    def kept_share(self, case: Case) -> float:
+        """Return the share of their activations that compiled blocks keep, 1.0 if not known."""
+        alike = replace(case, ranks=1, shard_size=1, batch=1, keep_gathered=False, offload=False,
+                        accumulates=False, optimizer="", recompute="none", documents=0)
+        if alike not in self._shares:
+            self._shares[alike] = trace.kept_when_compiled(self._models[0], alike)
+        return self._shares[alike]
+
+    def _eager_step(self, case: Case) -> StepMemory:
+        """Return the memory of a step whose blocks are not compiled.
 
         Whatever the number of ranks, the same weights are gathered and the same activations kept:
         another number than that of an earlier trace only makes other shards, which is arithmetic.
@@ -99,24 +113,31 @@ class Estimates:
         return {kind: weights if kind == "parameters" else trained for kind in SHARDED}
 
 
-def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, compiled: bool,
-         shown: bool) -> None:
+def tell(model: PreTrainedModel, cases: Sequence[Case], gpu_gib: float, shown: bool) -> None:
     """Print what each case would need of a GPU, what fits, and the nearest that does.
 
-    gpu_gib: memory of one. compiled: the runs will be. shown: that the tracing goes on.
+    gpu_gib: memory of one. shown: that the tracing goes on.
     """
     usable, first = gpu_gib * USABLE, cases[0]
     log.info(f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
              f"{first.precision}{', traced as bf16' * (first.precision == 'fp8')}; usable are "
              f"{usable:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragments")
     log.info("  columns: that kind alone where there is most of it; peak: the most of all together")
-    if compiled:
-        log.info("  traced as if not compiled, which needs somewhat more")
     # In a file the rows themselves show that it goes on.
     with Progress("tracing steps", None, " traces", shown and sys.stderr.isatty()) as progress:
         estimates = Estimates(model, progress)
+        if first.compiled and (share := estimates.kept_share(first)) < 1:
+            log.info(f"  compiled: without checkpointing, blocks keep {100 * share:.0f} % of what "
+                     "they keep uncompiled, by torch's partitioner; --compile off plans without it")
+        elif first.compiled:
+            log.info("  traced as if not compiled, which needs somewhat more")
         for case in cases:
-            _table(case, estimates, usable)
+            plain = replace(case, keep_gathered=False)
+            _table(plain, estimates, usable)
+            if case.keep_gathered:
+                whole = parallelize.gathered_bytes(model, case.shard_size, case.precision)
+                log.info("    → all blocks stay gathered, since there is memory: at most " +
+                         units.memory(estimates.step(plain).gathered(whole).total))
 
 
 def _table(asked: Case, estimates: Estimates, usable: float) -> None:
@@ -163,47 +184,6 @@ def _nearest(estimates: Estimates, asked: Case, usable: float) -> str:
     return "nothing makes it fit: take a smaller model or larger GPUs"
 
 
-class Turn(NamedTuple):
-    """Names another setting. options: to give instead, in the order in which people turn them."""
-
-    options: dict[str, str]
-    case: Case
-    more_ranks: bool = False
-
-    def words(self, without: str = "") -> list[str]:
-        """Return the options as words of a command, but for one that need not be given."""
-        return [word for option in self.options.items() if option[0] != without for word in option]
-
-
-def turned(asked: Case, on_gpu: bool = True) -> Iterator[Turn]:
-    """Yield other settings, the least costly first."""
-    for kind in recompute.KINDS[recompute.KINDS.index(asked.recompute) + 1:]:
-        yield Turn({RECOMPUTE_OPTION: kind}, replace(asked, recompute=kind))
-    case = replace(asked, recompute="full")
-    for batch in reversed(range(1, asked.batch)):
-        if asked.batch % batch == 0:  # so that a global batch is still divided evenly
-            case = replace(case, batch=batch, accumulates=True)
-            yield Turn({"-b": str(batch), RECOMPUTE_OPTION: "full"}, case)
-    given = ({"-b": str(case.batch)} if asked.batch > 1 else {}) | {RECOMPUTE_OPTION: "full"}
-    if case.shard_size < case.ranks:
-        case = replace(case, shard_size=case.ranks)
-        given |= {"--shard-size": str(case.ranks)}
-        yield Turn(given, case)
-    for doublings in range(1, 7):
-        ranks = case.ranks << doublings
-        whole = {**given, "--shard-size": str(ranks)} if "--shard-size" in given else given
-        yield Turn(whole, replace(case, ranks=ranks, shard_size=ranks), more_ranks=True)
-    if case.optimizer == "adamw":
-        yield Turn({**given, "--optimizer": "adamw8bit"}, replace(case, optimizer="adamw8bit"))
-    if on_gpu and not case.offload:
-        given, case = {**given, "--cpu-offload": "on"}, replace(case, offload=True,
-                                                                 keep_gathered=False)
-        yield Turn(given, case)
-    while case.seq_length >= 512:
-        case = replace(case, seq_length=case.seq_length // 2)
-        yield Turn({**given, "-s": str(case.seq_length)}, case)
-
-
 def _peak(step: StepMemory) -> float:
     return step.total / _GIB
 
@@ -211,19 +191,16 @@ def _peak(step: StepMemory) -> float:
 class MemoryEstimate:
     """Traces in a process of its own: nothing of it stays, and the run does not wait for it.
 
-    Must be made before the process group and before the model is sharded: it forks, which spares
-    importing everything again. A fork of a process that uses a GPU could not compute (torch ends it
-    in autograd), so there it imports all, and sees no GPU. It waits until the ranks have agreed on
-    what is to be traced (`begin`). On other ranks than 0, and for a model so small that libraries
-    take more memory than it does, nothing is estimated.
+    Must be made before the process group and before the model is sharded: it may fork. It waits
+    until the ranks have agreed on what is to be traced (`begin`). On other ranks than 0, and for a
+    model so small that libraries take more memory than it does, nothing is estimated.
     """
 
     def __init__(self, model: PreTrainedModel, precision: str) -> None:
         self.gib: float | None = None
         self._traced = "estimated as for bf16" if precision == "fp8" else "estimated"
         self._on_gpu = torch.cuda.is_available()
-        context: SpawnContext | ForkContext = multiprocessing.get_context("spawn") \
-            if torch.cuda.is_initialized() else multiprocessing.get_context("fork")
+        context = child_context()
         self._answer, question = context.Pipe()
         self._is_wanted = log.rank() == 0 and \
             model.num_parameters() >= ESTIMATED_FROM
@@ -233,13 +210,10 @@ class MemoryEstimate:
             return
         self._child = context.Process(target=_trace, daemon=True, args=(
             self._answer, question, model))
-        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), \
-                warnings.catch_warnings():  # of threads, which the child does not use
-            warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                self._child.start()
-            except OSError as error:  # no room for another process, but for a run there may be
-                question.send(str(error))
+        try:
+            start_without_gpus(self._child)
+        except OSError as error:  # no room for another process, but for a run there may be
+            question.send(str(error))
         question.close()
 
     def __enter__(self) -> MemoryEstimate:

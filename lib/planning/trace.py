@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -28,10 +28,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
+from lib.models.tensors import COMPUTE_DTYPES
 from lib.optim import adamw8bit, registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import make_mesh
+from lib.planning import compiled
 from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
 from lib.tokens.batches import MicroBatch
 
@@ -46,10 +48,11 @@ class Case:
     """Says what decides the memory of a step, beside the model.
 
     batch: samples per rank in a pass. shard_size: ranks per replica. accumulates: more than one
-    pass per step. keep_gathered: as in sharding. masked: attention by a mask, as packed documents
-    have without a varlen kernel. documents: the most of a sample, where that kernel computes them;
-    0 without it. chunked: the output layer makes the loss. optimizer: its kind. on_gpu: else on a
-    CPU, which takes smaller pieces of some things at a time.
+    pass per step. keep_gathered: as in sharding, and in the passes of a step. masked: attention by
+    a mask, as packed documents have without a varlen kernel. documents: the most of a sample, where
+    that kernel computes them; 0 without it. chunked: the output layer makes the loss. optimizer:
+    its kind. on_gpu: else on a CPU, which takes smaller pieces of some things at a time. compiled:
+    whether the blocks are; a trace itself is of code that is not.
     """
 
     ranks: int
@@ -66,6 +69,7 @@ class Case:
     chunked: bool = True
     optimizer: str = "adamw"
     on_gpu: bool = True
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,25 @@ class StepMemory:
             return {kind: round(size * factors.get(kind, 1.0)) for kind, size in sizes.items()}
         return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
 
+    def compiled(self, share: float, blocks: int) -> StepMemory:
+        """Return the step with compiled blocks, which keep this share of their activations.
+
+        The one block that is computed counts in full: in backward it has made again by then what
+        it did not keep.
+        """
+        spare = (1 - share) * self.largest["activations"] / blocks
+
+        def other(sizes: Bytes) -> Bytes:
+            kept = sizes["activations"]
+            return sizes | {"activations": round(min(kept, share * kept + spare))}
+        return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
+
+    def gathered(self, size: int) -> StepMemory:
+        """Return an upper bound of the step with so many bytes of weights gathered all the time."""
+        def other(sizes: Bytes) -> Bytes:
+            return sizes | {"gathered": sizes["gathered"] + size}
+        return StepMemory(other(self.largest), tuple(map(other, self.moments)), self.offload)
+
 
 @contextlib.contextmanager
 def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
@@ -135,13 +158,13 @@ def trace(model: PreTrainedModel, case: Case, mesh: DeviceMesh) -> StepMemory:
             return record(model, case, tracker)
 
 
-def record(model: nn.Module, case: Case, tracker: Tracker) -> StepMemory:
+def record(model: PreTrainedModel, case: Case, tracker: Tracker) -> StepMemory:
     """Run a step of a sharded model, fake or real, and return what was counted."""
     adamw = registry.build(case.optimizer, model, 1e-5, (0.9, 0.95), 0.1)
     _mark(model, tracker)
     batch = _batch(case)
     for last in (False, True) if case.accumulates else (True,):
-        model.set_requires_all_reduce(last)
+        parallelize.begin_pass(model, last, case.keep_gathered)
         tracker.restart("activations")
         total = loss.token_loss_sum(model, batch)
         half = len(tracker.phases)
@@ -178,6 +201,20 @@ def shortened(model: PreTrainedModel, layers: int) -> PreTrainedModel | None:
         return None
     with mock.patch.object(parent, "_modules", dict(list(parent._modules.items())[:layers])):
         return copy.deepcopy(model)
+
+
+def kept_when_compiled(model: PreTrainedModel, case: Case) -> float:
+    """Return the share of their activations that blocks keep when they are compiled.
+
+    model: on the meta device, which stays as it is. It is 1.0 for fp8, whose casts are not traced.
+    """
+    if case.precision == "fp8":
+        return 1.0
+    model = copy.deepcopy(model).to(COMPUTE_DTYPES[case.precision])
+    with FakeTensorMode(allow_non_fake_inputs=True), \
+            _attention(model, replace(case, documents=0)):
+        model.to_empty(device="cpu")
+        return compiled.kept_share(model, torch.zeros(1, case.seq_length, dtype=torch.int64))
 
 
 def makes_loss(model: PreTrainedModel) -> bool:

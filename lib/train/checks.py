@@ -127,6 +127,9 @@ def _batch(config: Config, problems: Problems) -> None:
     here = [] if config.prepare_only else [plan.launched_size()]  # which a run may have elsewhere
     for ranks in config.plan_gpus or here:
         problems.collect(partial(plan.degrees(config).replicas, ranks))
+    if config.keep_gathered and config.cpu_offload:
+        problems.add("--keep-gathered on keeps weights on the GPU, and --cpu-offload on takes them "
+                     "off it", expected="one of them")
     if config.plan_gpus and not config.dry_run:
         problems.add("--plan-gpus plans and does not train", run=commands.as_typed("--dry-run"))
 

@@ -52,10 +52,11 @@ class Config(LoraOptions):
         help="let an epoch of --num-epochs be N steps, however much data there is (default: one "
              "pass over the data)")
     batch_size: int = option(
-        1, "-b", role=LOCAL, parse=_auto_or_count, first="samples per process in one pass",
+        None, "-b", role=LOCAL, parse=_auto_or_count, first="samples per process in one pass",
         metavar="N|auto",
         help="samples per process in one pass; auto: as many as fit by the memory plan, up to "
-             "where more are hardly faster")
+             "where more are hardly faster (default: auto on a GPU without --global-batch-size, "
+             "else 1)")
     global_batch_size: int | None = option(
         None, role=RESULT, parse=positive_int, first="samples per step",
         help="samples per step over all ranks, instead of --grad-accum-steps (default: "
@@ -143,9 +144,16 @@ class Config(LoraOptions):
     cpu_offload: bool = option(
         False, role=ALIKE, parse=on_off,
         help="keep shards and optimizer states in host memory, at a price in speed")
+    keep_gathered: bool | None = option(
+        None, role=ALIKE, parse=auto_on_off,
+        help="keep the weights of all blocks gathered from forward to backward, and between the "
+             "passes of a step, instead of gathering them again; never with --cpu-offload "
+             "(default: auto, on where that fits well by the memory plan)")
     shard_size: int | None = option(
         None, role=ALIKE, parse=positive_int,
-        help="ranks that share one replica (HSDP), say the GPUs of a node (default: all ranks)")
+        help="ranks that share one replica of the model, say the GPUs of a node (HSDP) (default: "
+             "all ranks; from four nodes of GPUs on those of a node, if a step fits so by the "
+             "memory plan)")
 
     plan_only_warn: bool = option(
         False, group="memory and checkpoints ahead of time (with --dry-run, on any machine)",
@@ -238,8 +246,15 @@ class Config(LoraOptions):
         """Return it with other values. why: where they are from."""
         return replace(self, **values, why={**self.why, **dict.fromkeys(values, why)})
 
+    def reopened(self, name: str) -> Config:
+        """Return it with an option as nobody typed it, whatever it was settled to."""
+        why = {other: text for other, text in self.why.items() if other != name}
+        again: dict[str, Any] = {name: None, "why": why}
+        return replace(self, **again)
+
     @property
     def chose_batch(self) -> bool:
+        """Tell whether the batch is open, or was and has been chosen."""
         return self.batch_size == AUTO or "batch_size" in self.why
 
     @property
@@ -258,8 +273,8 @@ class Config(LoraOptions):
     def recorded(self) -> dict[str, Any]:
         """Return the options as a record holds them: what model and hardware decided is open."""
         again = {name: default for name, default in
-                 (("seq_length", None), ("precision", None), ("activation_checkpointing", AUTO))
-                 if name in self.why}
+                 (("seq_length", None), ("precision", None), ("activation_checkpointing", AUTO),
+                  ("keep_gathered", None), ("shard_size", None)) if name in self.why}
         return options.resolved(options.Options(**self.having(*Role) | again))
 
     def identity(self, inputs: Mapping[str, Any], global_batch: int) -> dict[str, Any]:

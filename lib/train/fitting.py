@@ -6,9 +6,11 @@ of it, and the rest: what the data has, and a batch that leaves a GPU waiting fo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from lib.core import log, units
@@ -16,6 +18,8 @@ from lib.core.errors import UsageError
 from lib.models import float8
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel import recompute
+from lib.parallel.degrees import Degrees
+from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout, gather
 from lib.planning import capacity, choice
 from lib.planning.apart import NoAnswer
@@ -24,11 +28,35 @@ from lib.planning.memory import USABLE
 from lib.planning.trace import Case
 from lib.train import plan
 from lib.train.config import AUTO, Config
-from lib.train.inputs import Inputs
+from lib.train.inputs import KEPT, Inputs, keep_global_batch
 
 _STEPS = 10  # so many a run has at least, where the data and the other options allow it
 _MASTER = 4  # bytes of a parameter, in a checkpoint
 _GIB = 1 << 30
+# From so many nodes on, a replica of the model in each: rings of all GPUs have a latency that grows
+# with their number, and the network between nodes is slower than the links within one.
+_NODES = 4
+_GPUS_PER_NODE = 8  # of the machines that --plan-gpus stands for
+
+
+def default_batch(config: Config, inputs: Inputs) -> Config:
+    """Return the options with a batch size where nobody typed one: `auto` on a GPU, else 1.
+
+    A typed --global-batch-size leaves it at 1 on a GPU too. A run that goes on keeps the samples of
+    a step in any case.
+    """
+    if config.batch_size is not None:
+        return config
+    is_typed = config.global_batch_size and "global_batch_size" not in config.why
+    on_gpu = bool(config.plan_gpus) or capacity.device().type == "cuda"
+    if on_gpu and not is_typed and not config.prepare_only:
+        return keep_global_batch(replace(config, batch_size=AUTO), inputs)
+    config = replace(config, batch_size=1)
+    if config.why.get("global_batch_size") == KEPT:
+        divided = plan.divide(config, 0, plan.launched_size())
+        log.info(f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
+                 f"begun with are kept: {plan.product(divided, config.seq_length or 1)}")
+    return config
 
 
 def settle(config: Config, inputs: Inputs, model: PreTrainedModel) -> tuple[Config, Fit]:
@@ -38,11 +66,10 @@ def settle(config: Config, inputs: Inputs, model: PreTrainedModel) -> tuple[Conf
     find different values: `agree` takes what fits all of them. Raises UsageError where no batch
     goes with the other options; whether a run fits in memory at all is asked by `require`.
     """
-    fit = Fit.here(model, config.compile)
+    fit = Fit.here(model)
     if config.plan_gpus or config.prepare_only:
         return config, fit
-    config, said = _chosen(config, fit, plan.launched_size(), capacity.total(capacity.device()),
-                           inputs.recomputed)
+    config, said = _chosen(config, fit, plan.launched_size(), _gpus_here(), inputs.recomputed)
     if log.rank() == 0:
         for line in said:
             log.info(line)
@@ -54,8 +81,8 @@ def planned(config: Config, inputs: Inputs, model: PreTrainedModel) -> dict[int,
     asked = {}
     for ranks in config.plan_gpus or ():
         has = config.plan_gpu_memory * _GIB
-        fit = Fit(model, has, float("inf"), on_gpu=True, compiled=config.compile is not False)
-        asked[ranks], said = _chosen(config, fit, ranks, has, inputs.recomputed)
+        fit = Fit(model, has, float("inf"), on_gpu=True)
+        asked[ranks], said = _chosen(config, fit, ranks, _GPUS_PER_NODE, inputs.recomputed)
         for line in said:
             log.info(f"on {units.counted(ranks, 'GPU')}, {line}")
     return asked
@@ -87,9 +114,8 @@ def warn(config: Config, inputs: Inputs, fit: Fit) -> None:
 def case_here(config: Config, model: PreTrainedModel,
               most_documents: int | None = None) -> Case:
     """Return what decides the memory of this run on this rank's device; see plan.memory_case."""
-    device = capacity.device()
-    return plan.memory_case(config, model, plan.launched_size(), device.type == "cuda",
-                            capacity.total(device), most_documents)
+    return plan.memory_case(config, model, plan.launched_size(),
+                            capacity.device().type == "cuda", most_documents)
 
 
 def _refusal(config: Config, inputs: Inputs, fit: Fit) -> UsageError | None:
@@ -116,20 +142,36 @@ def _tell_copies(config: Config, fit: Fit) -> None:
                  "a checkpoint is written (--ckpt-async off does so from the beginning)")
 
 
-def agree(config: Config, samples: int | None, layout: ParallelLayout) -> Config:
-    """Return the options with the smallest batch, and the most recomputation, that any rank found.
+def agree_on_shards(config: Config, control: ProcessGroup) -> Degrees:
+    """Return over how many ranks this run divides what; all ranks must call this.
 
-    All ranks must call this. samples: of an epoch, see `limit`.
+    Where ranks have chosen different numbers for a replica, it is the largest, which fits them all.
     """
-    if not (config.chose_batch or "activation_checkpointing" in config.why):
-        return config
-    found = gather((config.batch_size, config.activation_checkpointing), layout.control)
-    batches, kinds = zip(*found, strict=True)
+    mine = plan.degrees(config)
+    ranks = plan.launched_size()
+    largest = max(gather(mine.shard or ranks, control))
+    return mine._replace(shard=None if largest == ranks else largest)
+
+
+def agree(config: Config, samples: int | None, layout: ParallelLayout) -> Config:
+    """Return the options that fit every rank: of all that were chosen, those with least memory.
+
+    That is the smallest batch, the most recomputation, and weights that do not stay gathered. All
+    ranks must call this. samples: of an epoch, see `limit`.
+    """
+    batches, kinds, gathered = zip(*gather(
+        (config.batch_size, config.activation_checkpointing, bool(config.keep_gathered)),
+        layout.control), strict=True)
+    most = max(kinds, key=recompute.KINDS.index)
     if config.chose_batch:
         config = config.settled("memory plan", batch_size=min(batches))
-    most = max(kinds, key=recompute.KINDS.index)
-    if most != config.activation_checkpointing:
+    is_open = config.chose_batch or "activation_checkpointing" in config.why
+    if is_open and most != config.activation_checkpointing:
         config = config.settled("memory plan of another rank", activation_checkpointing=most)
+    if "keep_gathered" in config.why and not all(gathered):
+        config = config.reopened("keep_gathered")
+    if "shard_size" in config.why and config.shard_size != layout.fsdp.size(-1):
+        config = config.reopened("shard_size")
     return limit(config, samples, layout.ranks)
 
 
@@ -165,8 +207,7 @@ def advise(config: Config, fit: Fit, has_begun: bool) -> None:
     whole = division.global_batch
     if has_begun or config.global_batch_size or config.grad_accum_steps:  # steps keep their samples
         kept = replace(config, global_batch_size=whole, grad_accum_steps=None)
-    larger, _ = _chosen(kept.settled("", batch_size=AUTO), fit, ranks,
-                        capacity.total(capacity.device()))
+    larger, _ = _chosen(kept.settled("", batch_size=AUTO), fit, ranks, _gpus_here())
     batch = larger.batch_size
     if batch > config.batch_size:
         step = f" with --global-batch-size {whole}" if kept.global_batch_size else \
@@ -176,12 +217,11 @@ def advise(config: Config, fit: Fit, has_begun: bool) -> None:
                  "--batch-size auto takes what fits")
 
 
-def _chosen(config: Config, fit: Fit, ranks: int, has: float, kept: str = "",
+def _chosen(config: Config, fit: Fit, ranks: int, per_node: int, kept: str = "",
             ) -> tuple[Config, list[str]]:
     """Return the options with what fits in the place of `auto`, and why it is that.
 
-    has: bytes of the device, of which the run can have `fit.room`. kept: how much is computed again
-    at least.
+    per_node: ranks of a node. kept: how much is computed again at least.
     """
     kinds: Sequence[str] = [config.activation_checkpointing]
     if kinds == [AUTO]:
@@ -189,13 +229,11 @@ def _chosen(config: Config, fit: Fit, ranks: int, has: float, kept: str = "",
     batches = _candidates(config, ranks, choice.ENOUGH[fit.on_gpu]) \
         if config.batch_size == AUTO else [config.batch_size]
     rows = [[plan.memory_case(replace(config, batch_size=batch, activation_checkpointing=kind),
-                              fit.model, ranks, fit.on_gpu, has) for batch in batches]
+                              fit.model, ranks, fit.on_gpu) for batch in batches]
             for kind in kinds]
-    most = rows[0][-1]
-    is_clear = len(kinds) == len(batches) == 1 or fit.is_easy(most)
     said: list[str] = []
     try:
-        case = most if is_clear else fit.apart(choice.choose, rows)
+        case = _choose(config, fit, rows, _node(config, fit, ranks, per_node))
     except NoAnswer as error:
         case = rows[-1][0]  # what takes the least
         said = [f"the memory that this run takes could not be estimated: {error}"]
@@ -205,10 +243,46 @@ def _chosen(config: Config, fit: Fit, ranks: int, has: float, kept: str = "",
         if case.recompute != kinds[0]:
             said += [f"--activation-checkpointing auto: {case.recompute}, since less recomputation "
                      f"is not sure to fit in {units.memory(fit.room)} by the memory plan"]
+    if case.shard_size != rows[0][0].shard_size:
+        config = config.settled("memory plan", shard_size=case.shard_size)
+        said.append(f"--shard-size {case.shard_size}: a replica of the model in each of "
+                    f"{ranks // case.shard_size} nodes, since a step fits so by the memory plan; "
+                    f"--shard-size {ranks} shards over all ranks")
+    if case.keep_gathered and not config.keep_gathered:
+        config = config.settled("memory plan", keep_gathered=True)
     if config.batch_size == AUTO:
         said.append(_why(config, fit, ranks, batches, case.batch))
         config = config.settled("memory plan", batch_size=case.batch)
     return config, said
+
+
+def _choose(config: Config, fit: Fit, rows: Sequence[Sequence[Case]], node: int) -> Case:
+    """Return the case to take, see choice.choose; NoAnswer where that takes traces that fail.
+
+    Traces are made where something is open, and does not fit beyond doubt.
+    """
+    most = rows[0][-1]
+    gathers = config.keep_gathered is None and fit.may_gather(most)
+    wanted = replace(most, shard_size=node or most.shard_size,
+                     keep_gathered=most.keep_gathered or gathers)
+    if fit.is_easy(wanted) or [[wanted]] == rows:
+        return wanted
+    return fit.apart(choice.choose, rows, node, gathers)
+
+
+def _node(config: Config, fit: Fit, ranks: int, per_node: int) -> int:
+    """Return the ranks of a node if they may share a replica of the model, else 0."""
+    block = OPTIMIZERS[config.optimizer].block
+    is_open = config.shard_size is None and fit.on_gpu and not config.cpu_offload
+    if not is_open or per_node < 2 or ranks % per_node or ranks // per_node < _NODES:
+        return 0
+    return 0 if any(cuts_blocks(p.shape, per_node, block) for p in fit.model.parameters()) \
+        else per_node
+
+
+def _gpus_here() -> int:
+    """Return the ranks that this launch has on each node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _why(config: Config, fit: Fit, ranks: int, batches: list[int], batch: int) -> str:

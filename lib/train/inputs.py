@@ -33,6 +33,7 @@ from lib.train.config import AUTO, Config
 from lib.train.plan import Plan
 
 KIND = "scratch/1"
+KEPT = "earlier launch"  # where a value is from that a run was begun with
 _PREVIEW_BYTES = 2_000_000  # of text that a tokenizer is trained on for a plan, in a second or two
 
 
@@ -131,11 +132,11 @@ def settle(config: Config, inputs: Inputs) -> Config:
 
     Raises UsageError when the learning rate would rise to its minimum.
     """
-    config = chats.settle_packing(_keep_global_batch(config, inputs), inputs.corpora)
+    config = chats.settle_packing(keep_global_batch(config, inputs), inputs.corpora)
     config = lora_from.settle(config, inputs.adapter, _identity(inputs.begun, inputs.named))
     for name in ("seq_length", "precision"):
         if getattr(config, name) is None and (value := inputs.begun_with(name)):
-            config = config.settled("earlier launch", **{name: value})
+            config = config.settled(KEPT, **{name: value})
     if config.lr is None:
         why = "from scratch" if inputs.scratch else "a model with weights"
         config = config.settled("adapters" if config.lora_rank else why, lr=checks.DEFAULT_LRS[
@@ -154,7 +155,7 @@ def _identity(begun: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]
     return found
 
 
-def _keep_global_batch(config: Config, inputs: Inputs) -> Config:
+def keep_global_batch(config: Config, inputs: Inputs) -> Config:
     """Return the options with the samples of a step as the run was begun with.
 
     They are kept where nobody typed another number: on other ranks, with another batch per process
@@ -166,7 +167,7 @@ def _keep_global_batch(config: Config, inputs: Inputs) -> Config:
     if not batch or config.global_batch_size or config.prepare_only \
             or (config.resume_with_changes and not is_auto):
         return config
-    kept = config.settled("earlier launch", global_batch_size=batch, grad_accum_steps=None)
+    kept = config.settled(KEPT, global_batch_size=batch, grad_accum_steps=None)
     asked = plan.divide(config, 0, plan.launched_size())
     if is_auto or asked.global_batch == batch:
         return kept if is_auto else config
@@ -178,6 +179,8 @@ def _keep_global_batch(config: Config, inputs: Inputs) -> Config:
                          hint="take another number of ranks or another --batch-size; "
                               "--resume-with-changes with --max-steps goes on with the step that "
                               "the options make") from error
+    if config.batch_size is None:  # on a GPU it is divided otherwise, which is said there
+        return kept
     log.info(f"{begun} are kept: {divided.micro_batch} per process × {divided.accumulation} "
              f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
              f"make it {asked.global_batch:,}")

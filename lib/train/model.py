@@ -24,7 +24,6 @@ from lib.parallel import attention, attention_kernel, parallelize
 from lib.parallel.compiling import Compiler
 from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout
-from lib.planning import capacity
 from lib.train import earlier, plan, precision
 from lib.train.config import Config
 from lib.train.inputs import Inputs
@@ -109,10 +108,9 @@ def shard(config: Config, inputs: Inputs, model: PreTrainedModel, layout: Parall
     placement = Placement(layout.fsdp.size(-1), offload, layout.device.type)
     for said in adapters.adapt(model, _asked(config, before_plans=False), placement).said:
         log.info(said)
-    small = not offload and parallelize.may_stay_gathered(model, capacity.total(layout.device))
     log.info("sharded: " + parallelize.parallelize(
         model, layout.fsdp, config.precision, config.activation_checkpointing, compiler, offload,
-        small))
+        bool(config.keep_gathered)))
     parallelize.materialise(model, layout.device, offload)
     if is_frozen(model):
         _load_frozen(inputs, model, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -91,10 +92,16 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
 def _settled(config: Config) -> dict[str, str]:
     """Return the options that nobody typed and no default decided, each with what did."""
     values = {name: getattr(config, name) for name in config.why}
-    words = {name: units.shortened(f"{value:g}" if isinstance(value, float) else str(value))
-             for name, value in values.items() if value is not None}
+    words = {name: _in_words(value) for name, value in values.items() if value is not None}
     said = [f"{declared.flag(name)} {text} ({config.why[name]})" for name, text in words.items()]
     return {"settled": ", ".join(said)} if said else {}
+
+
+def _in_words(value: Any) -> str:
+    """Return the value of an option as a person types it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return units.shortened(f"{value:g}" if isinstance(value, float) else str(value))
 
 
 def _ranks(config: Config) -> dict[str, str]:
@@ -176,9 +183,9 @@ def _plan_memory(config: Config, model: PreTrainedModel, asked: dict[int, Config
     """Print the memory on --plan-gpus, or why a model of this family cannot be traced."""
     try:
         has = config.plan_gpu_memory
-        cases = [plans.memory_case(given, model, ranks, True, has * (1 << 30), most_documents)
+        cases = [plans.memory_case(given, model, ranks, True, most_documents)
                  for ranks, given in asked.items()]
-        memory.tell(model, cases, has, config.compile is not False, not config.no_progress)
+        memory.tell(model, cases, has, not config.no_progress)
     except UsageError:
         raise
     except Exception as error:  # the rest of the plan is worth having

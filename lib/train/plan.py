@@ -131,7 +131,7 @@ def divide(config: Config, rank: int, ranks: int) -> Division:
     rank, ranks: processes, of this launch or of a planned one. A batch size that is still open
     counts as 1, which divides what any other does.
     """
-    batch = 1 if config.batch_size == AUTO else config.batch_size
+    batch = _samples(config)
     dp_rank, dp_size = degrees(config).dp_rank(rank), degrees(config).dp_size(ranks)
     if config.global_batch_size is None:
         return Division(batch, config.grad_accum_steps or 1, dp_rank, dp_size)
@@ -142,6 +142,11 @@ def divide(config: Config, rank: int, ranks: int) -> Division:
                          expected=f"a multiple of {per_pass} = {batch} per process "
                                   f"(--batch-size) × {dp_size} ranks")
     return Division(batch, accumulation, dp_rank, dp_size)
+
+
+def _samples(config: Config) -> int:
+    """Return the samples of a process in a pass, 1 while that is open."""
+    return 1 if config.batch_size in (None, AUTO) else config.batch_size
 
 
 def epochs(config: Config) -> int | None:
@@ -167,22 +172,22 @@ def total_steps(config: Config, samples: int | None, global_batch: int) -> int:
     return min(limits)
 
 
-def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool, has: float,
+def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool,
                 most_documents: int | None = None) -> Case:
-    """Return what decides the memory of a run on `ranks` devices that have so many bytes each.
+    """Return what decides the memory of a run on `ranks` devices.
 
     most_documents: in a sample, where they are packed, with its padding. None: as many as packs
-    hold without being divided, until they are made. What is still open counts as 1 sample, and as
-    no recomputation.
+    hold without being divided, until they are made. What is still open counts as 1 sample, as no
+    recomputation, and as weights that do not stay gathered.
     """
     import torch
 
-    from lib.parallel import attention, parallelize
+    from lib.parallel import attention, compiling
     from lib.planning.trace import Case
 
     offload = config.cpu_offload and on_gpu
     shard_size = min(config.shard_size or ranks, ranks)
-    batch = 1 if config.batch_size == AUTO else config.batch_size
+    batch = _samples(config)
     recompute = "none" if config.activation_checkpointing == AUTO \
         else config.activation_checkpointing
     a_pass = batch * degrees(config).dp_size(ranks)
@@ -195,10 +200,11 @@ def memory_case(config: Config, model: PreTrainedModel, ranks: int, on_gpu: bool
         config.attention in ("auto", "varlen")
         and not attention.lacks_varlen(config.precision, model.config, elsewhere)))
     by_mask = is_packed and not by_kernel and config.attention in ("auto", "sdpa")
+    is_compiled = compiling.is_wanted(config.compile, torch.device("cuda" if on_gpu else "cpu"))
     return Case(ranks, shard_size, batch, config.seq_length, config.precision, recompute,
-                per_step > a_pass, offload,
-                not offload and parallelize.may_stay_gathered(model, has),
-                by_mask, most_documents * by_kernel, optimizer=config.optimizer, on_gpu=on_gpu)
+                per_step > a_pass, offload, bool(config.keep_gathered), by_mask,
+                most_documents * by_kernel, optimizer=config.optimizer, on_gpu=on_gpu,
+                compiled=is_compiled)
 
 
 def next_command(config: Config, experiment: Experiment) -> str:

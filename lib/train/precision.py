@@ -62,7 +62,7 @@ def require_float8(config: Config) -> None:
         problems.add("--precision fp8 without --compile is slower than bf16: each cast would be "
                      "several passes over memory", run=commands.as_typed("--compile", "on"))
     batch, length = config.batch_size, config.seq_length
-    if batch != AUTO and batch * length % float8.MULTIPLE:
+    if batch not in (None, AUTO) and batch * length % float8.MULTIPLE:
         problems.add(f"--precision fp8 takes tokens in multiples of {float8.MULTIPLE}",
                      found=f"{batch * length:,} in a pass = {batch} per process (--batch-size) × "
                            f"{length:,} (--seq-length)")

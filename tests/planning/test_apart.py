@@ -86,6 +86,15 @@ def test_stage_04_takes_the_safest_and_asks_once(
     assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
 
 
+@pytest.mark.parametrize("in_use", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_process_that_traces_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, in_use: bool) -> None:
+    """Neither a fork nor, beside a GPU in use, another interpreter."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    assert apart(os.getenv, "CUDA_VISIBLE_DEVICES", patience_s=60) == ""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
 def test_no_room_for_another_process_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

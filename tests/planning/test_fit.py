@@ -73,7 +73,7 @@ def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_does(
     need = states + 2 * 8  # two samples
     assert refused(monkeypatch, 100 * need) is None
     assert refused(monkeypatch, need / 0.89) is None and not warned
-    on_disk = fit.Fit(on_meta(), 3 * need * MIB, 0, on_gpu=False, compiled=False,
+    on_disk = fit.Fit(on_meta(), 3 * need * MIB, 0, on_gpu=False,
                       swap=2 * need * MIB)
     assert on_disk.usable == pytest.approx(0.9 * need * MIB)
     assert refused(monkeypatch, need / 0.95) is None
@@ -146,7 +146,7 @@ def test_what_is_frozen_has_no_gradients_and_no_states(monkeypatch: pytest.Monke
     model = on_meta(lora=Lora(4, 8.0, precision="bf16"))
     base, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad == is_trained)
                      for is_trained in (False, True))
-    fitted = fit.Fit(model, 0.1 * base, float("inf"), on_gpu=True, compiled=False)
+    fitted = fit.Fit(model, 0.1 * base, float("inf"), on_gpu=True)
     assert fitted.states(case(ranks=2)) == {
         "parameters": base + 2 * trained, "gradients": 2 * trained, "optimizer": 4 * trained}
     fitted.unanswered = "not asked"

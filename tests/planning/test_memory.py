@@ -130,7 +130,7 @@ def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
 def test_which_attention_is_planned(options: dict[str, Any], precision: str, on_gpu: bool,
                                     told: tuple[bool, int]) -> None:
     given = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
-    planned = plan.memory_case(given, on_meta(), 1, on_gpu, 1 << 40, 65)
+    planned = plan.memory_case(given, on_meta(), 1, on_gpu, 65)
     assert (planned.masked, planned.documents) == told
 
 
@@ -144,7 +144,7 @@ def test_a_mask_is_planned_where_the_model_has_no_kernel_for_packed_documents() 
     given = replace(ASKED, packing="documents", precision="bf16", plan_gpus=[8])
     for other in ({"head_dim": 264}, {"attention_dropout": 0.1}):
         model = on_meta(LlamaConfig(**SMALL, **other))
-        planned = plan.memory_case(given, model, 8, True, 1 << 40)
+        planned = plan.memory_case(given, model, 8, True)
         assert planned.masked and not planned.documents
 
 
@@ -255,12 +255,12 @@ def test_an_estimate_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(memory.log, "info", lines.append)
     model = on_meta()
     small = memory.MemoryEstimate(model, "fp32")
-    small.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
+    small.begin(plan.memory_case(ASKED, model, 1, False))
     assert "estimated" not in small.compared(1.0, 0.5)
     small.close()
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     told = memory.MemoryEstimate(model, "fp32")
-    told.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
+    told.begin(plan.memory_case(ASKED, model, 1, False))
     assert "it was not estimated" in told.compared(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
     told.close()
@@ -276,7 +276,7 @@ def test_beside_a_gpu_the_estimate_is_made_by_a_process_that_sees_none(
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
         told = memory.MemoryEstimate(model, "fp32")
-        told.begin(plan.memory_case(ASKED, model, 1, False, 1 << 40))
+        told.begin(plan.memory_case(ASKED, model, 1, False))
         environ = Path(f"/proc/{told._child.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
@@ -338,8 +338,7 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
     monkeypatch.setattr(memory, "Estimates", Known)
     monkeypatch.setattr(memory.log, "info", lines.append)
     given, gib = replace(ASKED, seq_length=1024, **options), usable_gib / 0.9
-    memory.tell(on_meta(), [plan.memory_case(given, on_meta(), 8, True, gib * (1 << 30))], gib,
-                compiled=False, shown=False)
+    memory.tell(on_meta(), [plan.memory_case(given, on_meta(), 8, True)], gib, shown=False)
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from lib.planning import capacity, choice, fit
 from lib.planning.fit import Fit
 from lib.train import fitting, plan
 from lib.train.inputs import Inputs, settle
+from tests.conftest import run_stage
 from tests.planning.test_fit import MIB, Known
 from tests.planning.test_memory import ASKED, on_meta
 
@@ -113,7 +116,7 @@ def test_samples_of_a_step_are_divided_evenly(monkeypatch: pytest.MonkeyPatch, s
 
 def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """After the ranks have taken the smallest of theirs."""
-    monkeypatch.setattr(fitting, "gather", lambda mine, group: [mine, (16, "full")])
+    monkeypatch.setattr(fitting, "gather", lambda mine, group: [mine, (16, "full", False)])
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
         said.clear()
@@ -137,6 +140,109 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
         agreed(31, global_batch_size=64) == 16
 
 
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that launches on so many nodes of 8, with room for so many samples."""
+    def launch(count: int, samples: float, shards: int, gpu: bool = True, each: int = 8) -> None:
+        here(monkeypatch, samples, gpu=gpu, ranks=shards)
+        monkeypatch.setenv("WORLD_SIZE", str(each * count))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(each))
+    return launch
+
+
+def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
+        nodes: Callable[..., None], said: list[str]) -> None:
+    def shards(**changes: Any) -> int | None:
+        said.clear()
+        given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes})
+        config = fitting.settle(given, Namespace(recomputed=""), on_meta())[0]
+        assert (config.why.get("shard_size") == "memory plan") == bool(said)
+        assert config.recorded()["shard_size"] == changes.get("shard_size")
+        return config.shard_size
+
+    nodes(4, 1.2, shards=8)
+    assert shards() == 8
+    assert said == ["--shard-size 8: a replica of the model in each of 4 nodes, since a step fits "
+                    "so by the memory plan; --shard-size 32 shards over all ranks"]
+    assert shards(shard_size=16) == 16 and shards(shard_size=32) == 32
+    nodes(3, 1000, shards=8)
+    assert shards() is None
+    nodes(4, 1000, shards=8, gpu=False)
+    assert shards() is None
+    nodes(32, 1000, shards=8, each=1)
+    assert shards() is None
+    nodes(4, 1.05, shards=32)  # what a replica per node takes more would not fit
+    assert shards() is None
+    assert shards(activation_checkpointing="auto") is None  # nor is it worth recomputation
+
+
+def test_a_plan_for_other_machines_takes_nodes_of_eight(said: list[str]) -> None:
+    given = replace(ASKED, batch_size=1, seq_length=1024, plan_gpus=[8, 24, 32, 36, 64])
+    asked = fitting.planned(given, Namespace(recomputed=""), on_meta())
+    assert {ranks: config.shard_size for ranks, config in asked.items()} == {
+        8: None, 24: None, 32: 8, 36: None, 64: 8}
+    assert any(line.startswith("on 64 GPUs, --shard-size 8: ") for line in said)
+
+
+def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_meta()
+    whole = 4 * sum(p.numel() for p in model.parameters()) / MIB
+
+    def kept(samples: float, gpu: bool = True, **changes: Any) -> bool | None:
+        here(monkeypatch, samples, gpu=gpu)
+        given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False,
+                                   "activation_checkpointing": "none", **changes})
+        config, found = fitting.settle(given, Namespace(recomputed=""), model)
+        case = fitting.case_here(config, model)
+        assert case.keep_gathered == bool(config.keep_gathered) and not found.excess(case)
+        return config.keep_gathered
+
+    assert kept(1000) and kept(1000, gpu=False)
+    assert kept(1 + (whole + 0.1) / 8) and kept(1 + (whole - 0.1) / 8) is None
+    assert kept(1000, cpu_offload=True) is None
+    assert kept(1000, keep_gathered=False) is False and kept(1.1, keep_gathered=True)
+    monkeypatch.setattr(fit, "KEPT_SHARE", 0.05)  # it fits, and would be too large a part
+    assert kept(1 + (whole + 0.1) / 8) is None
+
+
+def test_ranks_agree_on_what_fits_them_all(tmp_path: Path) -> None:
+    """Two ranks have chosen otherwise; another decision on each would be a hang."""
+    run_stage("tests/train/agreeing.py", tmp_path / "found.json", cwd=tmp_path, ranks=2)
+    assert json.loads((tmp_path / "found.json").read_text()) == [
+        {"batch": 2, "recompute": "full", "keep_gathered": None, "shard_size": None, "mesh": [2]},
+    ] * 2
+
+
+@pytest.mark.parametrize(("given", "begun_with", "then"), [
+    ({}, None, ("auto", None, None)), ({}, 1, ("auto", 1, None)), ({}, 64, ("auto", 64, None)),
+    ({"grad_accum_steps": 4}, None, ("auto", None, 4)),
+    ({"grad_accum_steps": 4}, 64, ("auto", 64, None)),
+    ({"global_batch_size": 32}, None, (1, 32, None)),
+    ({"global_batch_size": 64}, 64, (1, 64, None)),
+    ({"batch_size": 2}, None, (2, None, None)), ({"batch_size": 2}, 64, (2, 64, None))])
+def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
+        monkeypatch: pytest.MonkeyPatch, said: list[str], given: dict[str, Any],
+        begun_with: int | None, then: tuple[Any, ...]) -> None:
+    """A run that goes on keeps the samples of its step: also one that began with the default 1."""
+    begun = {"identity": {"options": {"global_batch_size": begun_with}}}
+    inputs = Inputs(Path("model"), [], {}, begun if begun_with else {}, None, scratch=False)
+    settled = settle(replace(ASKED, **{"batch_size": None, **given}), inputs)
+    for gpu in (True, False):
+        here(monkeypatch, 1000, gpu=gpu)
+        config = fitting.default_batch(settled, inputs)
+        batch, whole, accumulation = then
+        if not gpu and batch == "auto":
+            batch = 1
+        assert config.batch_size == batch and config.grad_accum_steps == accumulation
+        division = plan.divide(config, 0, 1)
+        assert division.global_batch == (whole or (accumulation or 1) * (batch if batch != "auto"
+                                                                         else 1))
+    chosen = fitting.settle(replace(fitting.default_batch(settled, inputs), compile=False),
+                            Namespace(recomputed=""), on_meta())[0]
+    assert plan.divide(chosen, 0, 1).global_batch == (whole or chosen.batch_size
+                                                      * (accumulation or 1))
+
+
 def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, 12, gpu=True)
     monkeypatch.setattr(fit, "Estimates", lambda model: 1 / 0)
@@ -145,10 +251,10 @@ def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.M
 
 def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
     """As a fork of a process that uses a GPU could not: all of it goes there and comes back."""
-    found = Fit(on_meta(), 1 << 30, 1 << 30, on_gpu=True, compiled=False)
+    found = Fit(on_meta(), 1 << 30, 1 << 30, on_gpu=True)
     asked = pickle.loads(pickle.dumps((found, choice.choose, Fit.traced, Fit.nearest)))
     assert asked[1:] == (choice.choose, Fit.traced, Fit.nearest)
-    case = plan.memory_case(replace(ASKED, seq_length=64), asked[0].model, 1, True, 1 << 30)
+    case = plan.memory_case(replace(ASKED, seq_length=64), asked[0].model, 1, True)
     known = {case: Known(on_meta()).step(case)}
     assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
 
@@ -188,7 +294,7 @@ def test_too_few_tokens_are_told_with_what_fits(monkeypatch: pytest.MonkeyPatch,
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024,
                                   "activation_checkpointing": "none", **changes})
         given = given.settled("memory plan", batch_size=1) if auto else given
-        fitting.advise(given, Fit.here(on_meta(), False), has_begun)
+        fitting.advise(given, Fit.here(on_meta()), has_begun)
         return "".join(said)
 
     here(monkeypatch, 12, gpu=True)

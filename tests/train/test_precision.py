@@ -63,7 +63,8 @@ def test_what_fp8_lacks_is_told(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "needs a GPU" in told() and "needs a GPU" not in told(plan_gpus=[8])
-    assert "in a pass" not in told() and "1,001 in a pass" in told(1001, plan_gpus=[8])
+    assert "in a pass" not in told() and not told(1001, plan_gpus=[8])
+    assert "1,001 in a pass" in told(1001, plan_gpus=[8], batch_size=1)
     assert not told(1001, plan_gpus=[8], batch_size=16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")

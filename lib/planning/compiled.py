@@ -1,0 +1,138 @@
+"""What decoder blocks keep for the backward pass when they are compiled, from torch's partitioner.
+
+Eagerly, autograd keeps what each operation asks for. The compiler divides the graph of a block into
+forward and backward such that little is kept, and recomputes what is cheap: 34 instead of 49 bytes
+per token and feature for a block of Llama. Here its own partitioner runs on fake tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers import PreTrainedModel
+
+from lib.core import log
+from lib.models.architecture import decoder_layers
+
+_KINDS = 4  # a model with more kinds of blocks than this counts as if it were not compiled
+_MARGIN = 1.03
+_OPERATIONS = 600  # of a block; the partitioner would take minutes for those of Mamba's scan
+
+
+def kept_share(model: PreTrainedModel, tokens: Tensor) -> float:
+    """Return how much of its activations a model keeps when its blocks are compiled, 1.0 at most.
+
+    That is the partitioner's share and a little more. It is 1.0 for a family whose blocks cannot be
+    traced, or have so many operations that it would take minutes.
+
+    model: fake, not sharded, in the precision that it computes in. tokens: a batch [B, T] of the
+    same fake mode, within which this is called.
+    """
+    try:
+        inputs = _inputs_of_blocks(model, tokens)
+        if len(inputs) > _KINDS:
+            return 1.0
+        kept = [(count, *_kept_bytes(*found)) for count, *found in inputs.values()]
+    except Exception as error:  # whatever torch raises, the eager count stands
+        log.info(f"what compiled blocks keep could not be estimated: {type(error).__name__}")
+        return 1.0
+    eager = sum(count * size for count, size, _ in kept)
+    return min(1.0, _MARGIN * sum(count * size for count, _, size in kept) / eager)
+
+
+def _inputs_of_blocks(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[Any]]:
+    """Return for each kind of block how many there are, one of them, and its arguments.
+
+    Blocks are of one kind if their parameters and the shapes of their arguments are alike.
+    """
+    found: dict[Any, list[Any]] = {}
+
+    def note(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        shapes = [(part.shape, part.dtype) if isinstance(part, Tensor) else None
+                  for part in tree_leaves((arguments, named))]
+        kind = (type(block), *((name, p.shape, p.requires_grad)
+                               for name, p in block.named_parameters()), *shapes,
+                getattr(block, "attention_type", None))
+        found.setdefault(kind, [0, block, arguments, named])[0] += 1
+
+    with contextlib.ExitStack() as stack:
+        for block in decoder_layers(model).values():
+            stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+    return found
+
+
+def _kept_bytes(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any],
+                ) -> tuple[int, int]:
+    """Return the bytes that a block keeps for its backward pass: eagerly, and compiled.
+
+    Weights and the arguments that all blocks share, such as rotary tables, do not count.
+    """
+    leaves, shape = tree_flatten((arguments, named))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    hidden, *shared = (leaves[place].detach() for place in places)
+    names, weights = zip(*block.named_parameters(), strict=True)
+    inputs = [hidden.requires_grad_(), *shared]
+
+    def run(inputs: list[Tensor], weights: list[Tensor]) -> Any:
+        given = list(leaves)
+        for place, tensor in zip(places, inputs, strict=True):
+            given[place] = tensor
+        args, kwargs = tree_unflatten(given, shape)
+        return torch.func.functional_call(block, dict(zip(names, weights, strict=True)), args,
+                                          kwargs)
+
+    # Imported here, where it is needed: half a second.
+    from torch._inductor.decomposition import select_decomp_table
+
+    compiled = aot_function(
+        run, fw_compiler=_as_it_is, bw_compiler=_as_it_is, decompositions=select_decomp_table(),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"))
+    with torch.no_grad(), _Limited():
+        run(inputs, list(weights))
+    excluded = {id(tensor.untyped_storage()): tensor for tensor in (*weights, *shared)}
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        eager, partitioned = (_saved_bytes(partial(function, inputs, list(weights)), excluded)
+                              for function in (run, compiled))
+    return eager, partitioned
+
+
+class _Limited(TorchDispatchMode):
+    """Raises RecursionError once more operations have run than a block should have."""
+
+    left = _OPERATIONS
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise RecursionError(f"a block of more than {_OPERATIONS} operations")
+        return func(*args, **(kwargs or {}))
+
+
+def _as_it_is(graph: torch.fx.GraphModule, _: Any) -> Any:
+    return make_boxed_func(graph)
+
+
+def _saved_bytes(function: Callable[[], Any], excluded: dict[int, Tensor]) -> int:
+    """Return the bytes of storages that autograd saves while a function runs."""
+    seen: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if id(tensor.untyped_storage()) not in excluded:
+            seen[id(tensor.untyped_storage())] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())

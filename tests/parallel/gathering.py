@@ -1,0 +1,137 @@
+"""Run by each rank: counts the all-gathers of each pass of a tiny model, and what they change.
+
+argv: a file for what rank 0 found, {"<case> <kept>": {"passes": for each pass of the last step the
+groups gathered in forward and in backward, "losses": of every step, "weights": a digest}}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.models.lora import Lora
+from lib.models.sharded import Placement, is_frozen
+from lib.models.weights import initialise
+from lib.optim import registry
+from lib.optim.guard import StepGuard
+from lib.parallel import loss, parallelize
+from lib.parallel.layout import ParallelLayout, make_mesh
+from lib.tokens.batches import MicroBatch
+
+STEPS = 2
+CASES: dict[str, dict[str, Any]] = {
+    "one pass": {"passes": 1}, "three passes": {}, "tied": {"tied": True}, "adapters": {"lora": 2},
+    "recomputed": {"recompute": "full"}, "bf16": {"precision": "bf16"},
+    "offload": {"offload": True}}
+
+
+def make_model(tied: bool, lora: int, precision: str) -> PreTrainedModel:
+    """Return a model of three blocks on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied),
+            dtype=torch.float32).train()
+    if lora:
+        Lora(lora, 2.0 * lora, precision=precision).convert(model, Placement())
+    return model
+
+
+def train(layout: ParallelLayout, shard_size: int, kept: bool, passes: int = 3, tied: bool = False,
+          lora: int = 0, recompute: str = "none", precision: str = "fp32", offload: bool = False,
+          separate: bool = False) -> dict[str, Any]:
+    """Return what `STEPS` steps of a sharded model gather and give. All ranks must call this."""
+    model = make_model(tied, lora, precision)
+    mesh = make_mesh("cpu", layout.ranks, layout.ranks // shard_size)
+    parallelize.parallelize(model, mesh, precision, recompute, offload=offload, keep_gathered=kept)
+    parallelize.materialise(model, torch.device("cpu"), offload)
+    if separate:
+        parallelize.separate_reductions(model)
+    initialise(model, 0)
+    if is_frozen(model):  # adapters begin as nothing, and train nothing then
+        for number, parameter in enumerate(model.parameters()):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            with torch.no_grad():
+                local.copy_(0.1 * torch.sin(torch.arange(local.numel()) + number).view_as(local))
+    loss.chunk(model, layout)
+    adamw = registry.build("adamw", model, 1e-2, (0.9, 0.95), 0.1)
+    guard = StepGuard(precision, 30.0, torch.device("cpu"), layout.ranks)
+    tokens = torch.randint(0, 96, (STEPS, passes, layout.ranks, 17),
+                           generator=torch.Generator().manual_seed(1))[:, :, layout.rank]
+    gathered: list[str] = []
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def noted(params: list[Any], *more: Any) -> Any:
+        gathered.append(short(params[0]._param_fqn))
+        return gather(params, *more)
+
+    losses, seen = [], []
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", noted):
+        for step in range(STEPS):
+            seen, total = [], 0.0
+            factor = guard.loss_factor(16 * passes * layout.ranks)
+            for number in range(passes):
+                parallelize.begin_pass(model, number == passes - 1, kept)
+                row = tokens[step, number][None]
+                found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:]), factor)
+                forward = list(gathered)
+                found.backward()
+                seen.append([forward, gathered[len(forward):]])
+                gathered.clear()
+                total += found.item()
+            losses.append(layout.total([total])[0])
+            assert all(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
+            guard.clip(adamw, 1.0)
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+        validated = validate(model, tokens[0, 0][None])
+    weights = b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters()
+                       if isinstance(p, DTensor) and p.requires_grad)
+    return {"passes": seen, "losses": losses, "validated": validated,
+            "weights": hashlib.sha256(weights).hexdigest()}
+
+
+def validate(model: PreTrainedModel, row: torch.Tensor) -> float:
+    """Return a loss without gradients, after which everything must be sharded."""
+    with torch.no_grad(), loss.eval_mode(model):
+        found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:])).item()
+    groups = [group for module in model.modules() if isinstance(module, FSDPModule)
+              for group in module._get_fsdp_state()._fsdp_param_groups]
+    assert groups and all(group.is_sharded for group in groups)
+    return found
+
+
+def short(name: str) -> str:
+    """Return which group a weight belongs to: a block by its number, or the first or last one."""
+    parts = name.split(".")
+    return parts[2] if "layers" in parts else "embedding" if "embed_tokens" in parts else "head"
+
+
+def main() -> None:
+    """Train every case with and without weights that stay gathered."""
+    layout, found = ParallelLayout.start(), {}
+    cases = {name: {"shard_size": layout.ranks, **case} for name, case in CASES.items()}
+    if layout.ranks == 4:
+        cases = {"replicas": {"shard_size": 2}, "separate": {"shard_size": 2, "separate": True}}
+    for name, case in cases.items():
+        for kept in (False,) if case.get("offload") else (False, True):
+            found[f"{name} {kept}"] = train(layout, kept=kept, **case)
+    if layout.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    layout.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Which weights are gathered when: counted on real ranks, and without any effect on the result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_stage
+
+BLOCKS = ["0", "1", "2"]
+ALL = ["embedding", *BLOCKS, "head"]
+
+
+@pytest.mark.parametrize("ranks", [
+    2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
+def test_weights_are_gathered_once_where_they_may_stay(tmp_path: Path, ranks: int) -> None:
+    """Backward never gathers the embedding, nor the last block, with which it begins.
+
+    With four ranks there are two replicas, and reductions that have a group of their own.
+    """
+    run_stage("tests/parallel/gathering.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for case, run in found.items():
+        name, _, kept = case.rpartition(" ")
+        forward = ["head", *BLOCKS] if name == "tied" else ALL
+        again = [] if kept == "True" else ["2", "1", "0"] if name == "offload" else ["1", "0"]
+        passes = 1 if name == "one pass" else 3
+        later = [[], []] if kept == "True" else [forward, again]
+        assert run["passes"] == [[forward, again], *[later] * (passes - 1)], case
+        for part in ("losses", "validated", "weights"):
+            assert run[part] == found[f"{name} False"][part], (case, part)
+    assert len({run["losses"][0] != run["losses"][1] for run in found.values()}) == 1
+    if ranks == 4:
+        assert found["replicas False"]["weights"] == found["separate False"]["weights"]

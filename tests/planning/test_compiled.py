@@ -1,0 +1,115 @@
+"""What the plan counts of compiled blocks, against what torch's partitioner saves of real ones."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+from lib.models.lora import Lora
+from lib.models.sharded import Placement
+from lib.parallel import parallelize
+from lib.parallel.compiling import Compiler
+from lib.planning import compiled, trace
+from lib.planning.memory import Estimates
+from lib.planning.trace import Case
+
+SHAPE = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 1}
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE), "qwen2": Qwen2Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=64),
+    "gemma3": Gemma3TextConfig(**SHAPE, head_dim=32, sliding_window=64),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=128, n_head=4, n_layer=8),
+    "phi": PhiConfig(**{**SHAPE, "intermediate_size": 512, "num_key_value_heads": 4})}
+TOKENS = 256
+
+
+def make(config: PretrainedConfig, device: str, lora: int = 0) -> PreTrainedModel:
+    with torch.device("meta" if lora else device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    if lora:
+        Lora(lora, 2.0 * lora, precision="fp32").convert(model, Placement())
+    return model.to_empty(device=device) if lora else model
+
+
+def saved_bytes(model: PreTrainedModel) -> int:
+    """Return what autograd saves of real tensors up to the output layer, but for weights."""
+    excluded = {tensor.untyped_storage().data_ptr()
+                for tensor in (*model.parameters(), *model.buffers())}
+    seen: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in excluded:
+            seen[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    for _ in range(2):  # the first time, compiled blocks are rehearsed
+        seen.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = model.base_model(input_ids=tokens, use_cache=False)
+        del out
+    return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+
+
+def case(**changes: Any) -> Case:
+    return replace(Case(1, 1, 1, TOKENS, "fp32", "none"), **changes)
+
+
+@pytest.mark.parametrize(("family", "lora"), [
+    ("llama", 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("qwen2", 0), ("mistral", 0), ("gemma3", 0), ("gpt2", 0), ("phi", 0), ("llama", 4)))])
+def test_the_plan_counts_no_less_than_the_partitioner_saves(
+        monkeypatch: pytest.MonkeyPatch, family: str, lora: int) -> None:
+    """And not much more: as the trainer compiles its blocks, by the backend that only divides."""
+    monkeypatch.setattr(torch, "compile", functools.partial(
+        torch.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+    estimates = Estimates(make(FAMILIES[family], "meta", lora))
+    eager, planned = (estimates.step(case(compiled=is_compiled)).largest["activations"]
+                      for is_compiled in (False, True))
+    model = make(FAMILIES[family], "cpu", lora)
+    assert saved_bytes(model) == pytest.approx(eager, rel=0.06)
+    parallelize.wrap_blocks(model, "none", Compiler(required=True))
+    kept = saved_bytes(model)
+    assert kept <= planned <= 1.25 * kept
+    assert planned < 0.9 * eager
+
+
+def test_what_the_partitioner_cannot_tell_counts_as_if_not_compiled(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(FAMILIES["llama"], "meta")
+    assert 0.6 < trace.kept_when_compiled(model, case()) < 0.8
+    assert trace.kept_when_compiled(model, case(precision="fp8")) == 1.0
+    scan = make(MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2), "meta")
+    assert trace.kept_when_compiled(scan, case()) == 1.0  # token by token: it would take minutes
+    monkeypatch.setattr(compiled, "_kept_bytes", lambda *_: 1 / 0)
+    assert trace.kept_when_compiled(model, case()) == 1.0
+
+
+def test_only_blocks_that_keep_activations_keep_fewer() -> None:
+    estimates = Estimates(make(FAMILIES["llama"], "meta"))
+    for kind in ("selective", "full"):
+        step = estimates.step(case(recompute=kind, compiled=True))
+        assert step == estimates.step(case(recompute=kind))
+    few, many = (estimates.step(case(compiled=is_compiled)) for is_compiled in (True, False))
+    assert few.total < many.total
+    for kind in ("parameters", "gradients", "optimizer", "gathered", "loss", "workspace"):
+        assert few.largest[kind] == many.largest[kind]

@@ -1,0 +1,41 @@
+"""Run by each of two ranks that have chosen otherwise; writes what both have agreed on.
+
+argv: a file for the options of each rank, a list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.parallel.layout import ParallelLayout, gather
+from lib.train import fitting
+from lib.train.config import Config
+
+
+def main() -> None:
+    """Agree, and write it."""
+    is_first = os.environ["RANK"] == "0"
+    config = Config(seq_length=16, precision="fp32").settled(
+        "memory plan", batch_size=4 if is_first else 2,
+        activation_checkpointing="none" if is_first else "full")
+    if is_first:
+        config = config.settled("memory plan", keep_gathered=True, shard_size=1)
+    layout = ParallelLayout.start(partial(fitting.agree_on_shards, config))
+    config = fitting.agree(config, None, layout)
+    mine = {"batch": config.batch_size, "recompute": config.activation_checkpointing,
+            "keep_gathered": config.keep_gathered, "shard_size": config.shard_size,
+            "mesh": list(layout.fsdp.shape)}
+    found = gather(mine, layout.control)
+    if layout.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    layout.stop()
+
+
+if __name__ == "__main__":
+    main()
