@@ -9,9 +9,11 @@ of `compute`.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import moe
@@ -95,13 +97,64 @@ def combine(rows: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
 
 def _linear(module: nn.Module, name: str, rows: Tensor, routing: Routing) -> Tensor:
     """Return the grouped product of rows and weights, with biases where the experts have them."""
-    # By transformers' choice of the operation: torch.compile has none for float32 (5.17 to 5.23).
-    rows = moe._grouped_linear(rows, getattr(module, name), routing.ends,
-                               is_transposed=module.is_transposed)
+    weights = getattr(module, name)
+    rows = _product(rows, weights if module.is_transposed else weights.transpose(1, 2),
+                    routing.ends)
     if not module.has_bias:
         return rows
     # Not in place, so that selective checkpointing can keep the product.
     return rows + _Biases.apply(getattr(module, f"{name}_bias"), routing.experts)
+
+
+def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return rows times the weights of their group, [S, O]. rows: [S, I]; weights: [E, I, O]."""
+    rows = rows.to(weights.dtype)
+    # Where transformers takes torch's operation: not for float32 and float16 in compiled code.
+    if moe._can_use_grouped_mm(rows, weights, ends):
+        return F.grouped_mm(rows, weights, offs=ends)
+    return _group_by_group(rows, weights, ends)
+
+
+# The compiler must not look into these two. That of transformers 5.17 fails in backward.
+@torch.library.custom_op("experts::group_by_group", mutates_args=(),
+                         schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
+def _group_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply group by group, for which the host waits for the ends."""
+    out = rows.new_zeros(len(rows), weights.shape[2])
+    for number, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
+        torch.mm(rows[first:last], weights[number], out=out[first:last])
+    return out
+
+
+@torch.library.custom_op("experts::gradient_of_weights", mutates_args=(), schema="(Tensor rows, "
+                         "Tensor upstream, Tensor ends, Tensor weights) -> Tensor")
+def _gradient_of_weights(rows: Tensor, upstream: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """Return the gradients of weights, laid out as they are."""
+    out = torch.zeros_like(weights)
+    for number, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
+        torch.mm(rows[first:last].t(), upstream[first:last], out=out[number])
+    return out
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weights, ends = ctx.saved_tensors
+    of_rows = of_weights = None
+    if ctx.needs_input_grad[0]:
+        of_rows = _group_by_group(upstream, weights.transpose(1, 2), ends)
+    if ctx.needs_input_grad[1]:
+        of_weights = _gradient_of_weights(rows, upstream, ends, weights)
+    return of_rows, of_weights, None
+
+
+_group_by_group.register_fake(
+    lambda rows, weights, ends: rows.new_empty(len(rows), weights.shape[2]))
+_group_by_group.register_autograd(_backward, setup_context=_save)
+_gradient_of_weights.register_fake(
+    lambda rows, upstream, ends, weights: torch.empty_like(weights))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -174,9 +227,8 @@ def choose(model: PreTrainedModel) -> None:
 
 
 def adds_in_place(module: nn.Module) -> bool:
-    """Return whether a module adds biases to the products of its experts in place."""
-    return getattr(module, "has_bias", False) and \
-        getattr(getattr(module, "config", None), "_experts_implementation", None) != NAME
+    """Return whether a module of experts with biases adds them to their products in place."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) != NAME
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -43,14 +43,17 @@ _SMALL_SHARE = 0.05
 # What selective checkpointing keeps: the results that are expensive to recompute. The rest
 # (norms, activations, rotations) costs memory traffic alone.
 _KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
-         "aten::_scaled_mm", "torch_attn::_varlen_attn",
+         "experts::group_by_group", "aten::_scaled_mm", "torch_attn::_varlen_attn",
          "aten::_scaled_dot_product_flash_attention",
          "aten::_scaled_dot_product_efficient_attention",
          "aten::_scaled_dot_product_cudnn_attention",
          "aten::_scaled_dot_product_flash_attention_for_cpu"}
-# To these, transformers' own functions (5.17 to 5.23) add the biases of experts in place. PyTorch
+# To this, transformers' own functions (5.17 to 5.23) add the biases of experts in place. PyTorch
 # refuses to keep what changes, and rightly: the biases would be added twice.
-_BIASED = {"aten::bmm", "aten::_grouped_mm"}
+_BIASED = "aten::_grouped_mm"
+# Families whose experts have biases attend by matrix products: the scores would be kept, which grow
+# with the square of the sequence length.
+_SCORES = "aten::bmm"
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, precision: str, recompute: str = "none",
@@ -82,7 +85,9 @@ def wrap_blocks(model: nn.Module, recompute: str, compiler: Compiler | None) -> 
 
 def _kept(block: nn.Module) -> Set[str]:
     """Return the operations whose results a block keeps with selective checkpointing."""
-    return _KEPT - _BIASED if any(map(experts.adds_in_place, block.modules())) else _KEPT
+    biased = [module for module in block.modules() if getattr(module, "has_bias", False)]
+    kept = _KEPT - {_SCORES} if biased else _KEPT
+    return kept - {_BIASED} if any(map(experts.adds_in_place, biased)) else kept
 
 
 def _rank(block: nn.Module) -> int:
