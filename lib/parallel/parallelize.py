@@ -37,7 +37,7 @@ from lib.models.lora import Factor
 from lib.models.lora_experts import ExpertFactor
 from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.parallel import evenly
+from lib.parallel import evenly, experts
 from lib.parallel.compiling import Compiler
 from lib.parallel.offload import copy_ahead
 
@@ -45,14 +45,17 @@ _AVERAGED_ON = ("cuda",)  # not on CPUs, where a run keeps its bits
 # What selective checkpointing keeps: the results that are expensive to recompute. The rest
 # (norms, activations, rotations) costs memory traffic alone.
 _KEPT = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
-         "aten::_scaled_mm", "torch_attn::_varlen_attn",
+         "experts::group_by_group", "aten::_scaled_mm", "torch_attn::_varlen_attn",
          "aten::_scaled_dot_product_flash_attention",
          "aten::_scaled_dot_product_efficient_attention",
          "aten::_scaled_dot_product_cudnn_attention",
          "aten::_scaled_dot_product_flash_attention_for_cpu"}
-# To these, transformers (5.23) adds the biases of experts in place. PyTorch refuses to keep what
-# changes, and rightly: the biases would be added twice.
-_BIASED = {"aten::bmm", "aten::_grouped_mm"}
+# To this, transformers' own functions (5.17 to 5.23) add the biases of experts in place. PyTorch
+# refuses to keep what changes, and rightly: the biases would be added twice.
+_BIASED = "aten::_grouped_mm"
+# Families whose experts have biases attend by matrix products: the scores would be kept, which grow
+# with the square of the sequence length.
+_SCORES = "aten::bmm"
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, precision: str, recompute: str = "none",
@@ -75,8 +78,7 @@ def wrap_blocks(model: nn.Module, recompute: str, compiler: Compiler | None) -> 
     for block in decoder_layers(model).values():
         forward = block.forward
         if recompute != "none":
-            forward = _recomputing(forward, partial(_policy, _kept(block), _rank(block))
-                                   if recompute == "selective" else None)
+            forward = _recomputing(forward, block if recompute == "selective" else None)
         if compiler is not None:
             forward = compiler.wrap(forward)
         if forward is not block.forward:
@@ -85,8 +87,9 @@ def wrap_blocks(model: nn.Module, recompute: str, compiler: Compiler | None) -> 
 
 def _kept(block: nn.Module) -> Set[str]:
     """Return the operations whose results a block keeps with selective checkpointing."""
-    is_biased = any(getattr(module, "has_bias", False) for module in block.modules())
-    return _KEPT - _BIASED if is_biased else _KEPT
+    biased = [module for module in block.modules() if getattr(module, "has_bias", False)]
+    kept = _KEPT - {_SCORES} if biased else _KEPT
+    return kept - {_BIASED} if any(map(experts.adds_in_place, biased)) else kept
 
 
 def _rank(block: nn.Module) -> int:
@@ -95,10 +98,14 @@ def _rank(block: nn.Module) -> int:
                 if isinstance(module, Factor | ExpertFactor)), default=0)
 
 
-def _recomputing(forward: Callable[..., Any], policy: Callable[..., CheckpointPolicy] | None,
-                 ) -> Callable[..., Any]:
-    contexts = {} if policy is None else {
-        "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+def _recomputing(forward: Callable[..., Any], block: nn.Module | None) -> Callable[..., Any]:
+    """Return a forward whose activations are recomputed. block: None to keep none of them."""
+    def selective() -> Any:
+        # Asked in each pass: the function that computes the experts is tried after sharding.
+        return create_selective_checkpoint_contexts(partial(_policy, _kept(block), rank))
+
+    contexts: dict[str, Any] = {} if block is None else {"context_fn": selective}
+    rank = 0 if block is None else _rank(block)
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -20,7 +20,7 @@ from lib.models.adapters import ModelAdapter
 from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise, load_pretrained
 from lib.optim.registry import OPTIMIZERS
-from lib.parallel import attention, attention_kernel, parallelize
+from lib.parallel import attention, attention_kernel, experts, experts_trial, parallelize
 from lib.parallel.compiling import Compiler
 from lib.parallel.evenly import cuts_blocks
 from lib.parallel.layout import ParallelLayout
@@ -49,6 +49,7 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
                          attention.flash_or_auto(config.precision, shape))
     model = architecture.build_on_meta(inputs.model_dir, attention.choose(
         config.attention, config.packing, config.precision, shape), config.trust_remote_code)
+    experts.choose(model)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.seq_length is None:
         config = config.settled("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
@@ -172,3 +173,9 @@ def settle_attention(config: Config, model: PreTrainedModel, layout: ParallelLay
     attention.ask_no_device(model, config.packing, config.seq_length)
     log.info("attention: " + attention_kernel.settle(model, config.packing,
                                                      config.precision, layout.device))
+
+
+def settle_experts(model: PreTrainedModel, layout: ParallelLayout) -> None:
+    """Decide which function computes the experts of a model that has any, and print which."""
+    if name := experts_trial.settle(model, layout):
+        log.info(f"experts: {name}")

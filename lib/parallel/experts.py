@@ -1,0 +1,234 @@
+"""The experts of a layer: dispatch tokens to them, compute, and combine what they return.
+
+The function that transformers' experts interface knows as `NAME` here. It multiplies the same
+matrices as transformers' own, but reads rows by a permutation whose inverse it has, so that every
+gradient is a gather too: no sort and no atomic addition in backward, and the same bits each time.
+The three steps are apart so that expert parallelism can put an exchange between ranks on both sides
+of `compute`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations import moe
+
+NAME = "permuted_mm"
+
+
+class Routing(NamedTuple):
+    """Says where the (token, choice) pairs go: S = N · k of them, for N tokens with k experts each.
+
+    order: int64 [S], the pairs in the order of their experts, and in their own for one expert.
+    inverse: int64 [S], where each pair is in that order. tokens: int64 [S], the token of each
+    ordered pair. experts: int64 [S], its expert; those of no expert here come last. ends: int32
+    [E], where the pairs of each expert end.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    tokens: Tensor
+    experts: Tensor
+    ends: Tensor
+
+
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
+                    top_k_weights: Tensor) -> Tensor:
+    """Return the weighted sum of what each token's experts return, [N, H].
+
+    module: an experts module of transformers. hidden_states: [N, H]. top_k_index: int64 [N, k]; an
+    index of `num_experts` stands for an expert of another rank, which adds nothing. top_k_weights:
+    [N, k].
+    """
+    routing = route(top_k_index, module.num_experts)
+    rows = compute(module, dispatch(hidden_states, routing), routing)
+    return combine(rows, top_k_weights, routing).to(hidden_states.dtype)
+
+
+def route(top_k_index: Tensor, num_experts: int) -> Routing:
+    """Return where pairs go; the only sort, of whole numbers. top_k_index: int64 [N, k]."""
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    inverse = order.scatter(0, order, torch.arange(len(order), device=order.device))
+    numbers = torch.arange(num_experts, device=order.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    return Routing(order, inverse, order // top_k_index.shape[-1], experts, ends)
+
+
+def dispatch(hidden_states: Tensor, routing: Routing) -> Tensor:
+    """Return the rows that experts compute, in their order: [S, H]. hidden_states: [N, H]."""
+    return _Dispatch.apply(hidden_states, routing.tokens, routing.inverse)
+
+
+def compute(module: nn.Module, rows: Tensor, routing: Routing) -> Tensor:
+    """Return what the experts make of their rows, [S, H]. rows: [S, H], in the experts' order.
+
+    What differs between families are the module's own attributes and hooks, as in
+    `transformers.integrations.moe`.
+    """
+    elsewhere = None
+    if getattr(module, "_is_expert_parallel", False):  # not before transformers 5.23
+        # Grouped products leave rows behind the last group as they are: also their gradients.
+        elsewhere = (routing.experts >= module.num_experts)[:, None]
+        rows = rows.masked_fill(elsewhere, 0.0)
+    rows = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, routing)
+    if elsewhere is not None:
+        rows = rows.masked_fill(elsewhere, 0.0)
+    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    rows = _linear(module, "down_proj", rows, routing)
+    if elsewhere is not None:
+        rows = rows.masked_fill(elsewhere, 0.0)
+    if getattr(module, "has_post_expert_norm", False):  # not before transformers 5.23
+        rows = module.post_expert_norm(rows)
+    return rows
+
+
+def combine(rows: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
+    """Return the weighted sum of each token's rows, [N, H]: in the order of its choices.
+
+    rows: [S, H], in the experts' order. top_k_weights: [N, k].
+    """
+    return _Combine.apply(rows, top_k_weights, routing.order, routing.inverse, routing.tokens)
+
+
+def _linear(module: nn.Module, name: str, rows: Tensor, routing: Routing) -> Tensor:
+    """Return the grouped product of rows and weights, with biases where the experts have them."""
+    weights = getattr(module, name)
+    rows = _product(rows, weights if module.is_transposed else weights.transpose(1, 2),
+                    routing.ends)
+    if not module.has_bias:
+        return rows
+    # Not in place, so that selective checkpointing can keep the product.
+    return rows + _Biases.apply(getattr(module, f"{name}_bias"), routing.experts)
+
+
+def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return rows times the weights of their group, [S, O]. rows: [S, I]; weights: [E, I, O]."""
+    rows = rows.to(weights.dtype)
+    # Where transformers takes torch's operation: not for float32 and float16 in compiled code.
+    if moe._can_use_grouped_mm(rows, weights, ends):
+        return F.grouped_mm(rows, weights, offs=ends)
+    return _group_by_group(rows, weights, ends)
+
+
+# The compiler must not look into these two. That of transformers 5.17 fails in backward.
+@torch.library.custom_op("experts::group_by_group", mutates_args=(),
+                         schema="(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
+def _group_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply group by group, for which the host waits for the ends."""
+    out = rows.new_zeros(len(rows), weights.shape[2])
+    for number, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
+        torch.mm(rows[first:last], weights[number], out=out[first:last])
+    return out
+
+
+@torch.library.custom_op("experts::gradient_of_weights", mutates_args=(), schema="(Tensor rows, "
+                         "Tensor upstream, Tensor ends, Tensor weights) -> Tensor")
+def _gradient_of_weights(rows: Tensor, upstream: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """Return the gradients of weights, laid out as they are."""
+    out = torch.zeros_like(weights)
+    for number, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
+        torch.mm(rows[first:last].t(), upstream[first:last], out=out[number])
+    return out
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weights, ends = ctx.saved_tensors
+    of_rows = of_weights = None
+    if ctx.needs_input_grad[0]:
+        of_rows = _group_by_group(upstream, weights.transpose(1, 2), ends)
+    if ctx.needs_input_grad[1]:
+        of_weights = _gradient_of_weights(rows, upstream, ends, weights)
+    return of_rows, of_weights, None
+
+
+_group_by_group.register_fake(
+    lambda rows, weights, ends: rows.new_empty(len(rows), weights.shape[2]))
+_group_by_group.register_autograd(_backward, setup_context=_save)
+_gradient_of_weights.register_fake(
+    lambda rows, upstream, ends, weights: torch.empty_like(weights))
+
+
+class _Dispatch(torch.autograd.Function):
+    """Copies each token to its places; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.count = len(hidden_states)
+        return hidden_states.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        inverse, = ctx.saved_tensors
+        places = upstream.index_select(0, inverse)
+        return places.view(ctx.count, -1, upstream.shape[-1]).sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Weighs rows and sums those of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor,
+                tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, inverse, tokens)
+        places = rows.index_select(0, inverse).view(*weights.shape, -1)
+        return (places * weights[..., None]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """upstream: [N, H], in the wider of the dtypes of rows and weights."""
+        rows, weights, order, inverse, tokens = ctx.saved_tensors
+        spread = upstream.index_select(0, tokens)
+        of_rows = of_weights = None
+        if ctx.needs_input_grad[1]:
+            products = (rows * spread).sum(-1).index_select(0, inverse)
+            of_weights = products.view(weights.shape).to(weights.dtype)
+        if ctx.needs_input_grad[0]:
+            ordered = weights.reshape(-1).index_select(0, order)
+            of_rows = (spread * ordered[:, None]).to(rows.dtype)
+        return of_rows, of_weights, None, None, None
+
+
+class _Biases(torch.autograd.Function):
+    """Gives each row the bias of its expert; the gradients are summed by a product with ones."""
+
+    @staticmethod
+    def forward(ctx: Any, biases: Tensor, experts: Tensor) -> Tensor:
+        ctx.save_for_backward(experts)
+        ctx.count = len(biases)
+        return biases.index_select(0, experts.clamp(max=len(biases) - 1))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        experts, = ctx.saved_tensors
+        numbers = torch.arange(ctx.count, device=experts.device)
+        return (numbers[:, None] == experts).to(upstream.dtype) @ upstream, None
+
+
+def experts_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model whose function transformers' experts interface chooses."""
+    return [module for module in model.modules() if hasattr(module, "_apply_gate")
+            and hasattr(getattr(module, "config", None), "_experts_implementation")]
+
+
+def choose(model: PreTrainedModel) -> None:
+    """Let a model compute its experts by `NAME`, if its family leaves the choice."""
+    if experts_modules(model):
+        model.set_experts_implementation(NAME)
+
+
+def adds_in_place(module: nn.Module) -> bool:
+    """Return whether a module of experts with biases adds them to their products in place."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) != NAME
+
+
+moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -1,0 +1,377 @@
+"""The pipeline's own function for experts: transformers' numbers, without a sort in backward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, PreTrainedModel
+from transformers.integrations import moe
+
+from lib.models.lora import Lora
+from lib.parallel import compiling, experts, experts_trial, loss, parallelize
+from lib.planning.memory import Estimates
+from lib.planning.trace import Case
+from lib.tokens.batches import MicroBatch
+from tests.conftest import run_stage
+from tests.models.families import FAMILIES
+from tests.training import SEQ_LENGTH, VOCABULARY, losses, save_model
+
+HIDDEN, COUNT, CHOICES, TOKENS = 24, 5, 3, 40
+GPT_OSS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+           "num_experts_per_tok": 2, "max_position_embeddings": 128, "sliding_window": 16}
+MODELS = {name: FAMILIES[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe")} | {
+    "gpt_oss": lambda vocabulary=97: GptOssConfig(**GPT_OSS, vocab_size=vocabulary)}
+# Families whose experts differ (by layout, activation, biases, norms or names in the config), and
+# those that people train most.
+MODULES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
+           "deepseek_v4", "glm4_moe", "olmoe", "phimoe", "nemotron_h", "ernie4_5_moe", "jamba",
+           "granitemoe", "lfm2_moe", "minimax_m2", "dots1", "hunyuan_v1_moe", "flex_olmo", "aria",
+           "muse_spark")
+SIZES = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts",
+                       "moe_num_experts"), COUNT) | {
+    "hidden_size": HIDDEN, "intermediate_size": 16, "moe_intermediate_size": 16,
+    "moe_hidden_size": HIDDEN, "moe_latent_size": None, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2}
+SORTED = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::index_add",
+          "aten::index_add_", "aten::scatter", "aten::scatter_", "aten::scatter_add",
+          "aten::scatter_add_", "aten::sort", "aten::argsort", "aten::index_reduce",
+          "aten::scatter_reduce", "aten::embedding_dense_backward"}
+
+
+class Recorder(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (),
+                           named: Any = None) -> Any:
+        self.counts[function._schema.name] += 1
+        return function(*arguments, **(named or {}))
+
+
+def make_module(family: str, implementation: str = experts.NAME) -> nn.Module:
+    """Return the experts of a family with random weights; skips one that transformers lacks."""
+    try:
+        modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    except ModuleNotFoundError:
+        pytest.skip(f"this transformers has no {family}")
+    kind = next(value for name, value in vars(modeling).items() if name.endswith("Experts")
+                and value.__module__ == modeling.__name__)
+    if not hasattr(kind, "_apply_gate"):
+        pytest.skip(f"the interface of this transformers has no experts of {family}")
+    names = [name for name, value in vars(modeling).items() if name.endswith("Config")
+             and issubclass(value, PretrainedConfig) and value is not PretrainedConfig]
+    config_class = getattr(modeling, min(names, key=lambda name: ("Text" not in name, name)))
+    default = config_class()
+    config = config_class(**{name: size for name, size in SIZES.items() if hasattr(default, name)})
+    torch.manual_seed(0)
+    module = kind(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 0.0, 0.3)
+    module.config._experts_implementation_internal = implementation
+    return module
+
+
+def make_inputs(count: int = COUNT, choices: int = CHOICES, used: int = COUNT,
+                ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, the experts that each of them chooses (of the first `used`), and weights."""
+    generator = torch.Generator().manual_seed(1)
+    index = torch.rand(TOKENS, used, generator=generator).argsort(1)[:, :choices]
+    return torch.randn(TOKENS, HIDDEN, generator=generator), index, \
+        torch.rand(TOKENS, choices, generator=generator)
+
+
+def results(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor,
+            dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return what experts make of tokens, and all gradients."""
+    module = copy.deepcopy(module).to(dtype)
+    inputs = [part.to(dtype).detach().requires_grad_() for part in (hidden, weights)]
+    out = module(inputs[0], index, inputs[1])
+    torch.manual_seed(2)
+    upstream = torch.randn(out.shape).to(dtype)
+    return [out.detach(), *torch.autograd.grad(out, [*inputs, *module.parameters()], upstream)]
+
+
+def difference(ones: list[Tensor], others: list[Tensor]) -> float:
+    """Return the largest difference of two lists of tensors, as a share of their norms."""
+    return max(((one.double() - other.double()).norm() / other.double().norm()).item()
+               for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_as_in_a_loop_over_experts_in_double_precision(family: str) -> None:
+    module, given = make_module(family), make_inputs()
+    ours = results(module, *given)
+    module.config._experts_implementation_internal = "grouped_mm"
+    theirs = results(module, *given)
+    module.config._experts_implementation_internal = "eager"
+    exact = results(module, *given, torch.float64)
+    assert torch.equal(ours[0], theirs[0])
+    assert difference(ours, theirs) < 1e-6
+    assert difference(ours, exact) < 2e-6
+    assert difference(ours, exact) < 1.5 * difference(theirs, exact)
+
+
+def test_no_family_has_a_property_that_is_not_known_here() -> None:
+    """A flag that a later transformers adds to the interface is one for `compute` to heed."""
+    assert set(inspect.signature(moe.use_experts_implementation).parameters) <= {
+        "experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias",
+        "has_gate", "has_post_expert_norm"}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_no_gradient_is_sorted_or_added_by_index(family: str) -> None:
+    """In backward; forward sorts the numbers of the experts, which have no gradient."""
+    found = {}
+    for name in (experts.NAME, "grouped_mm"):
+        module, (hidden, index, weights) = make_module(family, name), make_inputs()
+        out = module(hidden.requires_grad_(), index, weights.requires_grad_())
+        with Recorder() as recorder:
+            out.backward(torch.ones_like(out))
+        found[name] = SORTED & set(recorder.counts)
+    assert found[experts.NAME] == set()
+    assert found["grouped_mm"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(("choices", "used"), [(1, COUNT), (3, 3), (1, 1), (5, COUNT)])
+def test_experts_without_tokens_and_other_numbers_of_choices(family: str, choices: int, used: int,
+                                                             ) -> None:
+    module, given = make_module(family), make_inputs(choices=choices, used=used)
+    ours = results(module, *given)
+    module.config._experts_implementation_internal = "eager"
+    exact = results(module, *given, torch.float64)
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    for gradient in ours[3:]:
+        assert gradient[used:].abs().sum() == 0
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    """Let torch fill memory that is not initialised with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_experts_of_another_rank_add_nothing(family: str, strict: None) -> None:
+    """Grouped products leave those rows as they find them, in forward and in backward."""
+    module, (hidden, index, weights) = make_module(family), make_inputs()
+    elsewhere = index == 1
+    expected = results(module, hidden, index, weights.masked_fill(elsewhere, 0.0))
+    module._is_expert_parallel = True
+    found = results(module, hidden, index.masked_fill(elsewhere, COUNT), weights)
+    expected[2].masked_fill_(elsewhere, 0.0)
+    assert difference(found, expected) < 1e-6
+
+
+def test_the_same_bits_each_time(strict: None) -> None:
+    """And for each token, whatever tokens there are beside it, with the same sizes of groups."""
+    module, (hidden, index, weights) = make_module("gpt_oss"), make_inputs()
+    once, again = (results(module, hidden, index, weights) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+    order = torch.randperm(TOKENS)
+    moved = module(hidden[order], index[order], weights[order])
+    torch.testing.assert_close(moved, once[0][order], rtol=1e-6, atol=1e-6)
+
+
+def make_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[family](), dtype=torch.float32).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, 0.0, 0.1)
+    return model
+
+
+def gradients(model: PreTrainedModel) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of a batch and all gradients, by name."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 97, (2, 25), generator=generator)
+    total = loss.token_loss_sum(model, MicroBatch(tokens[:, :-1], tokens[:, 1:]))
+    total.backward()
+    return total.item(), {name: p.grad for name, p in model.named_parameters()
+                          if p.grad is not None}
+
+
+@pytest.mark.parametrize("targets", ["", "gate_up_proj|down_proj"], ids=["weights", "adapters"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_trains_as_with_transformers(family: str, recompute: str, targets: str) -> None:
+    model = make_model(family)
+    if targets:
+        added = Lora(3, 6.0, targets=targets).attach(model)
+        for name in added:
+            model.get_submodule(name.rpartition(".")[0]).to_empty(device="cpu")
+            nn.init.normal_(model.get_parameter(name), 0.0, 0.1)
+    other = copy.deepcopy(model)
+    other.set_experts_implementation("eager")
+    experts.choose(model)
+    parallelize.wrap_blocks(model, recompute, None)
+    (ours, found), (theirs, expected) = gradients(model), gradients(other)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+def products(model: PreTrainedModel) -> int:
+    """Return how many grouped products a step takes per block, with selective checkpointing."""
+    parallelize.wrap_blocks(model, "selective", None)
+    with Recorder() as recorder:
+        gradients(model)
+    return recorder.counts["aten::_grouped_mm"] // 2
+
+
+@pytest.mark.parametrize(("family", "theirs"), [("mixtral", 6), ("gpt_oss", 8)])
+def test_selective_checkpointing_computes_no_product_again(family: str, theirs: int) -> None:
+    """Also with biases, which transformers adds in place: it cannot keep those products."""
+    model = make_model(family)
+    assert products(copy.deepcopy(model)) == theirs
+    experts.choose(model)
+    assert products(model) == 6
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_the_product_for_compiled_code_is_torchs(is_transposed: bool) -> None:
+    """Group by group, some of them empty, with rows behind the last."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(20, 8, generator=generator, requires_grad=True)
+    weights = torch.randn(5, *((8, 12) if is_transposed else (12, 8)), generator=generator)
+    weights = (weights if is_transposed else weights.transpose(1, 2)).requires_grad_()
+    ends = torch.tensor([0, 7, 7, 18, 18], dtype=torch.int32)
+    found, expected = ((out := function(rows, weights, ends)[:18], *torch.autograd.grad(
+        out.square().sum(), (rows, weights))) for function in (
+            experts._group_by_group, lambda *given: F.grouped_mm(*given[:2], offs=given[2])))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one[:18], other[:18])
+    torch.library.opcheck(experts._group_by_group, (rows, weights, ends))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("family", "backend"), [
+    ("mixtral", "aot_eager"), ("gpt_oss", "aot_eager"),
+    *(pytest.param(family, "inductor", marks=pytest.mark.slow) for family in MODELS)])
+def test_compiled_blocks_have_no_break(monkeypatch: pytest.MonkeyPatch, family: str, backend: str,
+                                       recompute: str) -> None:
+    plain = make_model(family)
+    experts.choose(plain)
+    compiled = copy.deepcopy(plain)
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(
+        torch.compile, backend=backend, fullgraph=True))
+    parallelize.wrap_blocks(compiled, recompute, compiling.Compiler(required=True))
+    (ours, found), (theirs, expected) = gradients(compiled), gradients(plain)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+HERE = SimpleNamespace(device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_own_function_is_tried_and_taken(family: str) -> None:
+    model = make_model(family)
+    experts.choose(model)
+    assert experts_trial.settle(model, HERE).startswith(f"{experts.NAME}, by grouped products")
+    assert model.config._experts_implementation == experts.NAME
+    assert not any("forward" in module.__dict__ for module in experts.experts_modules(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
+def test_a_model_without_experts_says_nothing_of_them() -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    before = model.config._experts_implementation
+    experts.choose(model)
+    assert model.config._experts_implementation == before
+    assert experts_trial.settle(model, HERE) == ""
+
+
+def twice(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
+    return 2 * (rows.index_select(0, routing.inverse).view(*weights.shape, -1)
+                * weights[..., None]).sum(1)
+
+
+def wrong_gradient(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
+    right = twice(rows, weights, routing) / 2
+    return right + (right - right.detach())
+
+
+def not_a_number(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
+    return twice(rows, weights, routing) * torch.nan
+
+
+def failing(*_: Tensor) -> Tensor:
+    raise RuntimeError("no such kernel\nmore")
+
+
+@pytest.mark.parametrize(("combine", "said"), [
+    (twice, "differ by"), (wrong_gradient, "differ by"), (not_a_number, "differ by inf"),
+    (failing, "RuntimeError: no such kernel")])
+def test_other_numbers_leave_experts_to_transformers(monkeypatch: pytest.MonkeyPatch, combine: Any,
+                                                     said: str) -> None:
+    """Also where blocks have been wrapped for selective checkpointing before."""
+    model = make_model("gpt_oss")
+    plain = copy.deepcopy(model)
+    experts.choose(model)
+    parallelize.wrap_blocks(model, "selective", None)
+    monkeypatch.setattr(experts, "combine", combine)
+    line = experts_trial.settle(model, HERE)
+    assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
+    assert said in line and "\n" not in line
+    (ours, found), (theirs, expected) = gradients(model), gradients(plain)
+    assert ours == theirs
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_memory_plan_traces_it(family: str) -> None:
+    """Without recomputation nothing more is kept than transformers' own function keeps."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MODELS[family](), dtype=torch.float32).train()
+    case = Case(2, 2, 2, 64, "bf16", "none")
+    theirs = Estimates(model).step(case).total
+    experts.choose(model)
+    assert Estimates(model).step(case).total <= 1.01 * theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_any_number_of_ranks_trains_alike(project: Path, family: str) -> None:
+    for file in (project / "model").glob("*.safetensors"):
+        file.unlink()
+    save_model(project / "model", MODELS[family](VOCABULARY))
+    common = ("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--max-steps", 4, "--lr", "1e-2",
+              "--precision", "fp32", "--log-freq", 1, "--eval-freq", 0, "--overwrite")
+    expected = {}
+    for ranks, batch, kind, compiled in (
+            (0, 6, "none", "off"), (2, 3, "none", "off"), (3, 2, "none", "off"),
+            (0, 6, "selective", "off"), (3, 2, "selective", "on"), (2, 3, "full", "on")):
+        done = run_stage("04_train_fsdp.py", "-e", "run", "-b", batch, *common, "--compile",
+                         compiled, "--activation-checkpointing", kind, cwd=project,
+                         **({"ranks": ranks} if ranks else {}))
+        assert f"experts: {experts.NAME}, by grouped products" in done.stdout
+        found = losses(project, "run")
+        expected = expected or found
+        assert found == pytest.approx(expected, rel=1e-5 if compiled == "on" else 2e-6)
