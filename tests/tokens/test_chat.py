@@ -114,6 +114,18 @@ def test_an_answer_may_come_first(encoders: Encoders) -> None:
     assert dropped.kind == "no boundary" and "an answer that comes first" in dropped.message
 
 
+def test_characters_that_no_text_should_contain_move_no_mask(encoders: Encoders) -> None:
+    encoder, odd = encoders["bytes", False], "\ufdd0 a \ufdd1\ufdd1 b \ufdd0"
+    for source in (MARKED, MARKED.replace("{{- m.content }}{% endgen", "{% set x %}{{ m.content }}"
+                                          "{% endset %}{{ x }}{% endgen", 1)):
+        encoded = coder(encoder, source).encode([said(odd, odd, "\ufdd1", "\ufdd0")])
+        assert trained(encoder, encoded) == [f"{odd}<|im_end|>", "\ufdd0<|im_end|>"]
+    half = said("a", "b \udc80")  # of a character, as only an escape in JSON may spell it
+    [dropped] = coder(encoder, MARKED).encode([half]).dropped
+    assert (dropped.kind, dropped.message) == (
+        "control token", "turn 2 (assistant) spells the token \\udc80")
+
+
 def test_the_sandbox_writes_what_transformers_writes(encoders: Encoders) -> None:
     tokenizer = encoders["bytes", True].tokenizer
     sources = [*TEMPLATES.values(), *(path.read_text() for path in
