@@ -23,21 +23,24 @@ MOST_NODES = 100_000  # of a YAML file, once its aliases stand for what they nam
 _CONTENT = re.compile(r" '(?!<)[^']{5,}'")  # in a message of the YAML parser
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds; ValueError when it is none, or nested too deeply."""
+def parse_json(text: str | bytes, deepest: int = DEEPEST) -> Any:
+    """Return what a JSON text holds; ValueError when it is none, or nested too deeply.
+
+    deepest: levels of lists and mappings.
+    """
     try:
         content = json.loads(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep(deepest) from None
     marks = text.count("[") + text.count("{") if isinstance(text, str) \
         else text.count(b"[") + text.count(b"{")
-    if marks <= DEEPEST:
+    if marks <= deepest:
         return content
     level, depth = [content], 0
     while level := [child for value in level if isinstance(value, (dict, list))
                     for child in (value.values() if isinstance(value, dict) else value)]:
-        if (depth := depth + 1) > DEEPEST:
-            raise _too_deep()
+        if (depth := depth + 1) > deepest:
+            raise _too_deep(deepest)
     return content
 
 
@@ -181,5 +184,5 @@ def inside(root: Path, path: str) -> Path:
     return place
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"it is nested more than {DEEPEST} levels deep")
+def _too_deep(deepest: int = DEEPEST) -> ValueError:
+    return ValueError(f"it is nested more than {deepest} levels deep")

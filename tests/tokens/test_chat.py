@@ -100,20 +100,6 @@ def _by_offsets(encoder: Encoder, encoded: EncodedChats, several: list[Conversat
     return encoded.tokens.tolist() == tokens and encoded.trained.tolist() == flags
 
 
-def test_an_answer_may_come_first(encoders: Encoders) -> None:
-    """Templates that read the first message cannot render what precedes it."""
-    encoder = encoders["bytes", False]
-    greeting = Conversation(said("", "hello", "hi", "no").messages[1:])
-    for source in (CHATML, MARKED, TEMPLATES["qwen 2.5"]):
-        [text] = shown(encoder, coder(encoder, source).encode([greeting]))
-        assert text.endswith("<|im_start|>assistant\n⟦hello<|im_end|>⟧\n<|im_start|>user\nhi"
-                             "<|im_end|>\n<|im_start|>assistant\n⟦no<|im_end|>⟧\n")
-    strict = "{% set first = messages[0].role %}" \
-             "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
-    [dropped] = coder(encoder, strict).encode([greeting]).dropped
-    assert dropped.kind == "no boundary" and "an answer that comes first" in dropped.message
-
-
 def test_characters_that_no_text_should_contain_move_no_mask(encoders: Encoders) -> None:
     encoder, odd = encoders["bytes", False], "\ufdd0 a \ufdd1\ufdd1 b \ufdd0"
     for source in (MARKED, MARKED.replace("{{- m.content }}{% endgen", "{% set x %}{{ m.content }}"

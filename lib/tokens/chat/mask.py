@@ -169,27 +169,12 @@ class Masker:
         text, marks = whole if i == len(messages) - 1 else \
             self._template.render(messages[:i + 1], tools)
         if not self._template.has_marks:
-            return Marked(text, self._spans(text, marks, self._before(messages[:i + 1], tools)))
+            before = self._template.render(messages[:i], tools, prompt=True).text
+            return Marked(text, self._spans(text, marks, before))
         asked = self._template.render(messages[:i], tools) if i else Rendered("", [])
         _require_behind(marks, shared_length(asked.text, text), text)
         marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(asked.marks):]
         return Marked(text, self._spans(text, marks, ""))
-
-    def _before(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
-        """Return what is written to have the last of some messages begun."""
-        try:
-            return self._template.render(messages[:-1], tools, prompt=True).text
-        except TemplateError as error:
-            if len(messages) > 1 or isinstance(error, LimitError):
-                raise
-        # Templates that read the first message cannot render none: an answer that comes first
-        # begins after what they write to ask for the next one.
-        text, asked = (self._template.render(messages, tools, prompt).text
-                       for prompt in (False, True))
-        begun = asked[len(text):] if asked.startswith(text) else ""
-        if not begun or begun not in text:
-            raise Unmaskable("it does not show where an answer that comes first begins")
-        return text[:text.index(begun) + len(begun)]
 
     def _spans(self, text: str, marks: list[Span], before: str) -> list[Span]:
         """Return where the answer is that ends a text. before: what is written to have it begun."""
