@@ -10,9 +10,9 @@ import re
 from functools import partial
 from importlib import metadata
 
-from lib.core import commands, declared, units
+from lib.core import commands, declared, patterns, units
 from lib.core.errors import Problems, UsageError
-from lib.models import scratch, tokenizer
+from lib.models import peft_adapter, scratch, tokenizer
 from lib.train import plan
 from lib.train.config import DEFAULTS, Config
 
@@ -83,6 +83,8 @@ def _adapters(config: Config, problems: Problems) -> None:
         if not config.adapts and getattr(config, name) != getattr(DEFAULTS, name):
             problems.add(f"{declared.flag(name)} belongs to --lora-rank",
                          expected="the rank of the adapters: 8 to 256 as a rule")
+    if config.lora_alpha is not None and (odd := peft_adapter.find_odd_alpha(config.lora_alpha)):
+        problems.add(f"--lora-alpha {config.lora_alpha:g} is no use", expected=odd)
     if config.lora_dropout >= 1:
         problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
     if config.lora_rank > _LARGEST_RANK:
@@ -91,11 +93,9 @@ def _adapters(config: Config, problems: Problems) -> None:
     if config.adapts and config.precision == "fp8":
         problems.add("--precision fp8 has no adapters: what is frozen would be cast anew in each "
                      "pass", run=commands.as_typed("--precision", "bf16"))
-    try:
-        re.compile(config.lora_targets)
-    except re.error as error:
-        problems.add(f"--lora-targets {config.lora_targets!r} is no regular expression",
-                     found=str(error), expected="'q_proj|v_proj', say")
+    if config.lora_from is None and (problem := patterns.find_problem(config.lora_targets)):
+        problems.add(f"--lora-targets {config.lora_targets!r} is no regular expression that can be "
+                     "used", found=problem, expected="'q_proj|v_proj', say")
 
 
 def _streaming(config: Config, problems: Problems) -> None:

@@ -36,6 +36,9 @@ def given(*argv: Any) -> Config:
     (("--max-steps", 100, "--warmup-steps", 100), "at most 50 for that length"),
     (("--max-steps", 10, "--profile", "20:22"), "--profile 20:22 goes past the end of a run of 10"),
     (("--max-steps", 10, "--profile", "8:11"), "such as --profile 8:10"),
+    (("--lora-rank", 8, "--lora-targets", "([a-z_.0-9]+)+!"), "may never end"),
+    (("--lora-rank", 8, "--lora-targets", "("), "no regular expression"),
+    (("--lora-rank", 8, "--lora-alpha", 1e300), "between 1e-06 and 1,000,000"),
     (("--max-steps", 1, "--profile", "2:2"), "of a run of 1 step: .*steps from 1 to 1, such as "
                                              "--profile 1:1"),
 ])
