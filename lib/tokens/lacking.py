@@ -61,6 +61,9 @@ def raw(path: Path, problem: str, found: str = "") -> UsageError:
 def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
     """Return the error for an Arrow dataset that has other columns, named here, than `text`."""
     if not columns.hold_chats(names):
+        if "input_ids" in names:
+            return UsageError(problem, found=found, hint="it is tokenised already: give stage 02 "
+                              "the text or the conversations that it was made of")
         return UsageError(problem, found=found, hint=(
             "stage 02 makes a dataset of it with --fields NAME" if path.is_file() else
             "rename one with `dataset.rename_column`, or make it by stage 02 with --fields"))
