@@ -112,9 +112,23 @@ def _built(text: str, loader: type) -> Any:
     import yaml
 
     try:
+        _require_keys_once(yaml.compose(text, Loader=loader))
         return yaml.load(text, Loader=loader)  # a safe one, the same in C
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError("a value is not of the type that it names or looks like") from None
+
+
+def _require_keys_once(node: Any) -> None:
+    """Raise MarkedYAMLError if a mapping at the top has a key twice: the last one would win."""
+    import yaml
+
+    seen: set[str] = set()
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem="a key is given twice",
+                                           problem_mark=key.start_mark)
+            seen.add(key.value)
 
 
 def _require_small(events: Iterable[Any]) -> None:
