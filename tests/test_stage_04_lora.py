@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
     (root / "moved/config.json").write_text(json.dumps(content | {"rms_norm_eps": 1e-3}))
     said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
     assert "was begun with other settings" in said and "model" in said
+    assert "--experiment-name run-2" in said, "the adapters are of another base"
     for rank in (0, 8):
         said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2)
         assert "--lora-rank: 4 there" in said
@@ -165,7 +167,10 @@ def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
     flip(root / "adapter/adapter_model.safetensors")
     refused = run_stage(*begin, "--max-steps", 6, cwd=root, expect=2).stderr
     assert "was begun with other settings" in refused and "adapter" in refused
-    shutil.rmtree(root / "adapter")
+    move, again = refused.partition("run:")[2].strip().splitlines()[:2]
+    assert shlex.split(move) == ["mv", "adapter", "adapter.aside"]
+    assert "--lora-from adapter" in again and "--config" not in again
+    shutil.move(root / "adapter", root / "adapter.aside")  # as the command says
     said = run_stage(*begin, "--max-steps", 6, cwd=root).stdout
     assert "resumed from" in said and losses(root, "second").keys() == {1, 2, 3, 4, 5, 6}
     gone = run_stage(*begin[:-1], "third", "--max-steps", 6, cwd=root, expect=3).stderr
