@@ -80,6 +80,7 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
     flip(root / "moved/model.safetensors")
     said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
     assert "moved/model.safetensors is not the file that the adapters of" in said
+    assert "copy it again from where it came from" in said
     shutil.copytree(root / "model", root / "good")
     train(root, "kept", "-m", "good", "--max-steps", 2)
     before = (root / "outputs/kept/config.yaml").read_bytes()
@@ -118,6 +119,9 @@ def test_damage_in_a_base_with_digests_is_found_in_each_launch(root: Path, tmp_p
     said = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
     assert "model.safetensors" in said and "damaged" in said
     assert "resumed from" not in said
+    command = "03_download_model.py --model-name org/base" if kind == "cached" else \
+        "it was made by" if "it was made by" in said else "03_download_model.py"
+    assert command in said.partition("damaged")[2]
 
 
 @pytest.mark.parametrize("saving", [("--ckpt-async", "off"),
