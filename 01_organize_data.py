@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lib.core import commands, log, manifest, options, publish, stage, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus import inputs, place
+from lib.corpus import inputs, place, saved
 from lib.corpus.scan import (
     PATTERN,
     Rules,
@@ -174,6 +174,7 @@ def main(argv: list[str]) -> None:
     check_paths(opts.src_dir, opts.dst_root)
     rules = Rules(tuple(opts.include), tuple(opts.exclude), opts.follow_symlinks)
     entries = scan(opts.src_dir, rules, opts.dst_root, progress)
+    saved.require_readable(opts.src_dir, "--src-dir", entries)
     require_files(opts, entries)
     for glob in list_unmatched(opts.include, entries):
         log.warn(f"--include {glob} matches no file of {opts.src_dir} that is taken")

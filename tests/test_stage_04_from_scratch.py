@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import log, options, paths
-from lib.core.errors import ArtifactError
+from lib.core import log, manifest, options, paths
+from lib.core.errors import ArtifactError, UsageError
 from lib.train.command_line import add_options, read_options
 from lib.train.inputs import find_inputs, settle
 from tests.conftest import run_stage
@@ -77,6 +77,14 @@ def found(*given: object) -> tuple[float, bool]:
     return settle(config, inputs).lr, inputs.scratch
 
 
+def prepared_as(model: Path, target: Path) -> None:
+    """Copy a model to where stage 03 would have prepared it."""
+    shutil.copytree(model, target)
+    files = [manifest.file_entry(target, path, "sha256") for path in sorted(target.iterdir())]
+    manifest.write(target, kind="model/1", stage="03_download_model.py", files=files,
+                   options={"model_name": "org/own"}, identity={}, summary={})
+
+
 def test_weights_that_are_missing_are_not_drawn_unasked(
         project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(project)
@@ -101,9 +109,20 @@ def test_weights_that_are_missing_are_not_drawn_unasked(
     index.unlink()
 
     assert found(*run, "--from-scratch") == (3e-4, True)
+    with pytest.raises(ArtifactError, match="has no weights"):
+        found(*run, "--dry-run")  # what the run itself would say
     log.setup()
-    assert found(*run, "--dry-run") == (3e-5, False)
-    assert "warning: training would end here: the model model has no weights" in \
-        capsys.readouterr().out
+    for plan in (("--dry-run", "--plan-gpus", 8), ("--prepare-only",)):
+        assert found(*run, *plan) == (3e-5, False)
+        assert "warning: training would end here: the model model has no weights" in \
+            capsys.readouterr().out
+    prepared_as(model, project / ".cache/models/org--own")
+    with pytest.raises(UsageError, match="--from-scratch does not say which model") as caught:
+        found(*RUN[:4], "--from-scratch")
+    assert "--model-size 1M|tiny|" in caught.value.expected
+    assert "-m org--own for the shape of that model" in caught.value.hint
+    assert found(*RUN[:4], "--from-scratch", "-m", "org/own") == (3e-4, True)
+    shutil.rmtree(project / ".cache/models")
     run_stage("03_download_model.py", *TINY, cwd=project)
     assert found(*RUN[:4]) == (3e-4, True)  # the only model, made from scratch
+    assert found(*RUN[:4], "--from-scratch") == (3e-4, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
     flip(root / "moved/model.safetensors")
     said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
     assert "moved/model.safetensors is not the file that the adapters of" in said
+    assert "copy it again from where it came from" in said
     shutil.copytree(root / "model", root / "good")
     train(root, "kept", "-m", "good", "--max-steps", 2)
     before = (root / "outputs/kept/config.yaml").read_bytes()
@@ -94,6 +96,7 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(root: Path, tmp
     (root / "moved/config.json").write_text(json.dumps(content | {"rms_norm_eps": 1e-3}))
     said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
     assert "was begun with other settings" in said and "model" in said
+    assert "--experiment-name run-2" in said, "the adapters are of another base"
     for rank in (0, 8):
         said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2)
         assert "--lora-rank: 4 there" in said
@@ -116,6 +119,9 @@ def test_damage_in_a_base_with_digests_is_found_in_each_launch(root: Path, tmp_p
     said = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
     assert "model.safetensors" in said and "damaged" in said
     assert "resumed from" not in said
+    command = "03_download_model.py --model-name org/base" if kind == "cached" else \
+        "it was made by" if "it was made by" in said else "03_download_model.py"
+    assert command in said.partition("damaged")[2]
 
 
 @pytest.mark.parametrize("saving", [("--ckpt-async", "off"),
@@ -165,7 +171,10 @@ def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
     flip(root / "adapter/adapter_model.safetensors")
     refused = run_stage(*begin, "--max-steps", 6, cwd=root, expect=2).stderr
     assert "was begun with other settings" in refused and "adapter" in refused
-    shutil.rmtree(root / "adapter")
+    move, again = refused.partition("run:")[2].strip().splitlines()[:2]
+    assert shlex.split(move) == ["mv", "adapter", "adapter.aside"]
+    assert "--lora-from adapter" in again and "--config" not in again
+    shutil.move(root / "adapter", root / "adapter.aside")  # as the command says
     said = run_stage(*begin, "--max-steps", 6, cwd=root).stdout
     assert "resumed from" in said and losses(root, "second").keys() == {1, 2, 3, 4, 5, 6}
     gone = run_stage(*begin[:-1], "third", "--max-steps", 6, cwd=root, expect=3).stderr

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from lib.core import log, records
-from lib.core.commands import REDACTED
+from lib.core.commands import REDACTED, SECRET
 from lib.core.errors import UsageError
 
 # A file, whoever wrote it, does not say whose code runs here: that has to be typed.
@@ -56,3 +57,38 @@ def options_in(config: Path, leave_out: Set[str], ours: Set[str]) -> dict[str, A
     log.info(f"--config: the {len(taken)} options recorded in {config} are taken; those of the "
              "command line win")
     return taken
+
+
+def as_arguments(action: argparse.Action, flag: str, value: Any, where: str, separator: str,
+                 ) -> list[str]:
+    """Return the words of a command line that stand for a value of a file.
+
+    where: the file and the key, for the UsageError about a value that does not fit. separator: of
+    an option whose values are typed as one word.
+    """
+    shown = REDACTED if SECRET.search(action.dest) else repr(value)
+    if flag == "--config" or isinstance(value, dict):
+        raise UsageError(f"{where} takes a plain value, got {shown}")
+    if value is None:
+        return []
+    if action.nargs == 0:  # a flag such as --dry-run
+        if not isinstance(value, bool):
+            raise UsageError(f"{where} takes true or false, got {shown}")
+        return [flag] if value else []
+    if isinstance(value, list) and separator:
+        value = separator.join(map(str, value))
+    if isinstance(value, list) and not isinstance(action.default, list):
+        raise UsageError(f"{where} takes one value, got {shown}")
+    values = value if isinstance(value, list) else [value]
+    if not all(records.is_passable(str(v)) for v in values):
+        raise UsageError(f"{where} holds characters that no command line can hold")
+    return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
+
+
+def values(action: argparse.Action, words: Sequence[str]) -> list[Any]:
+    """Return the values of an option in words of a command line, parsed if they can be."""
+    texts = [word.partition("=")[2] for word in words]
+    try:
+        return [action.type(text) if callable(action.type) else text for text in texts]
+    except (ValueError, argparse.ArgumentTypeError):
+        return texts

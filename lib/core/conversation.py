@@ -15,12 +15,27 @@ Stage 02 writes them (lib/corpus/chat_rows.py), stage 04 reads them (lib/tokens/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
 TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")  # of a message
 CALLS = "tool_calls"
+DEEPEST = 254  # levels of tools and calls, which orjson writes
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What may stand before a turn; "" is the beginning.
+_FOLLOWS = {"user": ("", "system", "developer", "assistant", "tool"),
+            "assistant": ("user", "tool"), "tool": ("assistant", "tool"),
+            "system": ("",), "developer": ("", "system")}
+
+
+class Refused(Exception):
+    """Says why a record is no conversation. kind: as errors.jsonl names it."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class Conversation(NamedTuple):
@@ -37,3 +52,32 @@ class Place(NamedTuple):
     source: str
     line: int | None = None
     offset: int | None = None
+
+
+def require_text(message: Message, number: int) -> None:
+    """Raise Refused if a question or an answer is empty. number: of the turn, from 1."""
+    role, content = message["role"], message["content"]
+    if role in ("user", "assistant") and (not content or content.isspace()) \
+            and CALLS not in message:
+        raise Refused("empty answer" if role == "assistant" else "empty turn",
+                      f"turn {number} ({role}) has no text")
+
+
+def require_order(roles: Sequence[str]) -> None:
+    """Raise Refused if turns of known roles do not follow each other as a template expects."""
+    if problem := _find_disorder(tuple(roles)):
+        raise Refused(*problem)
+
+
+@lru_cache(maxsize=4096)
+def _find_disorder(roles: tuple[str, ...]) -> tuple[str, str] | None:
+    """Return the kind and the message of what is wrong with the order of roles, None if nothing."""
+    for number, (before, role) in enumerate(zip(("", *roles), roles, strict=False), 1):
+        if before not in _FOLLOWS[role]:
+            return "roles out of order", f"turn {number} ({role}) follows " \
+                                         f"{before or 'nothing'}"
+    if "assistant" not in roles:
+        what = f"the only role is {roles[0]}" if len(set(roles)) == 1 else \
+            f"the roles are {', '.join(dict.fromkeys(roles))}"
+        return "no assistant turn", what if roles else "there is no turn"
+    return None

@@ -23,6 +23,8 @@ _DISK_FAILED_ERRNOS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO
                        errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN}
 _MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
+# By option of ours, the name of another system that a person gave for it: errors repeat it.
+TYPED_AS: dict[str, str] = {}
 # Names in an artifact of others may hold what a terminal obeys.
 _CONTROLS = {number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160))
              if chr(number) not in "\n\t"}
@@ -58,6 +60,11 @@ class StageError(Exception):
                 first, *rest = text.splitlines()
                 lines.append(f"  {label + ':':<9} {first}")
                 lines += [f"  {'':<9} {line}" for line in rest]
+        if not self.several:
+            words = {word.strip(":,;.'") for word in self.problem.replace("/", " ").split()}
+            lines += [f"  {'typed:':<9} {name}, which is {option} here"
+                      for option, name in TYPED_AS.items()
+                      if option in words and f" {name}, which is " not in self.problem]
         return visible("\n".join(lines))
 
 

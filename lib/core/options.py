@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import commands, config_file, elsewhere, help_text, records, unknown
+from lib.core import commands, config_file, elsewhere, help_text, unknown
 from lib.core.commands import REDACTED, SECRET
-from lib.core.errors import Problems, StageError, UsageError, together
+from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, together
 
 Options = argparse.Namespace
 
@@ -80,6 +80,7 @@ class Parser(argparse.ArgumentParser):
     def expanded(self, argv: Sequence[str]) -> list[str]:
         """Return the command line with what --config stands for before it; UsageError as `parse`.
         """
+        TYPED_AS.clear()
         argv = [self._as_ours(arg) for arg in argv]
         if not (file := self._value_of(argv, "--config")):
             return argv
@@ -89,10 +90,13 @@ class Parser(argparse.ArgumentParser):
         if len(Path(experiment).parts) > 1 or "checkpoint_dir" in given:  # where the run lies
             given.add("save_dir")
         from_yaml: list[str] = []
+        named: dict[str, tuple[str, list[str]]] = {}  # key and words, by the option that it means
         problems = Problems()
         ours = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
         for key, value in config_file.options_in(config, VOLATILE, ours).items():
             flag = self._as_ours(f"--{key}")
+            if TYPED_AS.get(flag) == f"--{key}":
+                TYPED_AS[flag] = str(key)
             if flag not in self._option_string_actions:
                 near, hint = unknown.nearest(flag, self._option_string_actions)
                 name = re.split(r"[\s=:]", str(key))[0]  # a secret may stand behind it
@@ -101,7 +105,16 @@ class Parser(argparse.ArgumentParser):
                 problems.add(f"{config}: {flag} is taken from the command line alone",
                              expected="a file without it")
             elif flag == "--config" or self._dest(flag) not in given:
-                from_yaml += self._as_arguments(flag, value, config)
+                action = self._option_string_actions[flag]
+                words = config_file.as_arguments(action, flag, value, f"{config}: {key!r}",
+                                                 _JOINED.get(action.type, ""))
+                first, before = named.setdefault(self._dest(flag), (key, words))
+                if value is None:
+                    del named[self._dest(flag)]
+                elif config_file.values(action, before) != config_file.values(action, words):
+                    problems.add(f"{config}: {first!r} and {key!r} mean the same option, and have "
+                                 "different values", expected="one of them")
+                from_yaml += words
         problems.raise_if_any()
         needed = [action for action in self._actions if action.required]
         try:  # alone first, without what the command line must give: so the file is to blame
@@ -160,7 +173,10 @@ class Parser(argparse.ArgumentParser):
             return argument
         name, equals, value = argument.partition("=")
         flag, ours = name.replace("_", "-"), self._option_string_actions
-        return (flag if flag in ours else elsewhere.taken(flag, ours) or flag) + equals + value
+        if flag not in ours and (meant := elsewhere.taken(flag, ours)):
+            TYPED_AS[meant] = name
+            flag = meant
+        return flag + equals + value
 
     def _dest(self, flag: str) -> str:
         action = self._option_string_actions.get(flag)
@@ -174,27 +190,6 @@ class Parser(argparse.ArgumentParser):
             return finder.parse_known_args(argv)[0].value
         except argparse.ArgumentError:
             return None
-
-    def _as_arguments(self, flag: str, value: Any, config: Path) -> list[str]:
-        action = self._option_string_actions[flag]
-        shown = REDACTED if SECRET.search(action.dest) else repr(value)
-        if flag == "--config" or isinstance(value, dict):
-            raise UsageError(f"{config}: {flag[2:]!r} takes a plain value, got {shown}")
-        if value is None:
-            return []
-        if action.nargs == 0:  # a flag such as --dry-run
-            if not isinstance(value, bool):
-                raise UsageError(f"{config}: {flag[2:]!r} takes true or false, got {shown}")
-            return [flag] if value else []
-        if isinstance(value, list) and action.type in _JOINED:
-            value = _JOINED[action.type].join(map(str, value))
-        if isinstance(value, list) and not isinstance(action.default, list):
-            raise UsageError(f"{config}: {flag[2:]!r} takes one value, got {shown}")
-        values = value if isinstance(value, list) else [value]
-        if not all(records.is_passable(str(v)) for v in values):
-            raise UsageError(f"{config}: {flag[2:]!r} holds characters that no command line can "
-                             "hold")
-        return [f"{flag}={'on' if v is True else 'off' if v is False else v}" for v in values]
 
 
 def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:

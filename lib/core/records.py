@@ -23,21 +23,24 @@ MOST_NODES = 100_000  # of a YAML file, once its aliases stand for what they nam
 _CONTENT = re.compile(r" '(?!<)[^']{5,}'")  # in a message of the YAML parser
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds; ValueError when it is none, or nested too deeply."""
+def parse_json(text: str | bytes, deepest: int = DEEPEST) -> Any:
+    """Return what a JSON text holds; ValueError when it is none, or nested too deeply.
+
+    deepest: levels of lists and mappings.
+    """
     try:
         content = json.loads(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep(deepest) from None
     marks = text.count("[") + text.count("{") if isinstance(text, str) \
         else text.count(b"[") + text.count(b"{")
-    if marks <= DEEPEST:
+    if marks <= deepest:
         return content
     level, depth = [content], 0
     while level := [child for value in level if isinstance(value, (dict, list))
                     for child in (value.values() if isinstance(value, dict) else value)]:
-        if (depth := depth + 1) > DEEPEST:
-            raise _too_deep()
+        if (depth := depth + 1) > deepest:
+            raise _too_deep(deepest)
     return content
 
 
@@ -109,9 +112,23 @@ def _built(text: str, loader: type) -> Any:
     import yaml
 
     try:
+        _require_keys_once(yaml.compose(text, Loader=loader))
         return yaml.load(text, Loader=loader)  # a safe one, the same in C
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError("a value is not of the type that it names or looks like") from None
+
+
+def _require_keys_once(node: Any) -> None:
+    """Raise MarkedYAMLError if a mapping at the top has a key twice: the last one would win."""
+    import yaml
+
+    seen: set[str] = set()
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem="a key is given twice",
+                                           problem_mark=key.start_mark)
+            seen.add(key.value)
 
 
 def _require_small(events: Iterable[Any]) -> None:
@@ -181,5 +198,5 @@ def inside(root: Path, path: str) -> Path:
     return place
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"it is nested more than {DEEPEST} levels deep")
+def _too_deep(deepest: int = DEEPEST) -> ValueError:
+    return ValueError(f"it is nested more than {deepest} levels deep")

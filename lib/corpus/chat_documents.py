@@ -6,12 +6,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
-from lib.core.conversation import Conversation, Place
+from lib.core.conversation import Conversation, Place, Refused
 from lib.corpus import conversations, json_data
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.dedup import DIGEST_BYTES
 from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
-from lib.corpus.functions import Refused
 from lib.corpus.tally import TRAIN, Shape
 
 

@@ -12,24 +12,26 @@ today's chat templates; what does not fit is refused by kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-from lib.core.conversation import CALLS, Conversation, Message
+from lib.core.conversation import (
+    CALLS,
+    ROLES,
+    Conversation,
+    Message,
+    Refused,
+    require_order,
+    require_text,
+)
 from lib.corpus import functions
-from lib.corpus.functions import Refused, in_words
+from lib.corpus.functions import in_words
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_OF = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
            "bing": "assistant", "bard": "assistant", "model": "assistant", "bot": "assistant",
            "ai": "assistant", "function_call": "assistant", "observation": "tool",
            "function": "tool", "function_response": "tool", "ipython": "tool"
            } | {role: role for role in ROLES}
 _PLAIN_ROLE_OF = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
-# What may stand before a turn; "" is the beginning.
-_FOLLOWS = {"user": ("", "system", "developer", "assistant", "tool"),
-            "assistant": ("user", "tool"), "tool": ("assistant", "tool"),
-            "system": ("",), "developer": ("", "system")}
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _KEPT = ("name", "tool_call_id")
 _WEIGHTS = ("weight", "train", "training")
@@ -62,8 +64,7 @@ def read(record: Record, name: str) -> Conversation:
         if (message := _plain_message(turn)) is None:
             message, are_plain = _message(turn, number), False
         messages.append(message)
-    if problem := _find_disorder(tuple([message["role"] for message in messages])):
-        raise Refused(*problem)
+    require_order([message["role"] for message in messages])
     given, tools = record.get("weights"), record.get("tools") or record.get("functions")
     return Conversation(messages, functions.list_tools(tools) if tools else None,
                         None if are_plain and given is None else _list_weights(given, turns))
@@ -180,10 +181,7 @@ def _message(turn: Any, number: int) -> Message:
         content = _join_parts(content, number)
     message: Message = {"role": role, "content": content}
     _add_others(message, turn, number, name == "function_call")
-    if role in ("user", "assistant") and (not content or content.isspace()) \
-            and CALLS not in message:
-        raise Refused("empty answer" if role == "assistant" else "empty turn",
-                      f"turn {number} ({role}) has no text")
+    require_text(message, number)
     return message
 
 
@@ -242,17 +240,3 @@ def _list_weights(given: Any, turns: Sequence[Record]) -> list[float] | None:
     if len(given) != len(turns):
         raise Refused("weights", f"there are {len(given)} weights for {len(turns)} turns")
     return [float(weight) for weight in given]
-
-
-@lru_cache(maxsize=4096)
-def _find_disorder(roles: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return the kind and the message of what is wrong with the order of roles, None if nothing."""
-    for number, (before, role) in enumerate(zip(("", *roles), roles, strict=False), 1):
-        if before not in _FOLLOWS[role]:
-            return "roles out of order", f"turn {number} ({role}) follows " \
-                                         f"{before or 'nothing'}"
-    if "assistant" not in roles:
-        what = f"the only role is {roles[0]}" if len(set(roles)) == 1 else \
-            f"the roles are {', '.join(dict.fromkeys(roles))}"
-        return "no assistant turn", what if roles else "there is no turn"
-    return None

@@ -10,18 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from lib.core.conversation import Refused
 from lib.corpus import json_data
 
 _OUTER = ("type", "id")  # what stands beside a function, and not in it
 Functions = list[dict[str, Any]]
-
-
-class Refused(Exception):
-    """Says why a record is no conversation. kind: as errors.jsonl names it."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 def in_words(value: Any) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lib.core import commands, log, manifest, paths, records, units
 from lib.core.errors import ArtifactError, UsageError, is_missing
+from lib.corpus import saved
 from lib.corpus.scan import (
     Rules,
     TreeEntry,
@@ -54,6 +55,7 @@ def find(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]
         files, skipped = _find_in_splits(folder), []
     else:
         entries = scan(folder, Rules(), progress=progress)
+        saved.require_readable(folder, "--data-folder", entries)
         files = [InputFile(entry.path, entry.path, entry.bytes, entry.mtime_ns)
                  for entry in select_taken(entries)]
         skipped = [entry for entry in entries if entry.skipped]

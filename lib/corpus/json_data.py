@@ -9,6 +9,7 @@ import json
 import math
 from typing import Any
 
+from lib.core.conversation import DEEPEST
 from lib.corpus import encoding
 
 try:
@@ -16,7 +17,6 @@ try:
 except ImportError:
     orjson = None  # type: ignore[assignment]
 
-_DEEPEST = 254  # levels that orjson writes
 _MOST_DIGITS = 4000  # that int() and str() take
 # orjson makes a float of a whole number of more than 64 bits. Twice as fast as a regular
 # expression and more is to make all digits alike.
@@ -91,8 +91,8 @@ def repaired(value: Any) -> tuple[Any, int]:
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON knows it: dates and decimal numbers become texts."""
-    if depth > _DEEPEST:
-        raise Unwritable(f"it is nested more than {_DEEPEST} levels deep")
+    if depth > DEEPEST:
+        raise Unwritable(f"it is nested more than {DEEPEST} levels deep")
     if isinstance(value, dict):
         return {str(key): _plain(child, depth + 1) for key, child in value.items()}
     if isinstance(value, list):

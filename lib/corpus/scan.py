@@ -18,11 +18,13 @@ from lib.core import manifest, unfinished
 from lib.core.errors import is_of_disk
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
+from lib.corpus import saved
 
 HIDDEN, EMPTY, SPECIAL, UNREADABLE = "hidden", "empty", "special", "unreadable"
 DANGLES, LOOPS = "link dangles", "link loops"
 OUTSIDE, INSIDE = "link leads outside", "link inside the source"
 PATTERN, OWN_OUTPUT, MADE = "pattern", "output of this stage", "made by a stage"
+DESCRIPTION = "describes a dataset"
 # Kinds of artifacts that are not raw files, in words.
 _MADE = {"dataset": "dataset", "dataset-parts": "dataset part", "tokens": "token store",
          "packs": "token store", "model": "model", "scratch": "model", "export": "model",
@@ -127,6 +129,8 @@ class Scan:
         excluded = self._exclude and _matches(self._exclude, path)
         if excluded or (self._include and not _matches(self._include, path)):
             return PATTERN
+        if saved.is_description(self.root, path):
+            return DESCRIPTION
         return "" if info.st_size else EMPTY
 
     def _why_not_directory(self, item: os.DirEntry, path: str, info: os.stat_result,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
 
     size: of the whole file, of which only the beginning need be there. The format: 8 bytes
     little-endian length, that much JSON, data (https://huggingface.co/docs/safetensors, "Format").
-    Raises ValueError when there is no header.
+    Raises ValueError when there is no header, or a tensor in it has no dtype, shape and offsets.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -239,7 +239,33 @@ def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
+    for key, entry in header.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) \
+                or not _are_counts(entry.get("shape")) \
+                or not _are_counts(entry.get("data_offsets")) or len(entry["data_offsets"]) != 2:
+            raise ValueError(f"its header has no dtype, shape and offsets for {key!r:.80}")
     return header, 8 + length
+
+
+def _are_counts(values: Any) -> bool:
+    """Return whether a value is a list of whole numbers, 0 or more."""
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def find_misplaced(header: dict[str, Any], sizes: Mapping[str, int], where: str) -> Iterator[str]:
+    """Yield a sentence for each tensor of a header that does not begin where the one before ends.
+
+    sizes: bytes of a number of each dtype; that of tensors of other dtypes is not checked.
+    where: put behind the name of the tensor.
+    """
+    end = 0
+    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = entry["data_offsets"]
+        size = math.prod(entry["shape"]) * sizes[entry["dtype"]] \
+            if entry["dtype"] in sizes else max(0, last - first)
+        if (first, last) != (end, end + size):
+            yield f"{key}{where} lies at bytes {first} to {last}, expected {end} to {end + size}"
+        end = max(end, last)
 
 
 def count_parameters(model_dir: Path) -> int:

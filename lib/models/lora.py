@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -266,16 +266,19 @@ def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
 def fill(model: PreTrainedModel, adapter: PeftAdapter) -> None:
     """Fill the adapters of a model, sharded or plain, from the files that they fit.
 
-    Raises ArtifactError for numbers that are NaN or infinite.
+    Raises ArtifactError for numbers that are NaN or infinite in the dtype of the parameters.
     """
     path = adapter.directory / peft_adapter.WEIGHTS
-    with safe_open(path, "pt") as file:
-        for name, parameter in _parameters(model).items():
-            full = file.get_tensor(peft_adapter.PREFIX + name)
-            if not full.isfinite().all():
-                raise ArtifactError(f"{path} is damaged",
-                                    found=f"{name} has numbers that are NaN or infinite")
-            local_tensor(parameter).copy_(full[local_slice(parameter)])
+    try:
+        with safe_open(path, "pt") as file:
+            for name, parameter in _parameters(model).items():
+                full = file.get_tensor(peft_adapter.PREFIX + name).to(parameter.dtype)
+                if not full.isfinite().all():
+                    raise ArtifactError(f"{path} is damaged", found=f"{name} has numbers that are "
+                                        f"NaN or infinite, or beyond {parameter.dtype}")
+                local_tensor(parameter).copy_(full[local_slice(parameter)])
+    except SafetensorError as error:
+        raise ArtifactError(f"{path} is damaged", found=str(error)) from error
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 from lib.core import hashing, records, units
 from lib.core.errors import ArtifactError, Problems, UsageError
-from lib.models.directory import read_header
+from lib.models.directory import find_misplaced, read_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PICKLE = "adapter_model.bin"
 _KEY = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight")
 _NUMBER = re.compile(r"\.(\d+)\.")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
+# Beyond these, what an adapter adds is 0 or infinite in some dtype.
+ALPHAS = (1e-6, 1e6)
 _SHOWN = 8
 # What a config may say (PEFT 0.21) without a change of what W x + s B A x is. Anything else that is
 # set, now or in versions to come, is refused.
@@ -120,6 +122,13 @@ def _is_sound(content: dict[str, Any]) -> bool:
         and rank > 0 and 0 < alpha < math.inf and 0 <= dropout < 1
 
 
+def find_odd_alpha(alpha: float) -> str:
+    """Return what is wrong with the alpha of adapters, "" if nothing is."""
+    least, most = ALPHAS
+    return "" if least <= alpha <= most else \
+        f"alpha lies between {least:g} and {most:,.0f}, 1 to 4 times the rank as a rule"
+
+
 def _require_plain(directory: Path, content: dict[str, Any]) -> None:
     """Raise UsageError for a config that asks for more than W x + s B A x."""
     problems = []
@@ -130,6 +139,8 @@ def _require_plain(directory: Path, content: dict[str, Any]) -> None:
     if content.get("init_lora_weights", True) not in _INITIAL:
         problems.append(f"init_lora_weights: {content['init_lora_weights']}, which may have "
                         "changed the weights of the base")
+    if odd := find_odd_alpha(content.get("lora_alpha", 1)):
+        problems.append(f"lora_alpha: {content['lora_alpha']!r:.40}; {odd}")
     problems += [f"{name}: {value}" for name, value in sorted(content.items())
                  if value and name not in _READ | _HARMLESS]
     if problems:
@@ -147,12 +158,14 @@ def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int,
         raise ArtifactError(f"{directory} is not whole", found=f"no {WEIGHTS}")
     try:
         header, start = read_header(path, path.stat().st_size)
+        if wrong := next(find_misplaced(header, _FLOATS, ""), ""):
+            raise ValueError(wrong)
         ends = [entry["data_offsets"][1] for entry in header.values()]
         if start + max(ends, default=0) != path.stat().st_size:
             raise ValueError(f"{path.stat().st_size} bytes, and its header tells of "
                              f"{start + max(ends, default=0)}")
         found = {key: (tuple(entry["shape"]), entry["dtype"]) for key, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise ArtifactError(f"{path} is damaged", found=str(error)) from None
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     problems = Problems()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import arrow_files
-from lib.core.conversation import CALLS, Conversation, Place
+from lib.core.conversation import CALLS, TEXTS, Place
 from lib.core.errors import ArtifactError, is_of_disk
 
 if TYPE_CHECKING:
@@ -52,29 +51,12 @@ def texts(column: Any) -> list[bytes]:
     return [text or b"" for text in binary.to_pylist()]
 
 
-def conversations(rows: pa.RecordBatch) -> list[tuple[Conversation, Place]]:
-    """Return the rows of a chat dataset."""
-    flat = _messages(rows)
-    names = [field.name for field in flat.type]
-    columns = [column.to_pylist() for column in flat.flatten()]
-    calls = names.index(CALLS)
-    columns[calls] = list(map(_load, columns[calls]))
-    turns = [{name: value for name, value in zip(names, values, strict=True) if value is not None}
-             for values in zip(*columns, strict=True)]
-    ends = _ends(rows)
-    tools, weights, source, line, offset = (rows.column(name).to_pylist() for name in (
-        "tools", "weights", "source", "line", "offset"))
-    return [(Conversation(turns[first:end], _load(tools[row]), weights[row]),
-             Place(source[row], line[row], offset[row]))
-            for row, (first, end) in enumerate(pairwise(ends))]
-
-
 def contents(rows: pa.RecordBatch) -> list[list[bytes]]:
     """Return the words of each conversation as UTF-8: contents, thoughts and calls of its turns."""
     columns = [column.to_pylist() for column in _words(rows)]
     turns = [[text.encode() for text in values if text] for values in zip(*columns, strict=True)]
     return [[text for turn in turns[first:end] for text in turn]
-            for first, end in pairwise(_ends(rows))]
+            for first, end in pairwise(ends(rows))]
 
 
 def content_bytes(rows: pa.RecordBatch) -> int:
@@ -84,19 +66,73 @@ def content_bytes(rows: pa.RecordBatch) -> int:
                for column in _words(rows))
 
 
-def _messages(rows: pa.RecordBatch) -> pa.StructArray:
+def messages(rows: pa.RecordBatch) -> pa.StructArray:
+    """Return the messages of all rows, one after the other."""
     return rows.column("messages").flatten()  # of these rows alone
 
 
-def _ends(rows: pa.RecordBatch) -> list[int]:
-    """Return where each conversation begins in `_messages`, and where the last one ends."""
+def field_of(messages: pa.StructArray, name: str) -> pa.Array:
+    """Return a field of messages as large strings, null for messages without it."""
+    import pyarrow
+    if messages.type.get_field_index(name) < 0:
+        return pyarrow.nulls(len(messages), pyarrow.large_string())
+    return messages.flatten()[messages.type.get_field_index(name)].cast(pyarrow.large_string())
+
+
+def ends(rows: pa.RecordBatch) -> list[int]:
+    """Return where each conversation begins in `messages`, and where the last one ends."""
     lengths = rows.column("messages").value_lengths().to_pylist()
     return list(accumulate((length or 0 for length in lengths), initial=0))
 
 
 def _words(rows: pa.RecordBatch) -> list[Any]:
-    messages = _messages(rows)
-    return [messages.field(name) for name in ("content", "reasoning_content", CALLS)]
+    each = messages(rows)
+    return [field_of(each, name) for name in ("content", "reasoning_content", CALLS)]
+
+
+def chat_problem(shard: Path) -> str:
+    """Return how the columns of a file differ from those of a chat dataset, "" if they do not."""
+    import pyarrow
+    with _opened(shard, mapped=False) as reader:
+        schema = reader.schema
+    if lacks := [name for name in CHAT_COLUMNS if schema.get_field_index(name) < 0]:
+        return f"no column {', '.join(lacks)}"
+    types = pyarrow.types
+    wanted = {"tools": (_is_text, "JSON as a string"), "source": (_is_text, "a string"),
+              "line": (types.is_integer, "an integer"), "offset": (types.is_integer, "an integer"),
+              "weights": (_is_list_of_numbers, "a list of numbers"),
+              "messages": (_is_list_of_messages, "a list of structs with role and content, and "
+                           "strings alone")}
+    wrong = [f"`{name}` is {schema.field(name).type}, and not {expected}"
+             for name, (fits, expected) in wanted.items()
+             if not types.is_null(schema.field(name).type) and not fits(schema.field(name).type)]
+    if types.is_null(schema.field("messages").type):
+        wrong.append("`messages` is empty in all rows")
+    return "; ".join(wrong)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return str(kind) in (*_STRINGS, "null")
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    from pyarrow import types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _is_list_of_numbers(kind: pa.DataType) -> bool:
+    from pyarrow import types
+    return _is_list(kind) and any(fits(kind.value_type) for fits in (
+        types.is_integer, types.is_floating, types.is_boolean, types.is_null))
+
+
+def _is_list_of_messages(kind: pa.DataType) -> bool:
+    from pyarrow import types
+    if not _is_list(kind) or not types.is_struct(kind.value_type):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    return {"role", "content"} <= fields.keys() and \
+        all(_is_text(fields[name]) for name in (*TEXTS, CALLS) if name in fields)
 
 
 def kinds(shard: Path) -> dict[str, str]:
@@ -133,7 +169,3 @@ def _batches(reader: Any) -> Iterator[Any]:
     if hasattr(reader, "num_record_batches"):
         return (reader.get_batch(number) for number in range(reader.num_record_batches))
     return iter(reader)
-
-
-def _load(text: str | None) -> Any:
-    return json.loads(text) if text else None

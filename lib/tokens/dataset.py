@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lib.core import log, manifest, paths, stamps
 from lib.core.conversation import Conversation, Place
 from lib.tokens import columns, dataset_files, lacking
+from lib.tokens.chat import table_rows
 from lib.tokens.columns import CHAT, TEXT
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ class Dataset:
 
     def conversations(self, split: str, first: int = 0,
                       ) -> Iterator[list[tuple[Conversation, Place]]]:
-        """Yield the conversations of a split from row `first` on, in lists of about 2 MB."""
-        return map(columns.conversations, self.chats(split, first))
+        """Yield the sound conversations of a split from row `first` on, in lists of about 2 MB."""
+        return map(table_rows.conversations, self.chats(split, first))
 
     def _parts(self, split: str, first: int, names: Iterable[str], most_bytes: int, most_rows: int,
                ) -> Iterator[pa.RecordBatch]:
@@ -169,7 +170,9 @@ def open_dataset(path: Path) -> Dataset:
     splits = dataset_files.find_splits(path, homes)
     fingerprint = dataset_files.fingerprint_ours(content) if content else \
         dataset_files.fingerprint_foreign(homes, splits)
-    found = Dataset(path, fingerprint, splits, content is not None, seen,
-                    dataset_files.require_format(path, homes, splits))
+    kind = dataset_files.require_format(path, homes, splits)
+    if kind == CHAT and not content:
+        dataset_files.require_chat_columns(path, splits)
+    found = Dataset(path, fingerprint, splits, content is not None, seen, kind)
     found.require_same()
     return found

@@ -59,6 +59,8 @@ def find_homes(path: Path) -> dict[str, Path]:
     """
     if (path / "dataset_dict.json").exists():
         named = _read_json(path / "dataset_dict.json").get("splits", [])
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise _malformed(path / "dataset_dict.json")
         if "train" not in named:
             raise UsageError(f"dataset {path} has no split `train`",
                              found=f"splits {', '.join(named)}")
@@ -97,6 +99,14 @@ def require_format(path: Path, homes: dict[str, Path], splits: dict[str, list[Pa
     return formats.pop()
 
 
+def require_chat_columns(path: Path, splits: dict[str, list[Path]]) -> None:
+    """Raise UsageError if the rows of a chat dataset that was made elsewhere have other columns."""
+    for shard in (shard for shards in splits.values() for shard in shards):
+        if problem := columns.chat_problem(shard):
+            raise lacking.chats(path, f"{path} is not a chat dataset as stage 02 writes it",
+                                f"{shard.name}: {problem}")
+
+
 def _plain_splits(path: Path) -> dict[str, list[Path]]:
     """Return the Arrow files of each split; UsageError where there is none to train on."""
     found = arrow_files.splits(path)
@@ -117,6 +127,8 @@ def _plain_format(shard: Path) -> str:
 def _format(directory: Path) -> str:
     """Return the format of a split; UsageError where it is neither text nor conversations."""
     features = _read_json(directory / "dataset_info.json").get("features") or {}
+    if not isinstance(features, dict):
+        raise _malformed(directory / "dataset_info.json")
     kinds = {name: str(feature.get("dtype", "")) if isinstance(feature, dict) else "a list"
              for name, feature in features.items()}
     if columns.format_of(kinds) != CHAT and (lacks := columns.lack(kinds)):
@@ -130,8 +142,9 @@ def _shards(directory: Path) -> list[Path]:
     try:
         named = [entry["filename"] for entry in _read_json(directory / "state.json")["_data_files"]]
     except (KeyError, TypeError):
-        raise ArtifactError(f"{directory / 'state.json'} is damaged",
-                            expected="what `save_to_disk` writes") from None
+        raise _malformed(directory / "state.json") from None
+    if not all(isinstance(name, str) for name in named):
+        raise _malformed(directory / "state.json")
     there = {path.name for path in directory.glob("*.arrow") if path.is_file()}  # and nowhere else
     if missing := [name for name in named if name not in there]:
         raise ArtifactError(f"dataset {directory} is damaged",
@@ -140,12 +153,19 @@ def _shards(directory: Path) -> list[Path]:
     return [directory / name for name in named]
 
 
+def _malformed(path: Path) -> ArtifactError:
+    return ArtifactError(f"{path} is damaged", expected="what `save_to_disk` writes")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(reading.patiently(lambda: records.read_json(path), path))
-    except (OSError, ValueError, TypeError) as error:
+        content = reading.patiently(lambda: records.read_json(path), path)
+    except (OSError, ValueError) as error:
         raise ArtifactError(f"dataset {path.parent} is damaged",
                             found=f"no readable {path.name} ({error})") from None
+    if not isinstance(content, dict):
+        raise _malformed(path)
+    return content
 
 
 def fingerprint_ours(content: dict[str, Any]) -> str:

@@ -61,14 +61,35 @@ def raw(path: Path, problem: str, found: str = "") -> UsageError:
 def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageError:
     """Return the error for an Arrow dataset that has other columns, named here, than `text`."""
     if not columns.hold_chats(names):
+        if "input_ids" in names:
+            return UsageError(problem, found=found, hint="it is tokenised already: give stage 02 "
+                              "the text or the conversations that it was made of")
         return UsageError(problem, found=found, hint=(
             "stage 02 makes a dataset of it with --fields NAME" if path.is_file() else
             "rename one with `dataset.rename_column`, or make it by stage 02 with --fields"))
     folder = path.parent if path.is_file() else path
     dataset = folder.parent if folder.name in ("train", "validation") else folder
-    return UsageError(f"{dataset} holds conversations, and was not made by stage 02", found=found,
-                      hint="make a chat dataset of it:",
-                      run=_chat_commands(folder, f"{dataset.resolve().name}-chat", (dataset, path)))
+    missing = ", ".join(name for name in columns.CHAT_COLUMNS if name not in names)
+    return chats(path, f"{dataset} holds conversations, and was not made by stage 02",
+                 f"{found}; of a chat dataset it lacks {missing}")
+
+
+def chats(path: Path, problem: str, found: str) -> UsageError:
+    """Return the error for conversations that stage 02 did not write, with what converts them."""
+    return UsageError(problem, found=found, hint="make a chat dataset of it:",
+                      run=commands_for_chats(path))
+
+
+def commands_for_chats(path: Path) -> str:
+    """Return the commands that make a chat dataset of an Arrow dataset, and train on it.
+
+    path: of the dataset, its split `train`, or a file in it.
+    """
+    folder = path.parent if path.is_file() else path
+    dataset = folder.parent if folder.name in ("train", "validation") else folder
+    if (folder / "dataset_dict.json").exists():
+        folder = folder / "train"
+    return _chat_commands(folder, f"{dataset.resolve().name}-chat", (dataset, path))
 
 
 def streamed_chats(path: Path, names: Collection[str]) -> UsageError | None:

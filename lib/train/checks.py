@@ -10,9 +10,9 @@ import re
 from functools import partial
 from importlib import metadata
 
-from lib.core import commands, declared, units
+from lib.core import commands, declared, patterns, units
 from lib.core.errors import Problems, UsageError
-from lib.models import scratch, tokenizer
+from lib.models import directory, peft_adapter, prepared, scratch, tokenizer
 from lib.train import plan
 from lib.train.config import DEFAULTS, Config
 
@@ -78,11 +78,25 @@ def _model(config: Config, problems: Problems) -> None:
                          expected=f"--from-scratch --model-size {'|'.join(scratch.SIZES)}")
 
 
+def require_shape(config: Config) -> None:
+    """Raise UsageError if a model from scratch would silently get the shape of a prepared one."""
+    several = [path for path in prepared.list_all(config.cache_dir) if not prepared.is_trial(path)]
+    if len(several) == 1 and directory.is_made_from_scratch(several[0]):
+        return
+    like = f"; -m {several[0].name} for the shape of that model" if several else ""
+    raise UsageError("--from-scratch does not say which model is meant",
+                     expected=f"--model-size {'|'.join(scratch.SIZES)}, or -m NAME",
+                     hint=f"a small one to try{like}:",
+                     run=commands.as_typed("--model-size", "tiny"))
+
+
 def _adapters(config: Config, problems: Problems) -> None:
     for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"):
         if not config.adapts and getattr(config, name) != getattr(DEFAULTS, name):
             problems.add(f"{declared.flag(name)} belongs to --lora-rank",
                          expected="the rank of the adapters: 8 to 256 as a rule")
+    if config.lora_alpha is not None and (odd := peft_adapter.find_odd_alpha(config.lora_alpha)):
+        problems.add(f"--lora-alpha {config.lora_alpha:g} is no use", expected=odd)
     if config.lora_dropout >= 1:
         problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
     if config.lora_rank > _LARGEST_RANK:
@@ -91,11 +105,9 @@ def _adapters(config: Config, problems: Problems) -> None:
     if config.adapts and config.precision == "fp8":
         problems.add("--precision fp8 has no adapters: what is frozen would be cast anew in each "
                      "pass", run=commands.as_typed("--precision", "bf16"))
-    try:
-        re.compile(config.lora_targets)
-    except re.error as error:
-        problems.add(f"--lora-targets {config.lora_targets!r} is no regular expression",
-                     found=str(error), expected="'q_proj|v_proj', say")
+    if config.lora_from is None and (problem := patterns.find_problem(config.lora_targets)):
+        problems.add(f"--lora-targets {config.lora_targets!r} is no regular expression that can be "
+                     "used", found=problem, expected="'q_proj|v_proj', say")
 
 
 def _streaming(config: Config, problems: Problems) -> None:
@@ -173,11 +185,13 @@ def require_room(config: Config, steps: int, has_begun: bool) -> None:
     problems, length = Problems(), units.counted(steps, "step")
     warmup = config.warmup_steps or 0
     falls = config.lr_scheduler != "constant"
-    if not has_begun and (warmup > steps or (warmup == steps and falls)):
+    # An epoch of N steps is the trainer's own: further launches go on, with more epochs.
+    may_go_on = has_begun or bool(config.steps_per_epoch)
+    if not may_go_on and (warmup > steps or (warmup == steps and falls)):
         problems.add(f"--warmup-steps {warmup:,} leaves nothing of a run of {length}: the learning "
                      "rate would rise to the end and never fall",
                      expected=f"at most {max(0, steps // 2):,} for that length, or a larger "
-                              "--max-steps or --num-epochs")
+                              f"{'--max-steps' if config.max_steps == steps else '--num-epochs'}")
     if config.profile and config.profile[1] > steps:
         first, last = config.profile
         problems.add(f"--profile {first}:{last} goes past the end of a run of {length}: nothing "

@@ -16,11 +16,17 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, differences, in_lines
 from lib.core.paths import Experiment
 from lib.models import directory, prepared
-from lib.train import journal
+from lib.train import journal, lora_from
 from lib.train.config import Config
 
 TEMPLATE = "chat template"  # an input of runs on conversations
 _SAMPLES = "samples in an epoch"
+_ANOTHER_NAME = "another --experiment-name"
+_ALL_THE_SAME = "--resume-with-changes to go on all the same"
+# The options that name an input.
+_NAMED_BY = {"model": "model_name", "tokenizer": "model_name", "dataset": "dataset_name",
+             "commit": "dataset_name", "text field": "text_field", TEMPLATE: "chat_template",
+             lora_from.INPUT: "lora_from"}
 # What decides which tensors there are in a checkpoint, and of which shape.
 _OF_TENSORS = {"optimizer": "states of another optimizer", "lora_rank": "other trained parameters",
                "lora_targets": "other trained parameters"}
@@ -77,30 +83,58 @@ def model_of(experiment: Experiment, begun: dict[str, Any], named: Checkpoint | 
 
 
 def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
-                 with_changes: bool = False) -> list[Difference]:
-    """Return every difference between a run and this one; UsageError if that forbids to resume."""
+                 with_changes: bool = False, config: Config | None = None) -> list[Difference]:
+    """Return every difference between a run and this one; UsageError if that forbids to resume.
+
+    where: the run, or a checkpoint. config: the options of this launch, for a command that works.
+    """
     changed = differences(earlier, now)
     if with_changes and (other := [each for each in changed if each.name in _OF_TENSORS]):
         what = " and ".join(sorted({_OF_TENSORS[each.name] for each in other}))
         raise UsageError(f"{where} holds {what}, which this run cannot take over",
                          found=in_lines(other), hint="keep these options, or begin another run "
                                                      "from an export of this one")
-    if changed and not with_changes and any(each.name == TEMPLATE for each in changed):
-        raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
-                         hint="use another --experiment-name, --overwrite to start this one anew "
-                              "(the old one is kept aside), --resume-with-changes to go on all the "
-                              "same, or the text that the chat template had: "
-                              f"{where / 'model' / 'chat_template.jinja'} holds it, with BOS in "
-                              "front where the tokenizer would add one")
-    may_change = not any(each.name in _OF_TENSORS for each in changed)
     if changed and not with_changes:
+        ways = [_ANOTHER_NAME, "--overwrite to start this one anew (the old one is kept aside)"]
+        if not any(each.name in _OF_TENSORS for each in changed):
+            ways.append(_ALL_THE_SAME)
+        if any(each.name == TEMPLATE for each in changed):
+            ways.append("the text that the chat template had: "
+                        f"{where / 'model' / 'chat_template.jinja'} holds it, with BOS in front "
+                        "where the tokenizer would add one")
+        last, run = _go_on(changed, where, config) if config else ("", "")
+        ways = [way for way in ways if way != last] + ([last] if last else [])
         raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
-                         hint="use another --experiment-name, --overwrite to start this one anew "
-                              "(the old one is kept aside), " + "--resume-with-changes to go on "
-                              "all the same, " * may_change + "or the settings that it has:",
-                         run=commands.with_options("--config", where / "config.yaml")
-                         if (where / "config.yaml").exists() else "")
+                         hint=f"use {', '.join(ways[:-1])}, or {ways[-1]}{':' if run else ''}",
+                         run=run)
     return changed
+
+
+def _go_on(changed: list[Difference], where: Path, config: Config) -> tuple[str, str]:
+    """Return what lets a run go on, in words, and the command: "" and "" if nothing is sure to.
+
+    The options that the run has recorded help if they name what it was begun with. They do not if
+    the same name leads to something else by now.
+    """
+    recorded = journal.read_config(Experiment(where.parent, where.name)).get("options")
+    if not isinstance(recorded, dict):
+        return "", ""
+    options = config.recorded()
+    replaced = {each.name for each in changed if each.kind == "input" and options.get(
+        name := _NAMED_BY.get(each.name, "")) in (None, recorded.get(name))}
+    as_recorded = commands.with_options("--config", where / "config.yaml")
+    if not replaced:
+        return "the settings that it has", as_recorded
+    if replaced == {lora_from.INPUT} and config.lora_from is not None:
+        is_alone = len(changed) == 1
+        return ("the adapter that its checkpoints hold, which needs no --lora-from",
+                commands.moved_away(config.lora_from,
+                                    commands.as_typed() if is_alone else as_recorded))
+    if any(each.name in _OF_TENSORS for each in changed) or (
+            config.adapts and "model" in replaced):
+        name = f"{where.name}-2"
+        return _ANOTHER_NAME, commands.as_typed("--experiment-name", name)
+    return _ALL_THE_SAME, commands.as_typed("--resume-with-changes")
 
 
 def with_samples(facts: dict[str, Any], now: dict[str, Any], samples: int | None,
@@ -136,7 +170,8 @@ def require_free_name(config: Config, experiment: Experiment, earlier: dict[str,
     if config.overwrite:
         return
     if earlier:
-        require_same(earlier["identity"], identity, experiment.root, config.resume_with_changes)
+        require_same(earlier["identity"], identity, experiment.root, config.resume_with_changes,
+                     config)
         if config.resume == "never":
             raise UsageError(f"{experiment.root} has been trained already, and --resume is never",
                              hint="use another --experiment-name, or --overwrite, or go on:",

@@ -123,6 +123,8 @@ def _find_model(config: Config, experiment: Experiment, made: Path | None, begun
     if config.model_name:
         return directory.find(config.model_name, config.cache_dir)
     name = earlier.model_of(experiment, begun, named, config.cache_dir)
+    if config.from_scratch and name is None:
+        checks.require_shape(config)
     return directory.find(name, config.cache_dir,
                           f", with which {experiment.root} was begun" if name else "")
 
@@ -209,7 +211,7 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
 
     That is so when --from-scratch was typed, when stage 03 made the model from scratch, or when the
     run has begun so: then its weights are in its checkpoints. Raises ArtifactError when weights are
-    missing and nobody asked for random ones; where nothing is trained, that is only a warning.
+    missing and nobody asked for random ones; of tokens or a plan for other machines, a warning.
     Adapters are trained beside weights that are there: UsageError where they would be drawn.
     """
     if config.from_scratch or directory.is_made_from_scratch(model_dir):
@@ -229,7 +231,7 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
             expected=f"{directory.WEIGHTS}, or {directory.INDEX} and the shards that it names",
             hint="copy the missing files to it; with --from-scratch, training would begin with "
                  "random weights")
-        if not (config.dry_run or config.prepare_only):
+        if not (config.prepare_only or config.plan_gpus):
             raise error
         log.warn("training would end here: " + error.render().removeprefix("error: "))
     return False

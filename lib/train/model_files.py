@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.checkpoints.contents import TrainRecord
-from lib.core import hashing, log, manifest, verified
+from lib.core import commands, hashing, log, manifest, verified
 from lib.core.errors import ArtifactError
 from lib.core.paths import Experiment
 from lib.models import directory
@@ -19,6 +19,7 @@ from lib.train.config import Config
 from lib.train.inputs import Inputs
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
 def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
@@ -36,13 +37,27 @@ def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
              if reads_weights or not entry["path"].endswith(".safetensors")]
     if reads_weights and not files and not config.lora_rank:
         log.info(f"{inputs.model_dir} has no digests to check its weights against")
-    remedy = directory.remedy(inputs.model_dir, "--overwrite") \
-        if content.get("kind") == directory.KIND else {}
+    remedy = _remedy(inputs.model_dir, content)
     verified.require(inputs.model_dir, content | {"files": files}, "the model", config.cache_dir,
                      workers=config.num_workers, progress=not config.no_progress,
                      always=config.prepare_only, **remedy)
     return replace(inputs, base=_digests(config, inputs.model_dir, content)) \
         if config.lora_rank else inputs
+
+
+def _remedy(model_dir: Path, content: dict[str, Any]) -> dict[str, str]:
+    """Return what brings the files of a model back, as parts of an error."""
+    kind = str(content.get("kind", ""))
+    if kind == directory.KIND:
+        return {**directory.remedy(model_dir, "--overwrite")}
+    if kind.startswith("export/"):
+        return {**manifest.remedy(content, "--overwrite", out=model_dir)}
+    if kind:
+        return {"run": commands.remade(model_dir)}
+    if cached := _CACHED.search(model_dir.absolute().as_posix()):
+        return {"hint": "on a machine with a network, fetch it anew:", "run": commands.script(
+            "03_download_model.py", "--model-name", f"{cached[1]}/{cached[2]}")}
+    return {"hint": "copy it again from where it came from; -m NAME names another directory"}
 
 
 def _digests(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[str, str]:
@@ -87,11 +102,12 @@ def require_same_base(record: TrainRecord, inputs: Inputs, checkpoint: Path) -> 
         is_same = now == digest if now.partition(":")[0] == digest.partition(":")[0] \
             else path.is_file() and hashing.matches(path, digest)
         if not is_same:
+            remedy = _remedy(inputs.model_dir, _model_content(inputs.model_dir))
             raise ArtifactError(
                 f"{path} is not the file that the adapters of {checkpoint} were trained beside",
                 expected=digest, found=now or "no such file",
-                hint="its bytes have changed, though it is of the same model: copy it again from "
-                     "where it came from; -m NAME names another directory")
+                hint="its bytes have changed, though it is of the same model: "
+                     + remedy.get("hint", "make it anew:"), run=remedy.get("run", ""))
 
 
 def require_same_on_all_nodes(inputs: Inputs, layout: ParallelLayout) -> None:

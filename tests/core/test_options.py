@@ -57,6 +57,36 @@ def test_command_line_beats_yaml_beats_default(with_yaml) -> None:
     assert (got.src_dir, got.num_dirs, got.mode) == (Path("of_yaml"), 7, "copy")
 
 
+def test_two_names_of_one_option_have_one_value(with_yaml) -> None:
+    for text, names in (("lr: 1e-4\nmax_lr: 2e-4", ("lr", "max_lr")),
+                        ("src-dir: a\nsrc_dir: b", ("src-dir", "src_dir")),
+                        ("lr: 1e-4\nlearning_rate: 2e-4", ("lr", "learning_rate")),
+                        ("include: [a]\ninclude_: x", ())):
+        with pytest.raises(UsageError) as caught:
+            with_yaml(text)
+        assert all(f"'{name}'" in caught.value.problem for name in names)
+    assert with_yaml("lr: 1e-4\nmax_lr: 0.0001\nlearning_rate:").lr == 1e-4
+    assert with_yaml("lr: 1e-4\nmax_lr: 2e-4", "--lr", "3e-4").lr == 3e-4
+    with pytest.raises(UsageError, match="line 2, column 1: a key is given twice"):
+        with_yaml("lr: 1e-4\nlr: 2e-4")
+
+
+def test_errors_quote_the_name_that_was_typed(parser: Parser, with_yaml) -> None:
+    with pytest.raises(UsageError) as caught:
+        parser.parse(["--learning_rate", "x"])
+    assert "typed:    --learning_rate, which is --lr here" in caught.value.render()
+    with pytest.raises(UsageError) as caught:
+        with_yaml("learning_rate: -1\nnum_dirs: 0")
+    assert caught.value.render().count("typed:    learning_rate, which is --lr here") == 1
+    with pytest.raises(UsageError, match="'learning_rate' takes one value"):
+        with_yaml("learning_rate: [1, 2]")
+    parser.parse(["--learning_rate", "1"])
+    assert "typed:    --learning_rate" in UsageError("--lr 1 is too large").render()
+    assert "typed:" not in UsageError("--lr-scheduler is odd").render()
+    parser.parse(["--lr", "1"])
+    assert "typed:" not in UsageError("--lr 1 is too large").render()
+
+
 def test_another_name_of_the_option_on_the_command_line_wins_too(with_yaml) -> None:
     assert with_yaml("lr: 1.0\n", "--max-lr", "2").lr == 2
     assert with_yaml("experiment-name: of_yaml\n", "-e", "flag").experiment_name == "flag"

@@ -14,7 +14,7 @@ from lib.core.conversation import Conversation, Place
 from lib.corpus import inputs, work
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.tally import Shape
-from lib.tokens import columns
+from lib.tokens.chat import table_rows
 
 
 @dataclass
@@ -67,7 +67,7 @@ def read(tmp_path: Path) -> Read:
         train = tables["train"]
         if shape.get("format") == "chat":
             return Outcome([], problems, dataset, chats=[
-                chat for batch in train.to_batches() for chat in columns.conversations(batch)])
+                chat for batch in train.to_batches() for chat in table_rows.conversations(batch)])
         return Outcome(
             rows=train["text"].to_pylist(), problems=problems, dataset=dataset,
             splits={split: found["text"].to_pylist() for split, found in tables.items()},

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lib.core.conversation import Conversation, Place
 from lib.corpus import chat_rows
-from lib.tokens import columns
+from lib.tokens.chat import table_rows
 
 
 def test_rows_come_back_as_they_went_in() -> None:
     call = {"type": "function",
             "function": {"name": "f", "arguments": {"x": [1, 2.5, None, "ä"]}}}
     rows = [(Conversation([{"role": "user", "content": "hi"},
-                           {"role": "assistant", "content": ""}]), Place("a.jsonl", 1, 0)),
+                           {"role": "assistant", "content": "b"}]), Place("a.jsonl", 1, 0)),
             (Conversation([{"role": "user", "content": "ä"},
                            {"role": "assistant", "content": "", "reasoning_content": "hm",
                             "tool_calls": [call, call]},
@@ -21,7 +21,7 @@ def test_rows_come_back_as_they_went_in() -> None:
                           [1.0, 0.0, 1.0, 1.0]), Place("b/c.parquet", 17))]
     batch = chat_rows.batch(rows)
     assert batch.schema == chat_rows.schema()
-    assert columns.conversations(batch) == rows
-    assert columns.conversations(batch.slice(1)) == rows[1:]
+    assert table_rows.conversations(batch) == rows
+    assert table_rows.conversations(batch.slice(1)) == rows[1:]
     for empty in (batch.slice(0, 0), chat_rows.batch([])):
-        assert columns.conversations(empty) == []
+        assert table_rows.conversations(empty) == []

@@ -132,6 +132,73 @@ def test_damage_is_told(adapter: Path) -> None:
     assert "NaN or infinite" in error.value.render()
 
 
+def change_header(path: Path, change: object) -> None:
+    """Change the header of a safetensors file in place: its tensors in order, and its text."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:8 + length])
+    names = sorted(header.keys() - {"__metadata__"}, key=lambda key: header[key]["data_offsets"])
+    change([header[name] for name in names], header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])
+
+
+@pytest.mark.parametrize("change", [
+    lambda tensors, _: tensors[1].update(data_offsets=tensors[0]["data_offsets"]),
+    lambda tensors, _: tensors[0].update(data_offsets=[-8, tensors[0]["data_offsets"][1]]),
+    lambda tensors, _: tensors[1].update(data_offsets=tensors[1]["data_offsets"][::-1]),
+    lambda tensors, _: tensors[0].update(data_offsets=[0.0, tensors[0]["data_offsets"][1]]),
+    lambda tensors, _: tensors[0].update(data_offsets=[0]),
+    lambda tensors, _: tensors[0].update(data_offsets=None),
+    lambda tensors, _: tensors[0].update(shape=[*map(float, tensors[0]["shape"])]),
+    lambda tensors, _: tensors[0].update(shape=[-3, -32]),
+    lambda tensors, _: tensors[0].update(shape=[3, 31]),
+    lambda tensors, _: tensors[0].update(shape=[3, True]),
+    lambda tensors, _: tensors[0].update(shape="3"), lambda tensors, _: tensors[0].pop("shape"),
+    lambda tensors, _: tensors[0].update(dtype="F64"), lambda tensors, _: tensors[0].pop("dtype"),
+    lambda tensors, _: tensors[0].update(dtype=["F32"]),
+    lambda _, header: header.update(dict.fromkeys(header, 5)),
+    lambda _, header: header.update(x={"dtype": "F32", "shape": [10 ** 30], "data_offsets":
+                                       [10 ** 30, 10 ** 31]})])
+def test_a_header_that_lies_is_damage(adapter: Path, change: object) -> None:
+    change_header(adapter / peft_adapter.WEIGHTS, change)
+    with pytest.raises(ArtifactError, match="is damaged"):
+        peft_adapter.read(adapter)
+
+
+def test_what_safetensors_alone_refuses_is_damage(adapter: Path) -> None:
+    change_header(adapter / peft_adapter.WEIGHTS,
+                  lambda _, header: header.update(__metadata__={"format": 5}))
+    model, found = build("llama"), peft_adapter.read(adapter)
+    Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
+    with pytest.raises(ArtifactError, match="is damaged"):
+        lora.fill(model, found)
+
+
+def test_numbers_beyond_the_dtype_of_the_parameters_are_damage(adapter: Path) -> None:
+    weights = adapter / peft_adapter.WEIGHTS
+    tensors = {key: tensor.double() for key, tensor in load_file(weights).items()}
+    save_file({key: tensor + 1e39 * (number == 0) for number, (key, tensor) in
+               enumerate(sorted(tensors.items()))}, weights)
+    model, found = build("llama"), peft_adapter.read(adapter)
+    Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
+    for module in model.modules():
+        if isinstance(module, lora.Factor):
+            module.to_empty(device="cpu")
+    with pytest.raises(ArtifactError) as error:
+        lora.fill(model, found)
+    assert "beyond torch.float32" in error.value.render()
+
+
+@pytest.mark.parametrize("alpha", [1e300, 10 ** 400, 1e-300, 2e6])
+def test_an_alpha_that_no_dtype_can_hold_is_refused(adapter: Path, alpha: float) -> None:
+    path = adapter / peft_adapter.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
+    with pytest.raises(UsageError) as refused:
+        peft_adapter.read(adapter)
+    assert "alpha lies between 1e-06 and 1,000,000" in refused.value.render()
+
+
 def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -> None:
     found = peft_adapter.read(adapter)
     for family in ("gpt2", "mixtral"):

@@ -100,46 +100,16 @@ def _by_offsets(encoder: Encoder, encoded: EncodedChats, several: list[Conversat
     return encoded.tokens.tolist() == tokens and encoded.trained.tolist() == flags
 
 
-def test_what_is_followed_equals_what_is_rendered_turn_by_turn() -> None:
-    """One run of a template tells the texts of all beginnings, or says that it does not."""
-    sources = {**TEMPLATES, **{path.stem: path.read_text()
-                               for path in (ROOT / "chat_templates").glob("*.jinja")}}
-    sources |= {"length": "{% for m in messages %}{{ messages | length }}{{ m.content }}"
-                          "{% endfor %}",
-                "look ahead": "{% for m in messages %}{{ m.content }}{{ loop.last }}"
-                              "{% endfor %}",
-                "twice": "{% for m in messages %}{{ m.content }}{% endfor %}"
-                         "{% for m in messages %}{{ m.role }}{% endfor %}",
-                "break": "{% for m in messages %}{{ m.content }}{% if loop.index == 2 %}"
-                         "{% break %}{% endif %}{% endfor %}",
-                "captured": "{% for m in messages %}{% set x %}{% generation %}{{ m.content }}"
-                            "{% endgeneration %}{% endset %}{{ x }}{% endfor %}",
-                "written": "{{ messages }}{% for m in messages %}{{ m.content }}{% endfor %}",
-                "compared": "{% for m in messages %}{{ m.content }}{{ messages == [] }}"
-                            "{% endfor %}",
-                "as JSON": "{% for m in messages %}{{ messages | tojson }}{% endfor %}",
-                "filtered": "{% for m in messages if m.role == 'user' %}{{ m.content }}"
-                            "{% endfor %}",
-                "nested": "{% for m in messages %}{% for o in messages[1:] %}{{ o.role }}"
-                          "{% endfor %}{{ m.content }}{% endfor %}",
-                "state": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n "
-                         "+ 1 %}{{ m.content }}{% endfor %}{{ ns.n }}"}
-    known: dict[str, int] = {}
-    draw = random.Random(0)
-    for name, source in sources.items():
-        made = Template(source, {"bos_token": "<s>", "eos_token": "</s>"})
-        for messages, _, _ in [drawn(name, draw) for _ in range(10)]:
-            whole = made.follow(messages)
-            assert whole[:2] == made.render(messages)[:2]
-            for n in (n for n in range(1, len(messages) + 1) if whole.edges[n] >= 0):
-                known[name] = known.get(name, 0) + 1
-                for prompt in (False, True):
-                    assert whole.text[:whole.edges[n]] + made.tails[prompt] == \
-                        made.render(messages[:n], prompt=prompt).text, name
-    forward = {"llama 3", "chatml", "marked", "qwen 2.5", "gemma 3", "phi 3", "plain"}
-    assert forward <= known.keys() and not {
-        "twice", "break", "state", "written", "compared", "as JSON", "filtered", "nested"} \
-        & known.keys()
+def test_characters_that_no_text_should_contain_move_no_mask(encoders: Encoders) -> None:
+    encoder, odd = encoders["bytes", False], "\ufdd0 a \ufdd1\ufdd1 b \ufdd0"
+    for source in (MARKED, MARKED.replace("{{- m.content }}{% endgen", "{% set x %}{{ m.content }}"
+                                          "{% endset %}{{ x }}{% endgen", 1)):
+        encoded = coder(encoder, source).encode([said(odd, odd, "\ufdd1", "\ufdd0")])
+        assert trained(encoder, encoded) == [f"{odd}<|im_end|>", "\ufdd0<|im_end|>"]
+    half = said("a", "b \udc80")  # of a character, as only an escape in JSON may spell it
+    [dropped] = coder(encoder, MARKED).encode([half]).dropped
+    assert (dropped.kind, dropped.message) == (
+        "control token", "turn 2 (assistant) spells the token \\udc80")
 
 
 def test_the_sandbox_writes_what_transformers_writes(encoders: Encoders) -> None:
@@ -286,9 +256,21 @@ def test_what_is_chosen_is_trained(encoders: Encoders, source: str) -> None:
     assert everything.startswith("system\nBe brief.") and everything.endswith("<|im_end|>\n")
     if source != QWEN_3:
         assert of("all", [1, 0, 1, 1, 1])[0] == "system\nBe brief.<|im_end|>\n"
+    else:
+        [dropped] = coder(encoder, source, "all").encode([chat._replace(weights=[1, 1, 1, 0, 1])]
+                                                         ).dropped
+        assert "does not show where a turn of weight 0" in dropped.message
     dropped = coder(encoder, source, "last").encode(
         [chat._replace(weights=[1, 1, 1, 1, 0])]).dropped
     assert [each.kind for each in dropped] == ["nothing trained"]
+
+
+def test_turns_of_weight_zero_end_where_the_next_begins(encoders: Encoders) -> None:
+    """Also with a template that ends all that it writes by a token of its own."""
+    encoder, chat = encoders["bytes", True], said("a", "b", "c", "d")._replace(weights=[1, 0, 0, 1])
+    [text] = shown(encoder, coder(encoder, TEMPLATES["phi 3"], "all").encode([chat]))
+    assert text == ("<s>⟦<|user|>\na<|end|>\n⟧<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n"
+                    "⟦<|assistant|>\nd<|end|>\n</s>⟧")
 
 
 def test_turns_of_tools_between_answers(encoders: Encoders) -> None:

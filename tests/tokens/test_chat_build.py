@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lib.core.conversation import CALLS, TEXTS
 from lib.core.errors import ArtifactError, UsageError
 from lib.tokens import build, dataset, split_writer, store
 from lib.tokens.chat import preparation, processes
@@ -167,6 +168,78 @@ def test_what_cannot_be_trained_on_is_refused_and_nothing_is_left(
         assert caught.value.found and caught.value.hint
     if "would be" in caught.value.problem:
         assert "⟦" in caught.value.found
+
+
+ODD_ROWS = {
+    "another number of weights": ("weights", {"weights": [1.0]}),
+    "a weight of a half": ("weights", {"weights": [1.0, 0.5]}),
+    "a weight that is no number": ("weights", {"weights": [1.0, float("nan")]}),
+    "a weight that is missing": ("weights", {"weights": [1.0, None]}),
+    "tools that are no JSON": ("content", {"tools": "add"}),
+    "tools that are no list": ("content", {"tools": "{}"}),
+    "tools nested deeply": ("content", {"tools": "[" * 50_000 + "]" * 50_000}),
+    "tools nested less deeply": ("content", {"tools": "[{\"a\": " + "[" * 300 + "]" * 300 + "}]"}),
+    "calls that are no JSON": ("content", {"calls": "["}),
+    "calls of no objects": ("content", {"calls": "[1]"}),
+    "calls nested deeply": ("content", {"calls": "[" * 50_000 + "]" * 50_000}),
+    "no role": ("unknown role", {"role": None}),
+    "a role of another system": ("unknown role", {"role": "gpt"}),
+    "a message that is missing": ("unknown role", {"messages": [None]}),
+    "an empty answer": ("empty answer", {"answer": " "}),
+    "no content": ("empty answer", {"answer": None}),
+    "two questions": ("roles out of order", {"role": "user"}),
+    "no turn": ("no assistant turn", {"messages": []}),
+    "no messages": ("no assistant turn", {"messages": None}),
+}
+
+
+def saved_by_datasets(path: Path, odd: dict[str, object] | None, count: int = 5) -> Path:
+    """Save a chat dataset as `datasets` does after a map, one row of it odd."""
+    import datasets
+    rows = []
+    for number in range(count):
+        given = odd if odd is not None and number == 2 else {}
+        messages = [{"role": "user", "content": "ka"},
+                    {"role": given.get("role", "assistant") if given else "assistant",
+                     "content": given.get("answer", "lo"), "reasoning_content": None, "name": None,
+                     "tool_call_id": None, "tool_calls": given.get("calls")}]
+        rows.append({"messages": given.get("messages", messages), "tools": given.get("tools"),
+                     "weights": given.get("weights", [1.0, 1.0]), "source": "a", "line": number,
+                     "offset": None})
+    text = datasets.Value("string")
+    message = {name: text for name in (*TEXTS, CALLS)}
+    features = datasets.Features({
+        "messages": [message], "tools": text, "weights": [datasets.Value("float64")],
+        "source": text, "line": datasets.Value("int64"), "offset": datasets.Value("int64")})
+    made = datasets.Dataset.from_list(rows, features=features)
+    datasets.DatasetDict({"train": made}).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize("name", ODD_ROWS)
+def test_rows_that_stage_02_would_drop_are_dropped_and_listed(
+        name: str, tokenizer: Path, tmp_path: Path, here: None) -> None:
+    kind, odd = ODD_ROWS[name]
+    path = prepare(saved_by_datasets(tmp_path / "d", odd), tokenizer, tmp_path)
+    train = store.open_store(path).chat.counts["train"]
+    assert (train.conversations, train.samples, train.dropped) == (5, 4, {kind: 1})
+    [error] = [json.loads(line) for line in (path / store.ERRORS).read_text().splitlines()]
+    assert (error["kind"], error["line"], error["action"]) == (kind, 2, "dropped")
+
+
+def test_a_dataset_of_odd_rows_alone_names_stage_02(
+        tokenizer: Path, tmp_path: Path, here: None) -> None:
+    import datasets
+    source = saved_by_datasets(tmp_path / "s", None)
+    both = datasets.load_from_disk(str(source)).map(lambda row: {"messages": [
+        message | {"role": {"user": "human"}.get(message["role"], "gpt")}
+        for message in row["messages"]]})
+    both.save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(UsageError, match="gives a sample") as caught:
+        prepare(tmp_path / "d", tokenizer, tmp_path)
+    assert "turn 1 has 'human' as its role" in caught.value.found
+    assert "--train-on" not in caught.value.hint
+    assert f"--data-folder {tmp_path}/d/train --save-dir" in caught.value.run
 
 
 def test_damage_is_told(corpus: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:

@@ -28,6 +28,10 @@ def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("other")
     assert policy.find(tmp_path, None) == "of file"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "\ud800"}))
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ArtifactError, match="is not text"):
+        policy.find(tmp_path, None)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ArtifactError, match=r"chat_template\.jinja cannot be read"):
         policy.find(tmp_path, None)

@@ -33,9 +33,13 @@ def given(*argv: Any) -> Config:
     (("--lr", 0.9), "--lr 0.9 is too large"),
     (("--max-steps", 100, "--warmup-steps", 101), "--warmup-steps 101 leaves nothing of a run of "
                                                   "100 steps"),
-    (("--max-steps", 100, "--warmup-steps", 100), "at most 50 for that length"),
+    (("--max-steps", 100, "--warmup-steps", 100), "at most 50 for that length, or a larger "
+                                                  "--max-steps$"),
     (("--max-steps", 10, "--profile", "20:22"), "--profile 20:22 goes past the end of a run of 10"),
     (("--max-steps", 10, "--profile", "8:11"), "such as --profile 8:10"),
+    (("--lora-rank", 8, "--lora-targets", "([a-z_.0-9]+)+!"), "may never end"),
+    (("--lora-rank", 8, "--lora-targets", "("), "no regular expression"),
+    (("--lora-rank", 8, "--lora-alpha", 1e300), "between 1e-06 and 1,000,000"),
     (("--max-steps", 1, "--profile", "2:2"), "of a run of 1 step: .*steps from 1 to 1, such as "
                                              "--profile 1:1"),
 ])
@@ -43,6 +47,14 @@ def test_what_cannot_come_about_is_refused(argv: tuple, told: str) -> None:
     with pytest.raises(UsageError) as caught:
         checks.require_sound(given(*argv), has_begun=False)
     assert re.search(told, " ".join(caught.value.render().replace("expected:", "").split()))
+
+
+def test_a_warm_up_that_is_too_long_names_what_limits_the_run() -> None:
+    for argv, limit in ((("--max-steps", 1000), "--max-steps"), ((), "--num-epochs"),
+                        (("--max-steps", 9000), "--num-epochs")):
+        with pytest.raises(UsageError) as caught:
+            checks.require_room(given(*argv, "--warmup-steps", 2000), 1000, has_begun=False)
+        assert caught.value.expected.endswith(f"or a larger {limit}")
 
 
 def test_all_of_it_is_told_at_once() -> None:
@@ -57,6 +69,7 @@ def test_all_of_it_is_told_at_once() -> None:
     ("--max-steps", 9, "--warmup-steps", 9, "--lr-scheduler", "constant"),  # a test of rates
     ("--max-steps", 10, "--profile", "1:10"), ("--max-steps", 3, "--warmup-steps", 0),
     ("--warmup-steps", 500), ("--beta1", 0), ("--lr", 0),
+    ("--steps-per-epoch", 1000, "--warmup-steps", 2000),
 ])
 def test_what_is_possible_is_not(argv: tuple) -> None:
     checks.require_sound(given(*argv), has_begun=False)

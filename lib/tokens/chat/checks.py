@@ -10,6 +10,7 @@ import numpy as np
 
 from lib.core import log, units
 from lib.core.errors import UsageError
+from lib.tokens import lacking
 from lib.tokens.chat.outcome import ChatCounts
 from lib.tokens.chat.policy import ASSISTANT, ChatPolicy
 
@@ -24,6 +25,9 @@ _PARTS = 5
 _MORE = {"too long": f"a larger --seq-length keeps them whole, and {SPLIT_OPTION} cuts them",
          "nothing trained": "--train-on all trains on what others say as well"}
 _OTHER = "--chat-template FILE takes another template, and --train-on all needs no mask"
+# Causes that lie in the rows of a dataset that stage 02 did not write, or that was changed since.
+_OF_ROWS = ("unknown role", "roles out of order", "no assistant turn", "empty answer",
+            "empty turn", "content", "weights")
 
 
 def require_maskable(chats: ChatCounts, path: Path) -> None:
@@ -40,13 +44,17 @@ def require_some(chats: ChatCounts, path: Path) -> None:
     if chats.samples:
         return
     cause = chats.dropped.most_common(1)[0][0] if chats.dropped else ""
+    hint, run = _MORE.get(cause, _OTHER), ""
+    if cause in _OF_ROWS:
+        hint = "stage 02 knows the names that other systems give to roles, and lists what it drops:"
+        run = lacking.commands_for_chats(path)
     raise UsageError(
         f"the chat template gives no sample of {path}" if cause in _OF_TEMPLATE else
         f"no conversation of {path} gives a sample",
         found="\n".join([f"{units.counted(chats.conversations, 'conversation')}, of which all are "
                          "dropped", *(f"{count:,} {kind}, the first: {chats.first.get(kind, '')}"
                                       for kind, count in chats.dropped.most_common())]),
-        hint=_MORE.get(cause, _OTHER))
+        hint=hint, run=run)
 
 
 def require_trainable(chats: ChatCounts, policy: ChatPolicy, path: Path,

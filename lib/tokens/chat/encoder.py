@@ -13,7 +13,8 @@ from lib.core.conversation import Conversation
 from lib.core.errors import UsageError
 from lib.tokens.chat import cutting, sandbox
 from lib.tokens.chat.boundaries import Boundaries, Coded
-from lib.tokens.chat.mask import ControlToken, Marked, Masker, Unmaskable
+from lib.tokens.chat.control_tokens import ControlToken
+from lib.tokens.chat.mask import Marked, Masker, Unmaskable
 from lib.tokens.chat.policy import DROP, LAST, ChatPolicy
 from lib.tokens.chat.template import Template, TemplateError
 from lib.tokens.encode import Encoder
@@ -150,13 +151,13 @@ class ChatEncoder:
         texts: list[Marked] = []
         owned: list[int] = []
         dropped = {}
-        are_plain = self._masker.are_plain(conversations)
+        are_plain = self._masker.control.are_plain(conversations)
         with sandbox.limited() as begin:
             for number, each in enumerate(conversations):
                 begin()
                 try:
                     if not are_plain:
-                        self._masker.require_plain(each)
+                        self._masker.control.require_plain(each)
                     found = self._masker.marked(each)
                 except TemplateError as error:
                     dropped[number] = Dropped(number, "template", str(error))

@@ -2,23 +2,22 @@
 
 Which part is the assistant's is read from the template's `{% generation %}` marks, or found by
 rendering the turns up to an answer with and without it. Nothing is guessed: each text up to a
-boundary has to be a prefix of the one that goes on. Where a template rewrites earlier turns (a
-thinking model's, which drops thoughts), an answer becomes a sample of its own, rendered as the
-model would see it.
+boundary has to be a prefix of the one that goes on, so every prefix is rendered, whatever the
+template looks at. Where a template rewrites earlier turns (a thinking model's, which drops
+thoughts), an answer becomes a sample of its own, rendered as the model would see it.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from os.path import commonprefix
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lib.core.conversation import Conversation, Message
 from lib.core.errors import UsageError
-from lib.tokens.chat import left_out
+from lib.tokens.chat import left_out, sandbox
+from lib.tokens.chat.control_tokens import ControlTokens, alternatives
 from lib.tokens.chat.policy import ALL, ASSISTANT, LAST
 from lib.tokens.chat.sandbox import LimitError, TemplateError, TokenError
 from lib.tokens.chat.template import Rendered, Span, Template
@@ -39,10 +38,6 @@ class Unmaskable(Exception):
     def __init__(self, reason: str, first: str = "", second: str = "") -> None:
         super().__init__(reason)
         self.lines = (first, second)
-
-
-class ControlToken(Exception):
-    """Says that what somebody said in a conversation spells a token that controls the model."""
 
 
 class Marked(NamedTuple):
@@ -66,7 +61,7 @@ class Masker:
         tried = list(self._try())
         behind = [text.rpartition(_WORD)[2] for text in tried]
         # But for white space and words, which some tokenizers have added too.
-        pattern = _alternatives(token for token in added if not token.strip().isalnum()
+        pattern = alternatives(token for token in added if not token.strip().isalnum()
                                 and token.strip())
         written = {found for text in tried for found in pattern.findall(text)}
         self.closing = {found[0] for text in behind if (found := pattern.match(text.lstrip()))}
@@ -81,7 +76,8 @@ class Masker:
         # What was found behind answers, and how many of its characters belong to them.
         self._runs: dict[str, int] = {}
         self._last_letters = {token[-1] for token in self._ends}
-        self._control = {True: _finders(self._ends), False: _finders({*self._ends, *special})}
+        marks = {sandbox.BEGIN, sandbox.END} if template.has_marks else set()
+        self.control = ControlTokens({*self._ends, *marks}, {*self._ends, *special, *marks})
 
     def _try(self) -> Iterator[str]:
         """Yield the texts of such conversations as every template takes, but for those it refuses.
@@ -113,7 +109,7 @@ class Masker:
         if not trained:
             return []
         messages = messages[:trained[-1] + 1]  # what comes later is context of nothing
-        whole = self._template.follow(messages, tools)
+        whole = self._template.render(messages, tools)
         left_out.require_tools(tools, whole.text)
         if left_out.is_lost(messages[0], whole.text):
             self.left_out["system prompt"] += 1
@@ -135,40 +131,48 @@ class Masker:
     def _all(self, messages: Sequence[Message], tools: Sequence[Message] | None,
              weights: Sequence[float] | None) -> list[Marked]:
         """Return the whole text, trained but for the turns of weight 0."""
-        whole = self._template.follow(messages, tools)
-        left_out.require_tools(tools, whole.text)
+        whole = self._template.render(messages, tools).text
+        left_out.require_tools(tools, whole)
         spans, start = [], 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
-            if whole.edges[i] < 0 or whole.edges[i + 1] < 0:
-                raise Unmaskable("it does not show where a turn of weight 0 begins and ends")
-            spans.append((start, whole.edges[i]))
-            start = whole.edges[i + 1]
-        return [Marked(whole.text, [*spans, (start, len(whole.text))])]
+            spans.append((start, self._end_of(messages[:i], tools, whole)))
+            start = len(whole) if i == len(messages) - 1 else \
+                self._end_of(messages[:i + 1], tools, whole)
+        return [Marked(whole, [*spans, (start, len(whole))])]
+
+    def _end_of(self, messages: Sequence[Message], tools: Sequence[Message] | None, whole: str
+                ) -> int:
+        """Return the end of the first messages in the text of a conversation.
+
+        What a template writes after the last message does not count: it depends on whether an
+        answer is asked for. Raises Unmaskable if the text does not begin with that of the messages.
+        """
+        if not messages:
+            return 0
+        text, asked = (self._template.render(messages, tools, prompt).text
+                       for prompt in (False, True))
+        end = shared_length(text, asked)
+        if end < min(len(text), len(asked)):  # go back to the start of a token that both cut
+            end = min((end - cut for token in self._ends for cut in range(1, len(token))
+                       for each in (text, asked) if each[:end].endswith(token[:cut])
+                       and each.startswith(token, end - cut)), default=end)
+        if not whole.startswith(text[:end]):
+            raise Unmaskable("it does not show where a turn of weight 0 begins and ends")
+        return end
 
     def _answer(self, messages: Sequence[Any], tools: Sequence[Any] | None, whole: Rendered,
                 answers: list[int], i: int) -> Marked:
-        """Return the text that ends with an answer, or a longer one, and where the answer is."""
-        begin, edge = whole.edges[i], whole.edges[i + 1]
-        if begin >= 0 and edge >= 0:  # all that the answer adds to the text stands between these
-            part = whole.text[begin:edge] + self._template.tails[0]
-            marks = whole.marks
-            if marks:
-                _require_behind(marks, begin, whole.text)
-                first, last = bisect_left(marks, (begin,)), bisect_left(marks, (edge,))
-                marks = [(start - begin, end - begin) for start, end in marks[first:last]]
-            spans = [(start + begin, end + begin) for start, end in self._spans(
-                part, marks, self._template.tails[1])]
-            is_whole = i == len(messages) - 1 or all(end <= edge for _, end in spans)
-            return Marked(whole.text if is_whole else whole.text[:begin] + part, spans)
-        text, marks = whole.text, whole.marks
-        if i < len(messages) - 1:
-            text, marks, _ = self._template.render(messages[:i + 1], tools)
+        """Return the text that ends with an answer, and where the answer is.
+
+        whole: the text of all messages.
+        """
+        text, marks = whole if i == len(messages) - 1 else \
+            self._template.render(messages[:i + 1], tools)
         if not self._template.has_marks:
             before = self._template.render(messages[:i], tools, prompt=True).text
             return Marked(text, self._spans(text, marks, before))
-        asked = self._template.render(messages[:i], tools)
-        shared = commonprefix([asked.text, text])  # noqa: RUF071  (of characters)
-        _require_behind(marks, len(shared), text)
+        asked = self._template.render(messages[:i], tools) if i else Rendered("", [])
+        _require_behind(marks, shared_length(asked.text, text), text)
         marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(asked.marks):]
         return Marked(text, self._spans(text, marks, ""))
 
@@ -227,38 +231,26 @@ class Masker:
             self._runs[text[at:]] = end - at
         return end
 
-    def are_plain(self, conversations: Sequence[Conversation]) -> bool:
-        """Tell whether nobody spells a special token in any of them: one search for many."""
-        texts: list[str] = []
-        for messages, tools, _ in conversations:
-            for message in messages:
-                if len(message) == 2:  # role and content
-                    texts.append(message.get("content") or "")
-                else:
-                    texts += _strings(message)
-            if tools:
-                texts += _strings(tools)
-        joined = "\0".join(texts)
-        return not any(finder.search(joined) for finder in self._control[False])
-
-    def require_plain(self, conversation: Conversation) -> None:
-        """Raise ControlToken where somebody spells a token that the template alone may write."""
-        said = [(f"turn {number} ({message['role']})", message["role"] == ASSISTANT,
-                 [value for key, value in message.items() if key != "role"])
-                for number, message in enumerate(conversation.messages, 1)]
-        for what, is_answer, value in [*said, ("a tool", False, conversation.tools)]:
-            for text in _strings(value):
-                for finder in self._control[is_answer]:
-                    if found := finder.search(text):
-                        raise ControlToken(f"{what} spells the token {found[0]}")
-
-
 def _require_behind(marks: list[Span], place: int, text: str) -> None:
     """Raise Unmaskable where a mark of an answer begins before what was said before it ends."""
     for start, end in marks:
         if start < place < end:
             raise Unmaskable("what it marks as the assistant's begins before an answer",
                              text[start:place].strip()[:80], text[place:end].strip()[:80])
+
+
+def shared_length(one: str, other: str) -> int:
+    """Return how many characters two texts share at their beginning."""
+    least, most = 0, min(len(one), len(other))
+    if one.startswith(other[:most]):
+        return most
+    while least < most:  # they share `least`, and at most `most`
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _with_thoughts(message: Message) -> Message:
@@ -279,30 +271,6 @@ def _refuse_closing(behind: str) -> None:
         if behind.strip() else "nothing behind an answer"
     raise UsageError("the chat template ends an answer with no token: a model would not learn to "
                      "stop", found=found, hint=_OTHERS)
-
-
-def _alternatives(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return what finds the longest of some texts wherever one stands."""
-    longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-
-def _finders(tokens: Iterable[str]) -> list[re.Pattern[str]]:
-    """Return what finds texts, one pattern per first letter: those are searched for fastest."""
-    by_first: dict[str, list[str]] = {}
-    for token in tokens:
-        by_first.setdefault(token[0], []).append(token)
-    return [_alternatives(several) for several in by_first.values()]
-
-
-def _strings(value: Any) -> list[str]:
-    """Return the strings in nested values."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    return [text for each in value for text in _strings(each)] \
-        if isinstance(value, (list, tuple)) else []
 
 
 def _differing_lines(one: str, other: str) -> tuple[str, str]:

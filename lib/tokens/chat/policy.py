@@ -52,8 +52,13 @@ def find(model_dir: Path, given: Path | None) -> str:
             raise UsageError(f"{_OPTION} {given} is empty")
         return source
     templates = _templates_of(model_dir)
-    if templates.get("default", "").strip():
-        return templates["default"]
+    if (source := templates.get("default", "")).strip():
+        try:
+            source.encode()
+        except UnicodeEncodeError as error:  # halves of characters, by escapes in JSON
+            raise ArtifactError(f"the chat template in {model_dir} is not text",
+                                found=str(error)) from error
+        return source
     named = sorted(templates.keys() - {"default"})
     found = f"only templates for other purposes: {', '.join(named)}" if named else ""
     beside = sorted({*model_dir.glob("*.jinja"), *model_dir.glob("*/*.jinja")})

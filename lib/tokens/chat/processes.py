@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lib.core.conversation import Conversation, Refused
 from lib.core.workers import Worker
-from lib.tokens import columns
+from lib.tokens.chat import table_rows
 from lib.tokens.chat.encoder import ChatEncoder, Dropped
 from lib.tokens.chat.outcome import ChatCounts
 from lib.tokens.chat.policy import ChatPolicy
@@ -103,26 +104,31 @@ def _prepare(tokenizer_dir: Path, policy: ChatPolicy, sample: bytes | None,
     """Return what answers rows; in a worker."""
     chats = ChatEncoder(policy, Encoder(tokenizer_dir, 1))
     if sample:
-        chats.tune([chat for chat, _ in columns.conversations(_unpacked(sample))])
+        chats.tune([chat for chat, _ in table_rows.conversations(_unpacked(sample))])
     return lambda data: _encode(chats, _unpacked(data), policy.longest)
 
 
-def _encode(chats: ChatEncoder, rows: pa.RecordBatch, longest: int) -> PreparedChats:
+def _encode(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> PreparedChats:
     """Return what becomes of rows; RuntimeError where it is not what the store promises."""
-    placed = columns.conversations(rows)
-    made = chats.encode([chat for chat, _ in placed])
+    read = list(table_rows.read(batch))
+    sound = [number for number, (chat, _) in enumerate(read) if isinstance(chat, Conversation)]
+    several = [chat for chat, _ in read if isinstance(chat, Conversation)]
+    made = chats.encode(several)
     begins = np.cumsum(made.lengths) - made.lengths
     if len(begins) and (made.trained[begins].any() or made.lengths.max() > longest
                         or not np.logical_or.reduceat(made.trained, begins).all()):
         raise RuntimeError("a sample has no label, begins with one, or is too long")
+    dropped = sorted([one._replace(number=sound[one.number]) for one in made.dropped] + [
+        Dropped(number, chat.kind, str(chat)) for number, (chat, _) in enumerate(read)
+        if isinstance(chat, Refused)])
     counts = ChatCounts(
-        len(placed), sum(len(chat.messages) for chat, _ in placed), len(made.lengths),
+        len(read), sum(len(chat.messages) for chat in several), len(made.lengths),
         len(made.tokens), int(made.trained.sum()), int(made.trained[begins + 1].sum()),
-        Counter(map(_cause, made.dropped)), made.stops,
-        made.left_out, {_cause(one): one.message for one in reversed(made.dropped)})
+        Counter(map(_cause, dropped)), made.stops,
+        made.left_out, {_cause(one): one.message for one in reversed(dropped)})
     return PreparedChats(made.tokens, made.trained, made.lengths, counts,
-                         [DroppedChat(placed[one.number][1], one.kind, one.message, one.partly)
-                          for one in made.dropped])
+                         [DroppedChat(read[one.number][1], one.kind, one.message, one.partly)
+                          for one in dropped])
 
 
 def _cause(one: Dropped) -> str:

@@ -25,8 +25,9 @@ import jinja2.utils
 
 SECONDS = 5.0  # for one conversation
 ROOM = 1 << 30  # bytes of address space beyond what the process has when rendering begins
-# What `{% generation %}` leaves in a text until it is read; Unicode has no characters there.
-BEGIN, END = "\ufdd0", "\ufdd1"
+# What `{% generation %}` leaves in a text until it is read: halves of characters, which no text in
+# UTF-8 can contain.
+BEGIN, END = "\udc80", "\udc81"
 _STATUS = Path("/proc/self/statm")
 _TODAY = datetime(2024, 7, 26)  # what is rendered must not depend on the day
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\d{5}|\*)")

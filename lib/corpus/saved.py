@@ -1,0 +1,79 @@
+"""Directories that `save_to_disk` of the library `datasets` wrote, among the files to read.
+
+Their JSON files describe rows and hold none, and their splits are not to be mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lib.core import commands, records
+from lib.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from lib.corpus.scan import TreeEntry
+
+_SPLITS, _INFO, _STATE = "dataset_dict.json", "dataset_info.json", "state.json"
+_KEYS = {_SPLITS: "splits", _INFO: "features", _STATE: "_data_files"}
+_TOKENS = "input_ids"
+_STRINGS = ("string", "large_string")
+_SHOWN = 6
+
+
+def is_description(root: Path, place: str) -> bool:
+    """Return whether a file only describes a saved dataset, or caches what a map made of it.
+
+    place: relative to the root.
+    """
+    name = place.rpartition("/")[2]
+    is_cache = name.startswith("cache-") and name.endswith(".arrow")
+    if name not in _KEYS and not is_cache:
+        return False
+    path = root / place
+    is_saved = _KEYS[_STATE] in records.mapping(path.parent / _STATE)
+    if is_cache or _KEYS[name] not in records.mapping(path):
+        return is_cache and is_saved
+    return name != _INFO or is_saved or any(path.parent.glob("*.arrow"))
+
+
+def require_readable(folder: Path, option: str, entries: Sequence[TreeEntry]) -> None:
+    """Raise UsageError for a dataset whose splits would be mixed, or that holds tokens.
+
+    option: that names the folder. entries: of a scan of it.
+    """
+    for entry in entries:
+        parent, _, name = entry.path.rpartition("/")
+        if name == _SPLITS and is_description(folder, entry.path):
+            _require_one_split(folder, option, parent, entries)
+        elif name == _INFO and is_description(folder, entry.path):
+            _require_text(folder / parent)
+
+
+def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[TreeEntry],
+                       ) -> None:
+    """Raise UsageError if files of several splits of a DatasetDict would be read."""
+    names = records.mapping(folder / parent / _SPLITS)["splits"]
+    splits = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    starts = {f"{parent}/{name}/" if parent else f"{name}/": name for name in splits}
+    read = {name for entry in entries if not entry.skipped
+            for start, name in starts.items() if entry.path.startswith(start)}
+    if len(read) > 1:
+        first = next(name for name in ("train", *splits) if name in read)
+        raise UsageError(f"{folder / parent} holds several splits of a dataset, which would all be "
+                         "trained on", found=", ".join(sorted(read)), expected="one of them",
+                         hint="read one:", run=commands.as_typed(option, folder / parent / first))
+
+
+def _require_text(directory: Path) -> None:
+    """Raise UsageError for a dataset of tokens."""
+    features = records.mapping(directory / _INFO)["features"]
+    if not isinstance(features, dict) or _TOKENS not in features:
+        return
+    kinds = (feature.get("dtype") for feature in features.values() if isinstance(feature, dict))
+    if not any(kind in _STRINGS for kind in kinds):
+        names = ", ".join([*features][:_SHOWN])
+        raise UsageError(f"{directory} is tokenised already, and holds no text",
+                         found=f"columns {names}",
+                         expected="the text or the conversations that it was made of")

@@ -1,0 +1,83 @@
+"""Conversations out of the rows of a chat dataset, checked as stage 02 checks what it writes.
+
+Other programs may have changed the rows since: a map or a filter of `datasets` saves whatever it
+was given. A row that stage 02 would drop is refused here by the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from lib.core import records
+from lib.core.conversation import (
+    CALLS,
+    DEEPEST,
+    ROLES,
+    TEXTS,
+    Conversation,
+    Message,
+    Place,
+    Refused,
+    require_order,
+    require_text,
+)
+from lib.tokens import columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def read(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | Refused, Place]]:
+    """Yield each row of a chat dataset, or what is wrong with it, and where it is from."""
+    messages = columns.messages(rows)
+    names = (*TEXTS, CALLS)
+    values = [columns.field_of(messages, name).to_pylist() for name in names]
+    turns = [{name: value for name, value in zip(names, turn, strict=True) if value is not None}
+             for turn in zip(*values, strict=True)]
+    tools, weights, source, line, offset = (rows.column(name).to_pylist() for name in (
+        "tools", "weights", "source", "line", "offset"))
+    for row, (first, end) in enumerate(pairwise(columns.ends(rows))):
+        place = Place(source[row] or "", line[row], offset[row])
+        try:
+            yield _conversation(turns[first:end], tools[row], weights[row]), place
+        except Refused as refused:
+            yield refused, place
+
+
+def conversations(rows: pa.RecordBatch) -> list[tuple[Conversation, Place]]:
+    """Return the rows of a chat dataset that are sound."""
+    return [(chat, place) for chat, place in read(rows) if isinstance(chat, Conversation)]
+
+
+def _conversation(messages: list[Message], tools: str | None, weights: Sequence[float] | None
+                  ) -> Conversation:
+    for number, message in enumerate(messages, 1):
+        if message.get("role") not in ROLES:
+            given = repr(message["role"])[:60] if "role" in message else "nothing"
+            raise Refused("unknown role", f"turn {number} has {given} as its role; known are "
+                                          f"{', '.join(ROLES)}")
+        message.setdefault("content", "")
+        if CALLS in message:
+            message[CALLS] = _functions(message[CALLS], f"{CALLS} of turn {number}")
+        require_text(message, number)
+    require_order([message["role"] for message in messages])
+    if weights is not None:
+        if len(weights) != len(messages):
+            raise Refused("weights", f"there are {len(weights)} weights for {len(messages)} turns")
+        if any(weight not in (0, 1) for weight in weights):
+            raise Refused("weights", "a weight is neither 0 nor 1")
+    return Conversation(messages, _functions(tools, "tools") if tools else None, weights)
+
+
+def _functions(text: str, what: str) -> list[dict[str, Any]]:
+    """Return functions, or calls of them, that are kept as JSON."""
+    try:
+        found = records.parse_json(text, DEEPEST)
+    except ValueError as error:
+        raise Refused("content", f"{what} is a text that is not JSON, or is nested more than "
+                                 f"{DEEPEST} levels deep") from error
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise Refused("content", f"{what} is not a list of objects")
+    return found

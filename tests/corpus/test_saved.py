@@ -1,0 +1,85 @@
+"""Directories that `datasets` saved, as input of stages 01 and 02."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import datasets
+import pytest
+
+from lib.core.errors import UsageError
+from lib.corpus.scan import DESCRIPTION, Rules, scan
+from tests.conftest import ROOT
+
+ORGANISE, BUILD = "01_organize_data.py", "02_build_hf_dataset.py"
+
+
+def run(script: str, *words: object) -> None:
+    runpy.run_path(str(ROOT / script))["main"]([*map(str, words), "--no-progress"])
+
+
+def texts(split: str, count: int) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": [f"{split} {n}" for n in range(count)]})
+
+
+@pytest.fixture
+def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory with 20 rows to train on and 10 to test on."""
+    monkeypatch.chdir(tmp_path)
+    datasets.DatasetDict({"train": texts("train", 20), "test": texts("test", 10)}).save_to_disk(
+        "both")
+    return Path("both")
+
+
+def test_splits_are_not_mixed(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [BUILD, "--data-folder", "both", "--save-dir", "out"])
+    with pytest.raises(UsageError, match="several splits of a dataset") as caught:
+        run(BUILD, "--data-folder", both, "--save-dir", "out")
+    assert caught.value.found == "test, train"
+    assert caught.value.run.endswith("--save-dir out --data-folder both/train")
+    run(BUILD, "--data-folder", both / "train", "--save-dir", "out")
+    assert datasets.load_from_disk("out")["text"][:] == [f"train {n}" for n in range(20)]
+
+
+def test_splits_in_a_source_of_stage_01_are_not_mixed(both: Path) -> None:
+    Path("raw").mkdir()
+    both.rename("raw/both")
+    with pytest.raises(UsageError, match="raw/both holds several splits"):
+        run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
+    run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits", "--num-dirs", 1,
+        "--exclude", "both/test")
+    assert len([*Path("splits").rglob("*.arrow")]) == 1
+    assert not [*Path("splits").rglob("state.json")]
+    run(BUILD, "--data-folder", "splits", "--save-dir", "out")
+    assert len(datasets.load_from_disk("out")) == 20
+
+
+def test_what_describes_a_dataset_gives_no_row(tmp_path: Path) -> None:
+    made = texts("train", 40)
+    made.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved/cache-0123.arrow").write_bytes(
+        next((tmp_path / "saved").glob("data-*.arrow")).read_bytes())
+    run(BUILD, "--data-folder", tmp_path / "saved", "--save-dir", tmp_path / "out")
+    assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 40
+    kinds = [json.loads(line)["kind"] for line in
+             (tmp_path / "out/errors.jsonl").read_text().splitlines()]
+    assert kinds == [DESCRIPTION] * 3
+
+
+def test_files_of_the_same_names_are_read_where_they_are_data(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, content in (("state.json", {"text": "Ohio"}), ("dataset_info.json", {"features": 1}),
+                          ("dataset_dict.json", [1]), ("sub/cache-1.arrow", "x")):
+        (tmp_path / name).write_text(json.dumps(content))
+    assert not [entry for entry in scan(tmp_path, Rules()) if entry.skipped]
+
+
+def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
+    """As Axolotl prepares them."""
+    datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]}).save_to_disk(
+        str(tmp_path / "prepared"))
+    with pytest.raises(UsageError, match="is tokenised already, and holds no text") as caught:
+        run(BUILD, "--data-folder", tmp_path / "prepared", "--save-dir", tmp_path / "out")
+    assert "input_ids" in caught.value.found and not (tmp_path / "out").exists()
