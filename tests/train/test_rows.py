@@ -1,0 +1,99 @@
+"""A row is captured without waiting for a GPU, and read behind an event that covers all of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lib.optim.guard import StepGuard
+from lib.parallel.layout import ParallelLayout
+from lib.tokens.batches import BEGINNING
+from lib.train.meters import LossWindow, Timers
+from lib.train.rows import capture_row, read_row
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+STEP_MS = 10.0
+
+
+class Device:
+    """Stands for a GPU and its events, which a CPU does not have: it runs behind the host."""
+
+    def __init__(self) -> None:
+        self.recorded, self.reached, device = 0, 0, self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.is_timed = enable_timing
+
+            def record(self) -> None:
+                device.recorded += 1
+                self.place = device.recorded
+
+            def synchronize(self) -> None:
+                device.reached = max(device.reached, self.place)
+
+            def elapsed_time(self, ended: Any) -> float:
+                assert self.is_timed and ended.is_timed
+                assert max(self.place, ended.place) <= device.reached, "not reached yet"
+                return (ended.place - self.place) * STEP_MS
+        self.Event = Event
+
+
+def test_a_row_waits_for_its_own_step_alone(group: dist.ProcessGroup,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", device.Event)
+    layout = ParallelLayout(0, 1, 0, 1, CPU, None, group, group)
+    window, timers, guard = LossWindow(layout), Timers(GPU), StepGuard("bf16", 30.0, CPU)
+    meters = SimpleNamespace(timers=timers, flops=1.0, peak=1.0,
+                             memory=lambda: {"memory/peak_gib": 2.0})
+    stream = SimpleNamespace(epoch=lambda position: 0.5, costs=lambda times: {})
+    state = SimpleNamespace(step=3, tokens=64, position=BEGINNING, guard=guard,
+                            layout=SimpleNamespace(device=GPU))
+
+    def step(loss: float) -> None:
+        for phase in ("data", "forward", "backward", "update", "optimizer"):
+            with timers(phase):
+                pass
+        window.add(torch.tensor(loss))
+        window.end_step(4)
+        timers.step_done()
+
+    for loss in (2.0, 6.0):
+        step(loss)
+    captured = capture_row(state, stream, meters, window, torch.tensor(1.5), 1e-3, {})
+    at = device.recorded
+    step(100.0)  # the next one, which the row says nothing of
+    guard.clip(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), 0.0)
+    assert device.reached == 0, "captured without waiting"
+    row, skipped = read_row(captured, SimpleNamespace(tokens_per_step=32), layout, stream, meters)
+    assert device.reached == at < device.recorded, "nothing of the next step is waited for"
+    assert (row["step"], row["train/loss"], row["train/loss_mean"]) == (3, 1.5, 1.0)
+    assert row["train/grad_norm"] == 1.5 and row["memory/max_peak_gib"] == 2.0
+    assert row["time/forward"] == STEP_MS and row["time/total"] == STEP_MS * 21 / 2
+    assert row["perf/tokens_per_sec"] == pytest.approx(32 * 1000 / row["time/total"])
+    assert skipped == (0, 0, 0)
+
+
+def test_numbers_on_the_way_to_the_host_are_copies() -> None:
+    guard = StepGuard("bf16", 30.0, CPU)
+    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(2))])
+    parameter.grad = torch.full((2,), float("nan"))
+    guard.clip(optimizer, 1.0)
+    counts = guard.count_skipped()
+    guard.clip(optimizer, 1.0)
+    assert counts.tolist() == [1, 0, 1] and guard.read() == (1, 0, 2)
+
+
+def test_a_rollback_forgets_the_step_after_the_divergence() -> None:
+    guard = StepGuard("bf16", 30.0, CPU)
+    saved = guard.state()
+    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(2))])
+    parameter.grad = torch.full((2,), float("nan"))
+    guard.clip(optimizer, 1.0)
+    guard.restore(saved)
+    assert guard.read() == (0, 0, 0)
