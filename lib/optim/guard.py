@@ -72,8 +72,8 @@ class StepGuard:
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """Prepare the gradients for `optimizer.step()`; all ranks must call this.
 
-        max_norm: 0 clips nothing. With `fold`, the optimizer gets `grad_scale`, which it divides the
-        gradients by. Returns the norm before clipping, float32 scalar on the device.
+        max_norm: 0 clips nothing. With `fold`, the optimizer gets `grad_scale`, which it divides
+        the gradients by. Returns the norm before clipping, float32 scalar on the device.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]
                      if p.grad is not None]
