@@ -167,10 +167,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
     assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"
     _prefetch(embedding, blocks, last)
-    if mesh.size() > 1:  # a rank by itself sums nothing, and torch would divide by 1 in a copy
-        _sum_gradients(model)
-    if mesh.device_type == "cuda" and ranks > 1:
-        separate_reductions(model)
+    _set_reductions(model, mesh)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
            f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions" \
@@ -191,6 +188,14 @@ def frozen_in(model: nn.Module) -> str:
     """Say what the weights are kept in that are not trained; nothing where all are."""
     dtype = next((p.dtype for p in model.parameters() if not p.requires_grad), None)
     return f" of the adapters, frozen weights in {str(dtype).partition('.')[2]}" if dtype else ""
+
+
+def _set_reductions(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Set how gradients are reduced: summed, and with NCCL over a group of their own."""
+    if mesh.size() > 1:  # a rank by itself sums nothing, and torch would divide by 1 in a copy
+        _sum_gradients(model)
+    if mesh.device_type == "cuda" and mesh.size(-1) > 1:
+        separate_reductions(model)
 
 
 def _sum_gradients(model: nn.Module) -> None:
