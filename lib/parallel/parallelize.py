@@ -180,10 +180,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str, offload: bool = Fa
     _prefetch(embedding, blocks, last)
     if offload and ranks == 1:
         copy_ahead(model)
-    if mesh.size() > 1 and gradient_divisor(mesh) == 1:
-        _sum_gradients(model)  # a rank by itself sums nothing, and torch would divide in a copy
-    if mesh.device_type == "cuda" and ranks > 1:
-        separate_reductions(model)
+    _set_reductions(model, mesh)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return f"{len(blocks)} × {own_class(blocks[0]).__name__}, embedding, output and root over " \
            f"{units.counted(ranks, 'rank')}{replicas}; float32 masters and reductions" \
@@ -213,6 +210,14 @@ def gradient_divisor(mesh: DeviceMesh) -> int:
     copy. Without a factor NCCL averages while it reduces; `StepGuard` takes that out.
     """
     return mesh.size() if mesh.size(-1) == 1 and mesh.device_type in _AVERAGED_ON else 1
+
+
+def _set_reductions(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Set how gradients are reduced: summed, and with NCCL over a group of their own."""
+    if mesh.size() > 1 and gradient_divisor(mesh) == 1:
+        _sum_gradients(model)  # a rank by itself sums nothing, and torch would divide in a copy
+    if mesh.device_type == "cuda" and mesh.size(-1) > 1:
+        separate_reductions(model)
 
 
 def _sum_gradients(model: nn.Module) -> None:

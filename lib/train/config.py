@@ -52,11 +52,11 @@ class Config(LoraOptions):
         help="let an epoch of --num-epochs be N steps, however much data there is (default: one "
              "pass over the data)")
     batch_size: int = option(
-        None, "-b", role=LOCAL, parse=_auto_or_count, first="samples per process in one pass",
+        None, "-b", role=LOCAL, parse=_auto_or_count, first="samples in one pass",
         metavar="N|auto",
         help="samples per process in one pass; auto: as many as fit by the memory plan, up to "
-             "where more are hardly faster (default: auto on a GPU without --global-batch-size, "
-             "else 1)")
+             "where more are hardly faster; with --global-batch-size typed the default is 1 "
+             "everywhere (default: auto on a GPU, else 1)")
     global_batch_size: int | None = option(
         None, role=RESULT, parse=positive_int, first="samples per step",
         help="samples per step over all ranks, instead of --grad-accum-steps (default: "

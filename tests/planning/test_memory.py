@@ -337,7 +337,8 @@ def test_the_nearest_that_fits(monkeypatch: pytest.MonkeyPatch, options: dict[st
     lines: list[str] = []
     monkeypatch.setattr(memory, "Estimates", Known)
     monkeypatch.setattr(memory.log, "info", lines.append)
-    given, gib = replace(ASKED, seq_length=1024, **options), usable_gib / 0.9
+    given = replace(ASKED, seq_length=1024, compile=False, **options)
+    gib = usable_gib / 0.9
     memory.tell(on_meta(), [plan.memory_case(given, on_meta(), 8, True)], gib, shown=False)
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
