@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, masking_utils
 
-from lib.parallel import attention, determinism
+from lib.parallel import attention, determinism, experts
 from tests.conftest import run_stage
 from tests.models.families import FAMILIES
 from tests.training import VOCABULARY, metrics, save_model
@@ -39,10 +39,11 @@ class Strict(TorchDispatchMode):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_has_no_operation_that_cuda_refuses(name: str, monkeypatch: pytest.MonkeyPatch,
                                                     ) -> None:
-    """On meta tensors, for which transformers takes the way of CUDA through experts."""
+    """On meta tensors; experts are computed as stage 04 does."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.bfloat16).train()
         tokens = torch.zeros(2, 16, dtype=torch.int64)
+    experts.choose(model)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     attention.ask_no_device(model, "concat", 16)
     with Strict():
