@@ -74,7 +74,7 @@ def _write_configs(model_dir: Path, out: Path, model: PreTrainedModel, dtype: st
     """
     from transformers import GenerationConfig
 
-    from lib.models import remote_code
+    from lib.models import chat_files, remote_code
     from lib.models.architecture import read_config, read_content
 
     config = read_content(model_dir)
@@ -86,7 +86,5 @@ def _write_configs(model_dir: Path, out: Path, model: PreTrainedModel, dtype: st
     if "torch_dtype" in config:  # the name of the same field before transformers 5
         config["torch_dtype"] = dtype
     manifest.write_json(out / _CONFIG, config)
-    if (model_dir / _GENERATION).exists():
-        shutil.copyfile(model_dir / _GENERATION, out / _GENERATION)
-    elif model.can_generate():
+    if not chat_files.copy_generation(model_dir, out) and model.can_generate():
         GenerationConfig.from_model_config(read_config(model_dir, trust_code)).save_pretrained(out)

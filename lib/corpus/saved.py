@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lib.core import commands, records
 from lib.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from lib.corpus.scan import TreeEntry
 
 _SPLITS, _INFO, _STATE = "dataset_dict.json", "dataset_info.json", "state.json"
 _KEYS = {_SPLITS: "splits", _INFO: "features", _STATE: "_data_files"}
 _TOKENS = "input_ids"
 _STRINGS = ("string", "large_string")
 _SHOWN = 6
+
+
+class Entry(Protocol):
+    """Describes a file that a scan has found, or why it is left out."""
+
+    path: str
+    skipped: str
 
 
 def is_description(root: Path, place: str) -> bool:
@@ -38,7 +42,7 @@ def is_description(root: Path, place: str) -> bool:
     return name != _INFO or is_saved or any(path.parent.glob("*.arrow"))
 
 
-def require_readable(folder: Path, option: str, entries: Sequence[TreeEntry]) -> None:
+def require_readable(folder: Path, option: str, entries: Sequence[Entry]) -> None:
     """Raise UsageError for a dataset whose splits would be mixed, or that holds tokens.
 
     option: that names the folder. entries: of a scan of it.
@@ -51,7 +55,7 @@ def require_readable(folder: Path, option: str, entries: Sequence[TreeEntry]) ->
             _require_text(folder / parent)
 
 
-def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[TreeEntry],
+def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[Entry],
                        ) -> None:
     """Raise UsageError if files of several splits of a DatasetDict would be read."""
     names = records.mapping(folder / parent / _SPLITS)["splits"]

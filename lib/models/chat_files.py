@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.core import manifest, records
+from lib.core import log, manifest, records
+from lib.core.errors import ArtifactError
 from lib.models.tokenizer import CHAT_TEMPLATE
 
 _GENERATION, _TOKENIZER, _MODEL = "generation_config.json", "tokenizer_config.json", "config.json"
@@ -30,14 +32,66 @@ def write(directory: Path, template: str, stops: Sequence[int]) -> None:
     generation = _read(directory / _GENERATION)
     if not generation:  # as transformers makes it of a model's config
         config = _read(directory / _MODEL)
-        config = config.get("text_config") or config
+        text = config.get("text_config")
+        config = text if isinstance(text, dict) and text else config
         generation = {name: config[name] for name in _IDS if config.get(name) is not None}
     before = generation.get(_EOS)
     ended = before if isinstance(before, list) else [] if before is None else [before]
+    ended = ended if is_id(before) else []
     generation[_EOS] = list(dict.fromkeys([*stops, *ended]))
     manifest.write_json(directory / _GENERATION, generation)
 
 
+def find_faults(directory: Path) -> list[str]:
+    """Return a sentence for each file of a model that says wrongly where a text ends.
+
+    Configs have to be JSON objects, and the special tokens in them ids.
+    """
+    found = []
+    for name in (_MODEL, _GENERATION, _TOKENIZER):
+        try:
+            content = _read(directory / name)
+        except ArtifactError as error:
+            found.append(f"{name}: {error.found}")
+            continue
+        if name != _TOKENIZER:
+            found += [f"{name}: {key} is {content[key]!r:.60}, and no id of a token"
+                      for key in _IDS if not is_id(content.get(key))]
+    return found
+
+
+def is_id(value: Any) -> bool:
+    """Return whether a value of a config is the id of a token, several of them, or none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return all(type(each) is int and each >= -1 for each in ids)  # -1 stands for none, too
+
+
+def copy_generation(source: Path, target: Path) -> bool:
+    """Copy how a model generates, without ids that are none; return whether there is such a file.
+
+    Raises ArtifactError when it is damaged.
+    """
+    if not (source / _GENERATION).exists():
+        return False
+    content = _read(source / _GENERATION)
+    if odd := [key for key in _IDS if not is_id(content.get(key))]:
+        log.warn(f"{source / _GENERATION}: left out {', '.join(odd)}, which is no id of a token")
+        manifest.write_json(target / _GENERATION,
+                            {key: value for key, value in content.items() if key not in odd})
+    else:
+        shutil.copyfile(source / _GENERATION, target / _GENERATION)
+    return True
+
+
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a file of JSON, empty where there is none."""
-    return dict(records.read_json(path)) if path.is_file() else {}
+    """Return the content of a file of JSON, empty where there is none.
+
+    Raises ArtifactError if it is not an object.
+    """
+    try:
+        content = records.read_json(path) if path.is_file() else {}
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+    except ValueError as error:
+        raise ArtifactError(f"{path} is damaged", found=str(error)) from None
+    return content

@@ -14,7 +14,7 @@ from typing import Any
 
 from lib.core import log, publish, units
 from lib.core.errors import ArtifactError, StageError
-from lib.models import architecture, keys, tokenizer
+from lib.models import architecture, chat_files, keys, tokenizer
 from lib.models.directory import rename_in_errors
 from lib.models.tensors import FLOATING, Headers, read_index
 
@@ -64,7 +64,8 @@ def examine(model_dir: Path, *, weights: bool, coming: Mapping[str, int] | None 
     config = architecture.read_config(model_dir, trust_code)
     model = architecture.build_on_meta(model_dir, trust_code=trust_code)
     headers = _read_headers(model_dir, coming or {}) if weights_known else Headers()
-    problems, dtype = headers.problems, str(config.dtype or "float32").removeprefix("torch.")
+    problems = headers.problems + chat_files.find_faults(model_dir)
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
     if weights and weights_known:
         plan = keys.plan_loading(model, headers.shapes)
         problems += plan.problems + keys.list_wrong_dtypes(model, plan, headers.dtypes)

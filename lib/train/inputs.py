@@ -20,7 +20,7 @@ from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.identity import differences
 from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
-from lib.models import directory, tokenizer
+from lib.models import chat_files, directory, tokenizer
 from lib.models.design import Design
 from lib.models.peft_adapter import PeftAdapter
 from lib.parallel import recompute
@@ -102,6 +102,9 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = stamps.take(directory.list_files(model_dir))
+    if faults := chat_files.find_faults(model_dir):
+        raise ArtifactError(f"the model {model_dir} is damaged", found="\n".join(faults),
+                            **directory.remedy(model_dir, "--overwrite"))
     source = chats.find_template(config, model_dir, corpora)
     fingerprints = {"model": directory.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),

@@ -11,6 +11,7 @@ from typing import Any
 from lib.checkpoints.contents import TrainRecord
 from lib.core import commands, hashing, log, manifest, verified
 from lib.core.errors import ArtifactError
+from lib.core.manifest import Remedy
 from lib.core.paths import Experiment
 from lib.models import directory
 from lib.parallel.layout import ParallelLayout, gather
@@ -45,13 +46,13 @@ def require_whole_model(config: Config, inputs: Inputs) -> Inputs:
         if config.lora_rank else inputs
 
 
-def _remedy(model_dir: Path, content: dict[str, Any]) -> dict[str, str]:
+def _remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
     """Return what brings the files of a model back, as parts of an error."""
     kind = str(content.get("kind", ""))
     if kind == directory.KIND:
-        return {**directory.remedy(model_dir, "--overwrite")}
+        return directory.remedy(model_dir, "--overwrite")
     if kind.startswith("export/"):
-        return {**manifest.remedy(content, "--overwrite", out=model_dir)}
+        return manifest.remedy(content, "--overwrite", out=model_dir)
     if kind:
         return {"run": commands.remade(model_dir)}
     if cached := _CACHED.search(model_dir.absolute().as_posix()):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.core.errors import ArtifactError
 from lib.models import chat_files
 
 
@@ -28,3 +29,43 @@ def test_generation_ends_where_answers_were_trained_to(tmp_path: Path, before: d
     assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {
         "bos_token": "<s>", "split_special_tokens": False}
+
+
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("generation_config.json", [1], "not a JSON object"), ("generation_config.json", "x", "object"),
+    ("config.json", 5, "not a JSON object"), ("tokenizer_config.json", [], "not a JSON object"),
+    ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id is 'x', and no id"),
+    ("generation_config.json", {"eos_token_id": [1, None]}, "eos_token_id is [1, None]"),
+    ("generation_config.json", {"pad_token_id": 1.5}, "pad_token_id is 1.5"),
+    ("generation_config.json", {"bos_token_id": True}, "bos_token_id is True"),
+    ("config.json", {"eos_token_id": {"id": 1}}, "eos_token_id is {'id': 1}"),
+    ("generation_config.json", b"{", "generation_config.json: ")])
+def test_configs_that_say_wrongly_where_a_text_ends(tmp_path: Path, name: str, content: object,
+                                                    says: str) -> None:
+    assert chat_files.find_faults(tmp_path) == []
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else
+                                  json.dumps(content).encode())
+    [fault] = chat_files.find_faults(tmp_path)
+    assert says in fault
+    if name == "generation_config.json" and isinstance(content, dict):
+        chat_files.write(tmp_path, "x", [7])
+        assert json.loads((tmp_path / name).read_text())["eos_token_id"] == [7]
+    elif name != "config.json":
+        with pytest.raises(ArtifactError, match="is damaged"):
+            chat_files.write(tmp_path, "x", [7])
+
+
+def test_an_export_has_no_ids_that_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture,
+                                            ) -> None:
+    source, target = tmp_path / "model", tmp_path / "out"
+    source.mkdir(), target.mkdir()
+    assert not chat_files.copy_generation(source, target)
+    for content, kept in (({"eos_token_id": [1, 2], "top_p": 0.9},) * 2,
+                          ({"eos_token_id": "x", "top_p": 0.9}, {"top_p": 0.9})):
+        (source / "generation_config.json").write_text(json.dumps(content))
+        assert chat_files.copy_generation(source, target)
+        assert json.loads((target / "generation_config.json").read_text()) == kept
+    assert "left out eos_token_id" in caplog.text
+    (source / "generation_config.json").write_text("[]")
+    with pytest.raises(ArtifactError, match="is damaged"):
+        chat_files.copy_generation(source, target)
