@@ -154,13 +154,7 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
     from lib.train.evaluation import Evaluation
     from lib.train.experiment import digests
     from lib.train.meters import Meters
-    from lib.train.model import (
-        first_weights,
-        settle_attention,
-        settle_experts,
-        shard,
-        update_device,
-    )
+    from lib.train.model import first_weights, settle_attention, shard, try_experts, update_device
     from lib.train.report import Report
     from lib.train.state import TrainState
     from lib.train.stop import StopRequest
@@ -194,7 +188,7 @@ def set_up(config: Config, experiment: Experiment, inputs: Inputs, model: PreTra
         journal.event("start", 0, ranks=layout.ranks)
     float8.rescale_with(optimizer, model)
     settle_attention(config, model, layout)
-    settle_experts(model, layout)
+    try_experts(model, layout)
     loss_sum = build_loss(model, layout, config.packing, compiler)
     meters = Meters(config, experiment, layout, work.flops, hardware.peak, memory_before,
                     state.step)

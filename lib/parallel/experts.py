@@ -220,7 +220,7 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
             and hasattr(getattr(module, "config", None), "_experts_implementation")]
 
 
-def choose(model: PreTrainedModel) -> None:
+def use_own_function(model: PreTrainedModel) -> None:
     """Let a model compute its experts by `NAME`, if its family leaves the choice."""
     if experts_modules(model):
         model.set_experts_implementation(NAME)

@@ -26,7 +26,7 @@ _NOISE = 0.02  # of the norm: more than two ways of rounding in half precision
 _Forward = Callable[..., Tensor]
 
 
-def settle(model: PreTrainedModel, layout: ParallelLayout) -> str:
+def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
     """Keep the pipeline's own function if it agrees with transformers'; return which is used, why.
 
     Empty for a model without experts that transformers' interface knows. All ranks must call this:

@@ -49,7 +49,7 @@ def build_model(config: Config, experiment: Experiment, inputs: Inputs,
                          attention.flash_or_auto(config.precision, shape))
     model = architecture.build_on_meta(inputs.model_dir, attention.choose(
         config.attention, config.packing, config.precision, shape), config.trust_remote_code)
-    experts.choose(model)
+    experts.use_own_function(model)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.seq_length is None:
         config = config.settled("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
@@ -175,7 +175,7 @@ def settle_attention(config: Config, model: PreTrainedModel, layout: ParallelLay
                                                      config.precision, layout.device))
 
 
-def settle_experts(model: PreTrainedModel, layout: ParallelLayout) -> None:
+def try_experts(model: PreTrainedModel, layout: ParallelLayout) -> None:
     """Decide which function computes the experts of a model that has any, and print which."""
-    if name := experts_trial.settle(model, layout):
+    if name := experts_trial.pick_function(model, layout):
         log.info(f"experts: {name}")

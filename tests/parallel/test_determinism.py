@@ -43,7 +43,7 @@ def test_a_model_has_no_operation_that_cuda_refuses(name: str, monkeypatch: pyte
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.bfloat16).train()
         tokens = torch.zeros(2, 16, dtype=torch.int64)
-    experts.choose(model)
+    experts.use_own_function(model)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     attention.ask_no_device(model, "concat", 16)
     with Strict():

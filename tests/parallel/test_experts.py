@@ -224,7 +224,7 @@ def test_a_model_trains_as_with_transformers(family: str, recompute: str, target
             nn.init.normal_(model.get_parameter(name), 0.0, 0.1)
     other = copy.deepcopy(model)
     other.set_experts_implementation("eager")
-    experts.choose(model)
+    experts.use_own_function(model)
     parallelize.wrap_blocks(model, recompute, None)
     (ours, found), (theirs, expected) = gradients(model), gradients(other)
     assert ours == pytest.approx(theirs, rel=1e-6)
@@ -246,7 +246,7 @@ def test_selective_checkpointing_computes_no_product_again(family: str, theirs: 
     """Also with biases, which transformers adds in place: it cannot keep those products."""
     model = make_model(family)
     assert products(copy.deepcopy(model)) == theirs
-    experts.choose(model)
+    experts.use_own_function(model)
     assert products(model) == 6
 
 
@@ -273,7 +273,7 @@ def test_the_product_for_compiled_code_is_torchs(is_transposed: bool) -> None:
 def test_compiled_blocks_have_no_break(monkeypatch: pytest.MonkeyPatch, family: str, backend: str,
                                        recompute: str) -> None:
     plain = make_model(family)
-    experts.choose(plain)
+    experts.use_own_function(plain)
     compiled = copy.deepcopy(plain)
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(
@@ -291,8 +291,9 @@ HERE = SimpleNamespace(device=torch.device("cpu"))
 @pytest.mark.parametrize("family", MODELS)
 def test_the_own_function_is_tried_and_taken(family: str) -> None:
     model = make_model(family)
-    experts.choose(model)
-    assert experts_trial.settle(model, HERE).startswith(f"{experts.NAME}, by grouped products")
+    experts.use_own_function(model)
+    line = experts_trial.pick_function(model, HERE)
+    assert line.startswith(f"{experts.NAME}, by grouped products")
     assert model.config._experts_implementation == experts.NAME
     assert not any("forward" in module.__dict__ for module in experts.experts_modules(model))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -302,9 +303,9 @@ def test_the_own_function_is_tried_and_taken(family: str) -> None:
 def test_a_model_without_experts_says_nothing_of_them() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     before = model.config._experts_implementation
-    experts.choose(model)
+    experts.use_own_function(model)
     assert model.config._experts_implementation == before
-    assert experts_trial.settle(model, HERE) == ""
+    assert experts_trial.pick_function(model, HERE) == ""
 
 
 def twice(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
@@ -333,10 +334,10 @@ def test_other_numbers_leave_experts_to_transformers(monkeypatch: pytest.MonkeyP
     """Also where blocks have been wrapped for selective checkpointing before."""
     model = make_model("gpt_oss")
     plain = copy.deepcopy(model)
-    experts.choose(model)
+    experts.use_own_function(model)
     parallelize.wrap_blocks(model, "selective", None)
     monkeypatch.setattr(experts, "combine", combine)
-    line = experts_trial.settle(model, HERE)
+    line = experts_trial.pick_function(model, HERE)
     assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
     assert said in line and "\n" not in line
     (ours, found), (theirs, expected) = gradients(model), gradients(plain)
@@ -352,7 +353,7 @@ def test_the_memory_plan_traces_it(family: str) -> None:
         model = AutoModelForCausalLM.from_config(MODELS[family](), dtype=torch.float32).train()
     case = Case(2, 2, 2, 64, "bf16", "none")
     theirs = Estimates(model).step(case).total
-    experts.choose(model)
+    experts.use_own_function(model)
     assert Estimates(model).step(case).total <= 1.01 * theirs
 
 
