@@ -99,8 +99,14 @@ class Head(NodeLauncher):
                 attempt.abandon()
         outcomes, lost = self._others_end([attempt.outcome()], members)
         self._history.progressed(self._newest())
-        return outcome.judge(outcomes, lost, self._new_state(), self.stop,
-                             has_begun, self._history)
+        state = self._new_state()
+        if self.gave_up and (verdict := outcome.judge_given_up(outcomes, state, self.since_save())):
+            return verdict
+        return outcome.judge(outcomes, lost, state, self.stop, has_begun, self._history)
+
+    def since_save(self) -> str:
+        newest = self._newest()
+        return f"since the checkpoint of step {newest:,}" if newest >= 0 else "so far"
 
     def _is_lost(self, node: int, members: dict[str, str]) -> bool:
         """Tell whether a node of this round is gone, or is back as another launcher."""
