@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     asked = connected(declared.read(JobOptions, opts), opts.cluster_name, opts.dry_run)
     kubectl = Kubectl(asked.namespace, asked.context)
-    typed = f"python {_SCRIPT} {shlex.join(commands.redacted_argv(argv))}"
+    typed = f"python {_SCRIPT} {commands.shell(*argv)}"
     if opts.command == "prepare":
         start(preparation.planned(with_image(asked), declared.read(RawText, opts), train, typed),
               kubectl, opts)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -71,7 +70,7 @@ def main(argv: list[str]) -> None:
                  if name.startswith("PET_")}  # torchrun would take them for its own options
     command = command_of(opts, train, operators)
     print(f"pod {platform.node()}, in {Path.cwd()}:\n  "
-          f"{shlex.join(commands.redacted_argv(command))}", flush=True)
+          f"{commands.shell(*command)}", flush=True)
     if opts.dry_run:
         return
     if KINDS[opts.kind].agent:

@@ -263,6 +263,14 @@ def test_the_token_is_never_a_value() -> None:
         in container["env"]
 
 
+def test_the_command_in_a_manifest_can_be_typed_again() -> None:
+    typed = ["render", *ASKED, "--token-secret", "hub", "--image-pull-secret=registry", *TRAIN]
+    first = launch(*typed).stdout
+    [line] = [line for line in first.splitlines() if line.startswith("# made by: ")]
+    words = shlex.split(line.removeprefix("# made by: "))[2:]
+    assert words == [str(word) for word in typed] and launch(*words).stdout == first
+
+
 def test_hyperpod_has_its_own_names_and_policies() -> None:
     [found] = manifests("render", "--kind", "hyperpod", *ASKED, "--spares", 1, "--min-nodes", 1,
                         "--slow-below", 20000, *TRAIN)

@@ -24,7 +24,10 @@ LAUNCHED_AS = "LAUNCHED_AS"
 _LAUNCHER, _TRAINER = "launch/single_node.sh", "04_train_fsdp.py"
 _RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
-SECRET = re.compile(r"token$|password|secret|api_key")
+_SECRET = re.compile(r"token$|password|secret|api_key")
+# The name or place of a secret is none, nor is a word of a vocabulary.
+_PUBLIC = re.compile(r"token_secret|image_pull_secret|.*_(?:name|file|path|dir|stdin)|"
+                     r"(?:additional_special|bos|cls|eos|mask|pad|sep|unk)_token")
 REDACTED = "[redacted]"
 _ANCESTORS = 6
 
@@ -145,18 +148,24 @@ def typed() -> list[str]:
     return _launched(above) or above or [*_program(), *sys.argv[1:]]
 
 
+def is_secret(name: str) -> bool:
+    """Return whether the value of an option or a field is a secret, by its name."""
+    name = name.lstrip("-").replace("-", "_").lower()
+    return bool(_SECRET.search(name)) and not _PUBLIC.fullmatch(name)
+
+
 def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
     """Return a command line with the values of secret options replaced."""
     shown: list[str] = []
     hide_next = False
     for argument in argv:
         name, equals, _ = argument.partition("=")
-        is_secret = name.startswith("--") and bool(SECRET.search(name.replace("-", "_")))
+        hides = name.startswith("--") and is_secret(name)
         if hide_next:
             shown.append(instead)
         else:
-            shown.append(name + "=" + instead if is_secret and equals else argument)
-        hide_next = is_secret and not equals
+            shown.append(name + "=" + instead if hides and equals else argument)
+        hide_next = hides and not equals
     return shown
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lib.core import commands, config_file, elsewhere, help_text, records, unknown
-from lib.core.commands import REDACTED, SECRET
+from lib.core.commands import REDACTED, is_secret
 from lib.core.errors import Problems, StageError, UsageError, together
 
 Options = argparse.Namespace
@@ -177,7 +177,7 @@ class Parser(argparse.ArgumentParser):
 
     def _as_arguments(self, flag: str, value: Any, config: Path) -> list[str]:
         action = self._option_string_actions[flag]
-        shown = REDACTED if SECRET.search(action.dest) else repr(value)
+        shown = REDACTED if is_secret(action.dest) else repr(value)
         if flag == "--config" or isinstance(value, dict):
             raise UsageError(f"{config}: {flag[2:]!r} takes a plain value, got {shown}")
         if value is None:
@@ -208,7 +208,7 @@ def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
 def resolved(options: Options) -> dict[str, Any]:
     """Return the options as plain values to store: paths as strings, secrets redacted."""
     def plain(key: str, value: Any) -> Any:
-        if value is not None and SECRET.search(key):
+        if value is not None and is_secret(key):
             return REDACTED
         return str(value) if isinstance(value, Path) else value
     return {key: plain(key, value) for key, value in vars(options).items()}
