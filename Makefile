@@ -70,7 +70,7 @@ FINISH_kubernetes = $(POD) deploy $(POD_JOB) -- $(TRAIN)
 STATUS_local = $(ANY_PY) launch/monitor.py $(RUN) --once
 STATUS_slurm = squeue --me --name=$(NAME) && $(STATUS_local)
 STATUS_kubernetes = $(POD) status $(POD_JOB)
-LOGS_local = tail -n 40 -F $(RUN)/logs/rank_00000.log
+LOGS_local = $(ANY_PY) launch/monitor.py $(RUN) --log
 LOGS_slurm = $(LOGS_local)
 LOGS_kubernetes = $(POD) logs $(POD_JOB) --follow on
 STOP_local = $(ANY_PY) launch/stop.py $(RUN)

@@ -81,7 +81,7 @@ def test_make_alone_tells_the_verbs(place: Path):
 
 def test_a_run_is_a_name_or_its_directory(place: Path):
     for verb, command in (("status", "monitor.py outputs/e --once"), ("stop", "stop.py outputs/e"),
-                          ("logs-follow", "outputs/e/logs/rank_00000.log")):
+                          ("logs-follow", "monitor.py outputs/e --log")):
         for spelled in ("e", "outputs/e", "outputs/e/"):
             assert command in make(place, "-n", verb, f"EXP={spelled}")
     assert "--job-name e " in make(place, "-n", "run", "LAUNCHER=slurm", "EXP=outputs/e/")
@@ -128,6 +128,7 @@ def test_the_pods_take_what_make_gives_them(place: Path, verb: str):
 def test_status_stop_and_log_of_a_run(place: Path):
     assert "there is no run" in make(place, "status", expect=2)
     assert "there is no run" in make(place, "stop", expect=2)
+    assert "there is no run" in make(place, "logs-follow", expect=2)
     run = place / "outputs" / "exp"
     (run / "logs").mkdir(parents=True)
     (run / "logs" / "rank_00000.log").write_text("a line\n")

@@ -11,7 +11,7 @@ from launch.supervision.attempt import Attempt, NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
 from launch.supervision.node import OTHERS_LEAVE_WITHIN_S, TELL_AFTER_S, NodeLauncher
 from launch.supervision.outcome import History, NodeOutcome, Verdict
-from lib.core import paths, records, units
+from lib.core import paths, run_records, units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.paths import Experiment
 
@@ -170,7 +170,7 @@ class Head(NodeLauncher):
             return ""
 
     def _state(self) -> dict[str, Any]:
-        return records.mapping(self._experiment.state)
+        return run_records.state(self._experiment.state)
 
     def _new_state(self) -> dict[str, Any]:
         """Return state.json if this round has written it."""

@@ -15,7 +15,7 @@ from launch.supervision.attempt import Attempt, NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
 from launch.supervision.outcome import EXIT_INTERRUPTED, NodeOutcome
 from lib.core import units
-from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError
+from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, visible
 
 TELL_AFTER_S = 10.0
 OTHERS_LEAVE_WITHIN_S = 30.0
@@ -55,7 +55,7 @@ class NodeLauncher(ABC):
 
     def say(self, text: str) -> None:
         who = "launcher" if self.board.directory is None else f"launcher (node {self.board.node})"
-        print(f"{who}: {text}", flush=True)
+        print(visible(f"{who}: {text}"), flush=True)
 
     def turn(self, others: range, phase: str, **facts: Any) -> None:
         """Wait a moment, read the notes of others and write one's own."""

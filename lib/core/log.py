@@ -52,7 +52,8 @@ class _RankFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with self._may_fail:
-            self._file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+            text = visible(self.format(record))
+            self._file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 class Tolerated:
