@@ -16,7 +16,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, differences, in_lines
 from lib.core.paths import Experiment
 from lib.models import directory, prepared
-from lib.train import journal
+from lib.train import chats, journal
 from lib.train.config import Config
 
 TEMPLATE = "chat template"  # an input of runs on conversations
@@ -86,12 +86,7 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
                          found=in_lines(other), hint="keep these options, or begin another run "
                                                      "from an export of this one")
     if changed and not with_changes and any(each.name == TEMPLATE for each in changed):
-        raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
-                         hint="use another --experiment-name, --overwrite to start this one anew "
-                              "(the old one is kept aside), --resume-with-changes to go on all the "
-                              "same, or the text that the chat template had: "
-                              f"{where / 'model' / 'chat_template.jinja'} holds it, with BOS in "
-                              "front where the tokenizer would add one")
+        raise _other_template(changed, earlier, where)
     may_change = not any(each.name in _OF_TENSORS for each in changed)
     if changed and not with_changes:
         raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
@@ -101,6 +96,24 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
                          run=commands.with_options("--config", where / "config.yaml")
                          if (where / "config.yaml").exists() else "")
     return changed
+
+
+def _other_template(changed: list[Difference], earlier: dict[str, Any], where: Path) -> UsageError:
+    """Return the error for a run on conversations that another template would render now."""
+    ways = "use another --experiment-name, --overwrite to start this one anew (the old one is " \
+           "kept aside), or --resume-with-changes to go on all the same"
+    kept = chats.kept_template([where / "model"], earlier["inputs"].get(TEMPLATE))
+    if kept is None:
+        return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
+                          hint=ways)
+    own = ("--chat-template", kept.path)
+    if any(each.name != TEMPLATE for each in changed):
+        run = commands.with_options("--config", where / "config.yaml", *own)
+        return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
+                          hint=f"{ways}, or the settings that it has:", run=run)
+    return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
+                      hint=f"{ways}, or the template that it has:",
+                      run=commands.as_typed(*own, drop=own[:1]))
 
 
 def with_samples(facts: dict[str, Any], now: dict[str, Any], samples: int | None,

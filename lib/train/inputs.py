@@ -101,7 +101,10 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = stamps.take(directory.list_files(model_dir))
-    source = chats.find_template(config, model_dir, corpora)
+    of_named = [named.path.parent.parent / experiment.model.name] if named else []
+    begun_with = chats.kept_template([experiment.model, *of_named],
+                                     identity.get("inputs", {}).get(earlier.TEMPLATE))
+    source = chats.find_template(config, model_dir, corpora, begun_with)
     fingerprints = {"model": directory.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(_shards_identity(config, shards) if shards
