@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.common import collectives
+from launch.common import at_work, collectives
 from lib.core import lease, run_records
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment, step_of
@@ -32,8 +32,11 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def require(experiment: Experiment) -> None:
-    """Raise UsageError, which names the runs there are, when there is none of that name."""
-    if not experiment.root.is_dir():
+    """Raise UsageError, which names the runs there are, when there is none of that name.
+
+    One that a process prepares for the first time counts, though it has no directory yet.
+    """
+    if not experiment.root.is_dir() and not at_work.process_on(experiment.root.resolve())[0]:
         beside = experiment.root.parent
         there = sorted(path.name for path in beside.glob("[!.]*") if path.is_dir())
         raise UsageError(f"there is no run {experiment.root}",
@@ -122,8 +125,10 @@ class RunFiles:
         if not said:
             if record and self._is_held(record):
                 return Standing("starting", True)
-            return Standing("stopped before its first step" if self.experiment.config.exists()
-                            else "not begun")
+            if self.experiment.config.exists():
+                return Standing("stopped before its first step")
+            process, _ = at_work.process_on(self.experiment.root)
+            return Standing(f"being prepared by process {process}" if process else "not begun")
         if said != "running":
             return Standing(said)
         who = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
