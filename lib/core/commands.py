@@ -73,6 +73,11 @@ def script(name: str, *words: object) -> str:
     return _joined([_python(), path_of(name), *map(str, words)])
 
 
+def python(*words: object) -> str:
+    """Return a command of the interpreter that runs this."""
+    return _joined([_python(), *map(str, words)])
+
+
 def module(name: str, *words: object) -> str:
     """Return the command that runs a module of this project, which needs its directory."""
     where = Path(path_of("lib")).parent
@@ -85,6 +90,23 @@ def train(*words: object) -> str:
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (launcher := _launcher()):
         return _joined([*launcher, "--", *map(str, words)])
     return _joined([*_torchrun(), path_of(_TRAINER), *map(str, words)])
+
+
+def on_ranks(count: int) -> str:
+    """Return the command that was typed, with so many ranks on this machine; "" where unknown."""
+    words = typed()
+    first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
+    if first is not None:
+        value = [words[first].partition("=")[0] + f"={count}"]
+        return _joined(words[:first] + value + words[first + (1 if "=" in words[first] else 2):])
+    if LAUNCHED_AS in os.environ:
+        is_ours = Path(words[0]).name in (Path(_LAUNCHER).name, "multi_node.sh")
+        return _joined([words[0], "--nproc-per-node", str(count), *words[1:]]) if is_ours else ""
+    at = next((i for i, word in enumerate(words) if Path(word).name == _TRAINER), None)
+    if at is None:
+        return ""
+    program = words[:at] if _torchrun_above() else _torchrun()
+    return _joined([*program, "--nproc-per-node", str(count), *words[at:]])
 
 
 def pip_install(*words: object) -> str:

@@ -16,7 +16,7 @@ from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
-from lib.models import hf_cache, prepared
+from lib.models import hf_cache, prepared, unread_weights
 from lib.models.prepared import HOW, KIND
 
 CONFIG = "config.json"
@@ -51,6 +51,7 @@ def find(name: str | None, cache_dir: Path, why: str = "") -> Path:
     target = models_root(cache_dir) / model_dir_name(name)
     if (target / MANIFEST).is_file():
         return _check_prepared(target)
+    _require_read(path)
     snapshot = None if target.is_dir() else _find_whole_snapshot(name)
     if snapshot is None:
         raise _nothing(name, path, target, cache_dir)
@@ -80,7 +81,7 @@ def _check_directory(path: Path, why: str = "") -> Path:
     if any(PARTIAL in part for part in path.resolve().parts[-2:]):
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
-        _require_no_pickles(path)
+        _require_read(path)
         tell(path, f"{why}, made elsewhere (no {MANIFEST}), taken as it is")
         return path
     other = manifest.read_if_any(path)
@@ -90,14 +91,10 @@ def _check_directory(path: Path, why: str = "") -> Path:
     return _check_prepared(path, why)
 
 
-def _require_no_pickles(path: Path) -> None:
-    """Raise UsageError for pickled weights: without them, it would be trained from scratch."""
-    pickles = sorted(found.name for found in path.glob("pytorch_model*.bin"))
-    if pickles and not has_weights(path):
-        raise UsageError(f"the weights of {path} are pickles, which are not read here",
-                         expected=f"{WEIGHTS}, as `save_pretrained` writes it now",
-                         found=", ".join(pickles[:5]),
-                         hint="stage 03 converts those of the Hub, with --allow-pickle")
+def _require_read(path: Path) -> None:
+    """Raise for weights that are not read here: without them, it would be trained from scratch."""
+    if not has_weights(path) and (error := unread_weights.find_error(path)):
+        raise error
 
 
 def _check_prepared(directory: Path, why: str = "") -> Path:
