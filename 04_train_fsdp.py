@@ -79,7 +79,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     """Do what the options say: a plan, the tokens, or all of a run."""
     from lib.parallel import gpus
     from lib.parallel.layout import meet, settle_allocator
-    from lib.train import fitting, overview, resume
+    from lib.train import fitting, overview, resume, unused_gpus
     from lib.train.data import prepare_data
     from lib.train.model import build_model
     from lib.train.model_files import require_begun_base, require_whole_model
@@ -90,6 +90,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     gpus.settle(config.device)
     if not (config.prepare_only or config.plan_gpus):
         gpus.require(config.dry_run)
+        unused_gpus.note(config.device)
     config, model = build_model(config, experiment, inputs)
     config, fit = fitting.settle(config, inputs, model)
     if config.dry_run:
