@@ -63,6 +63,7 @@ def main(argv: list[str]) -> None:
     from lib.train import checks, earlier, launches
     from lib.train.inputs import find_inputs, is_complete, model_from_scratch, settle
 
+    log.show_times(not (config.dry_run or config.prepare_only))
     experiment = Experiment(config.save_dir, config.experiment_name)
     if launches.has_begun(experiment):
         config = launches.act_once(config)

@@ -304,7 +304,9 @@ def test_log_rules_match_what_a_run_prints() -> None:
         assert not re.match(hang["logPattern"], said["line"])
     assert re.match(rules("--slow-below", 20000, *TRAIN)["slow"]["logPattern"],
                     said["dict"])[1] == "6404"
-    assert re.match(hang["stopPattern"], "done: 1,000 steps, 8,192,000 tokens")
+    for before in ("", "16:29:56 [rank=0] "):
+        assert re.match(hang["stopPattern"], f"{before}done: 1,000 steps, 8,192,000 tokens")
+    assert not re.match(hang["stopPattern"], "16:29:56 [rank=0] step 3/9: abandoned: x")
     assert 'f"done: ' in (ROOT / "lib" / "train" / "report.py").read_text()
 
 
