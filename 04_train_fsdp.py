@@ -91,7 +91,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     gpus.settle(config.device)
     if not (config.prepare_only or config.plan_gpus):
         gpus.require(config.dry_run)
-        unused_gpus.note(config.device)
+        unused_gpus.note(config.device, config.cpu_offload)
     config, model = build_model(config, experiment, inputs)
     config, fit = fitting.settle(config, inputs, model)
     if config.dry_run:

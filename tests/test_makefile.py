@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,20 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
     assert "step 20 of 20" in make(place, "status", "EXP=test-quick")
     said = make(place, "validate-setup")
     assert "hf_datasets/test-quick: whole" in said and ".cache/models/test-quick: whole" in said
+
+
+def test_a_missing_package_is_an_error_only_where_nothing_goes_without_it(
+        monkeypatch: pytest.MonkeyPatch):
+    """docs/dependencies.md says of each what happens without it."""
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(validate.metadata, "version", absent)
+    severities = {found.check: found.severity for found in validate._packages()}
+    table = (ROOT / "docs" / "dependencies.md").read_text().partition("requirements-optional")[0]
+    needed = {name for names, without in re.findall(r"^\| ([\w, -]+) \|.*\| ([^|]*) \|$", table,
+                                                    re.MULTILINE)
+              for name in names.split(", ") if "need" in without}
+    for name, severity in severities.items():
+        if name != "packages":
+            assert severity == ("error" if name in needed else "warning"), name

@@ -52,7 +52,7 @@ def find(name: str | None, cache_dir: Path, why: str = "") -> Path:
     if (target / MANIFEST).is_file():
         return _check_prepared(target)
     _require_read(path)
-    snapshot = None if target.is_dir() else _find_whole_snapshot(name)
+    snapshot = None if target.is_dir() else find_whole_snapshot(name)
     if snapshot is None:
         raise _nothing(name, path, target, cache_dir)
     tell(snapshot, ", a snapshot in the Hugging Face cache, taken as it is")
@@ -130,7 +130,7 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
     cached = [path.name.removeprefix("models--").replace("--", "/")
               for path in sorted(hf_cache.find().glob("models--*"))]
-    if whole := [name for name in cached if _find_whole_snapshot(name)]:
+    if whole := [name for name in cached if find_whole_snapshot(name)]:
         found.append(f"whole in the Hugging Face cache {hf_cache.find()}: {', '.join(whole)}")
     if hf_cache.find_snapshot(name):
         found.append(f"the Hugging Face cache {hf_cache.find()} holds only a part of {name}")
@@ -284,7 +284,7 @@ def _digest_header(path: Path) -> str:
         return hashing.bytes_digest(file.read(min(length, 1 << 26)), "sha256")
 
 
-def _find_whole_snapshot(name: str) -> Path | None:
+def find_whole_snapshot(name: str) -> Path | None:
     """Return the snapshot of a model at `main` when config and all safetensors are there."""
     found = hf_cache.find_snapshot(name)
     is_whole = found and (found / CONFIG).is_file() and not list_missing_weights(found)

@@ -66,3 +66,12 @@ def test_without_torchrun_and_with_a_launcher(said) -> None:
 def test_nothing_is_said_where_all_are_used_or_none_is_wanted(said) -> None:
     assert not said("torchrun", "--nproc-per-node", "8", STAGE, ranks=8)
     assert not said("torchrun", STAGE, device="cpu")
+
+
+def test_an_offload_without_a_gpu_is_remarked_upon(capsys: pytest.CaptureFixture) -> None:
+    log.setup()
+    for device in ("cpu", "auto") if not torch.cuda.is_available() else ("cpu",):
+        unused_gpus.note(device, cpu_offload=True)
+        assert "--cpu-offload changes nothing here" in capsys.readouterr().out
+    unused_gpus.note("cpu")
+    assert not capsys.readouterr().out
