@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -152,9 +151,9 @@ def fetch_model(opts: options.Options) -> None:
         return
 
     # Ask the Hub, and refuse what cannot be trained before the large files come.
-    from lib.hub.fetch import RemoteModel
+    from lib.hub.fetch import RemoteModel, mention_cache_in_errors
 
-    with tempfile.TemporaryDirectory() as preview, _told_of_the_cache(name):
+    with tempfile.TemporaryDirectory() as preview, mention_cache_in_errors(name):
         model = RemoteModel.look_up(name, revision, Path(preview), token=opts.token or "",
                                     allow_pickle=opts.allow_pickle,
                                     trust_code=opts.trust_remote_code)
@@ -177,22 +176,6 @@ def fetch_model(opts: options.Options) -> None:
              f"{model.describe_checks()}")
     facts.print(target, training.rows())
     log.info(f"next: {next_command(opts, name)}")
-
-
-@contextmanager
-def _told_of_the_cache(name: str) -> Iterator[None]:
-    """Add to the error of a Hub that gives no answer that this machine holds the model anyway."""
-    from lib.hub.client import OutOfReachError
-
-    try:
-        yield
-    except OutOfReachError as error:
-        if found := directory.find_whole_snapshot(name):
-            there = f"whole in the Hugging Face cache: {found}"
-            way = f"stage 04 takes it from that cache, without stage 03: -m {name}"
-            error.found = f"{error.found}\n{there}".strip()
-            error.hint = f"{way}\n{error.hint}".strip()
-        raise
 
 
 def fetch_dataset(opts: options.Options) -> None:
