@@ -151,9 +151,9 @@ def fetch_model(opts: options.Options) -> None:
         return
 
     # Ask the Hub, and refuse what cannot be trained before the large files come.
-    from lib.hub.fetch import RemoteModel
+    from lib.hub.fetch import RemoteModel, mention_cache_in_errors
 
-    with tempfile.TemporaryDirectory() as preview:
+    with tempfile.TemporaryDirectory() as preview, mention_cache_in_errors(name):
         model = RemoteModel.look_up(name, revision, Path(preview), token=opts.token or "",
                                     allow_pickle=opts.allow_pickle,
                                     trust_code=opts.trust_remote_code)

@@ -65,6 +65,7 @@ def main(argv: list[str]) -> None:
     from lib.train import checks, earlier, launches
     from lib.train.inputs import find_inputs, is_complete, model_from_scratch, settle
 
+    log.show_times(not (config.dry_run or config.prepare_only))
     experiment = Experiment(config.save_dir, config.experiment_name)
     if launches.has_begun(experiment):
         config = launches.act_once(config)
@@ -81,7 +82,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     """Do what the options say: a plan, the tokens, or all of a run."""
     from lib.parallel import gpus
     from lib.parallel.layout import meet, settle_allocator
-    from lib.train import fitting, overview, resume
+    from lib.train import fitting, overview, resume, unused_gpus
     from lib.train.data import prepare_data
     from lib.train.model import build_model
     from lib.train.model_files import require_begun_base, require_whole_model
@@ -92,6 +93,7 @@ def prepare_and_train(config: Config, experiment: Experiment, inputs: Inputs) ->
     gpus.settle(config.device)
     if not (config.prepare_only or config.plan_gpus):
         gpus.require(config.dry_run)
+        unused_gpus.note(config.device, config.cpu_offload)
     config, model = build_model(fitting.default_batch(config, inputs), experiment, inputs)
     config, fit = fitting.settle(config, inputs, model)
     if config.dry_run:

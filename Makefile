@@ -10,7 +10,8 @@
 # make memory-table        what training known models takes of each GPU, as README has it
 # make bench               every other benchmark, one after the other (the better part of an hour)
 # make validate-framework  Python, packages, imports, offline guard, a small sharded step
-# make validate-setup      this machine, and everything that is prepared here
+# make validate-setup      this machine and everything that is prepared here, or the cluster of
+#                          LAUNCHER=kubernetes
 # make test-quick          a run of about a minute from raw text to an export, with LAUNCHER
 # make run                 train: EXP, DATASET, MODEL, ARGS, with LAUNCHER
 # make status              how that run is doing             make logs-follow   its log, line by line
@@ -59,6 +60,14 @@ POD_JOB = --kind $(KIND) --job-name $(NAME) --nodes $(NODES) \
 # The demo shows two ranks also on a CPU; GPUs have one each.
 DEMO_RANKS = $(addprefix --nproc-per-node ,$(or $(NPROC),$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,2)))
 
+# Of Slurm's nodes, launch/preflight.py tells when it is started on them.
+define CHECK_local
+$(ANY_PY) launch/preflight.py
+$(ANY_PY) launch/validate.py setup
+endef
+CHECK_slurm = $(CHECK_local)
+CHECK_kubernetes = $(POD) validate $(POD_JOB)
+
 START_local = $(LOCAL) -- $(TRAIN)
 START_slurm = $(SLURM) launch/slurm.sbatch $(TRAIN)
 START_kubernetes = $(POD) apply $(POD_JOB) -- $(TRAIN)
@@ -70,7 +79,7 @@ FINISH_kubernetes = $(POD) deploy $(POD_JOB) -- $(TRAIN)
 STATUS_local = $(ANY_PY) launch/monitor.py $(RUN) --once
 STATUS_slurm = squeue --me --name=$(NAME) && $(STATUS_local)
 STATUS_kubernetes = $(POD) status $(POD_JOB)
-LOGS_local = tail -n 40 -F $(RUN)/logs/rank_00000.log
+LOGS_local = $(ANY_PY) launch/monitor.py $(RUN) --log
 LOGS_slurm = $(LOGS_local)
 LOGS_kubernetes = $(POD) logs $(POD_JOB) --follow on
 STOP_local = $(ANY_PY) launch/stop.py $(RUN)
@@ -170,8 +179,7 @@ validate-framework:
 	$(ANY_PY) launch/validate.py framework
 
 validate-setup:
-	$(ANY_PY) launch/preflight.py
-	$(ANY_PY) launch/validate.py setup
+	$(CHECK_$(LAUNCHER))
 
 # Its own names, so that nothing of yours is touched; a second time it starts from nothing again.
 test-quick: $(VENV)/installed

@@ -5,7 +5,8 @@
   python launch/cluster.py validate --kind hyperpod --cluster-name my-eks --pvc fsx-claim
   python launch/cluster.py describe                   # nodes, devices, storage, quotas, operators
 
-Asks kubectl, in the context that it would use by itself, and changes nothing. Where the AWS command
+Asks kubectl, in the context that it would use by itself or that of --cluster-name, and changes
+nothing. Where the AWS command
 line is installed, EKS and HyperPod are asked too. Every finding has a severity and a remedy. Exit
 code: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2 without kubectl.
 """
@@ -43,7 +44,8 @@ def parse(argv: list[str]) -> Options:
                              "(default: validate)")
     where = parser.add_argument_group("the cluster")
     where.add_argument("--cluster-name", default="", metavar="NAME",
-                       help="EKS cluster, for what AWS tells (default: that of the context)")
+                       help="EKS cluster, which the kubeconfig must have (default: that of "
+                            "--context)")
     where.add_argument("--region", default="", metavar="NAME",
                        help="AWS region (default: that of the context, or of the AWS settings)")
     where.add_argument("--validate-components", type=options.on_off, default=True, nargs="?",
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> None:
     if asked.instance_type:
         asked.check_type(problems)
     problems.raise_if_any()
-    kube = Kubectl(asked.namespace, asked.context)
+    kube = Kubectl(asked.namespace, _context(asked, opts))
     if opts.dry_run:
         _plan(asked, kube)
         return
@@ -77,6 +79,16 @@ def main(argv: list[str]) -> None:
         return
     findings.report(_judge(kube, asked, eks, opts.validate_components, opts.auto_fix), opts,
                     "this cluster")
+
+
+def _context(asked: JobNeeds, opts: Options) -> str:
+    """Return the context of the cluster that is asked about, empty for the current one."""
+    if not opts.cluster_name or not (opts.validate_components or opts.action == "describe"):
+        return asked.context
+    if asked.context:
+        aws.require_same_cluster(asked.context, opts.cluster_name)
+        return asked.context
+    return aws.context_of(opts.cluster_name, opts.region, fetch=False)
 
 
 def validate(kube: Kubectl, asked: JobNeeds, eks: tuple[str, str]) -> list[Finding]:

@@ -8,16 +8,18 @@
   python launch/kubernetes.py render --job-name exp --nodes 2 --instance-type p5.48xlarge \\
       --image REGISTRY/train:1 -- -d c4 -m meta-llama/Llama-3.1-8B --global-batch-size 256
   python launch/kubernetes.py status|logs|stop --kind trainjob --job-name exp
+  python launch/kubernetes.py validate --kind trainjob --job-name exp --nodes 2
 
   from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
 
 prepare makes data, model and tokens on the volume of --pvc, which holds hf_datasets, .cache and
-outputs; render prints or writes the manifest; apply submits it; deploy checks the cluster, makes
-the secret of HF_TOKEN, submits, shows the log, and on a failure finds the cause, applies or names
-the cure and tries again. What stands behind `--` are options of 04_train_fsdp.py; -e is the job's
-name unless it is given, and what --config names is read here. Where nothing says what to train, it
-is a 1B from scratch on c4 (recipes/scratch-1b-g5.yaml). The image is the last that was built here,
-and the cluster is asked for the instance type, unless they are given.
+outputs; validate asks whether the cluster is ready for the job, as launch/cluster.py does, and
+exits with 6 where it is not; render prints or writes the manifest; apply submits it; deploy checks
+the cluster, makes the secret of HF_TOKEN, submits, shows the log, and on a failure finds the cause,
+applies or names the cure and tries again. What stands behind `--` are options of 04_train_fsdp.py;
+-e is the job's name unless it is given, and what --config names is read here. Where nothing says
+what to train, it is a 1B from scratch on c4 (recipes/scratch-1b-g5.yaml). The image is the last
+that was built here, and the cluster is asked for the instance type, unless they are given.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
-from launch.cluster import eks_of, manage_eks_cluster  # noqa: E402
+from launch.cluster import eks_of, manage_eks_cluster, validate  # noqa: E402
 from launch.common import aws, findings, stage_04  # noqa: E402
 from launch.common.raw_text import RawText  # noqa: E402
 from launch.images import last  # noqa: E402
@@ -52,7 +54,7 @@ from lib.train.config import Config  # noqa: E402
 
 __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
 
-COMMANDS = ("prepare", "render", "apply", "deploy", "status", "logs", "stop")
+COMMANDS = ("validate", "prepare", "render", "apply", "deploy", "status", "logs", "stop")
 _STARTING = ("prepare", "render", "apply", "deploy")
 _SCRIPT = "launch/kubernetes.py"
 
@@ -100,7 +102,10 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     asked = connected(declared.read(JobOptions, opts), opts.cluster_name, opts.dry_run)
     kubectl = Kubectl(asked.namespace, asked.context)
-    typed = f"python {_SCRIPT} {shlex.join(commands.redacted_argv(argv))}"
+    typed = f"python {_SCRIPT} {commands.shell(*argv)}"
+    if opts.command == "validate":
+        judge(asked, kubectl, opts)
+        return
     if opts.command == "prepare":
         start(preparation.planned(with_image(asked), declared.read(RawText, opts), train, typed),
               kubectl, opts)
@@ -122,8 +127,8 @@ def connected(asked: JobOptions, cluster_name: str, dry_run: bool = False) -> Jo
     if cluster_name and asked.context:
         raise UsageError(f"--cluster-name {cluster_name} and --context {asked.context} both name a "
                          "cluster", expected="one of them")
-    return replace(asked, context=aws.context_of(cluster_name)) \
-        if cluster_name and not dry_run else asked
+    return replace(asked, context=aws.context_of(cluster_name, fetch=not dry_run)) \
+        if cluster_name else asked
 
 
 def with_image(asked: JobOptions) -> JobOptions:
@@ -198,6 +203,21 @@ def _command(command: str, job: JobOptions) -> str:
     """Return a command of this script about the same job."""
     names = {name: getattr(job, name) for name in ("kind", "namespace", "job_name", "context")}
     return commands.script(_SCRIPT, command, *commands.as_words(names))
+
+
+def judge(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:
+    """Say whether the cluster is ready for the job; findings.NotReady when it is not."""
+    if opts.dry_run:
+        print(*kubectl.command("get", "…", "-o", "json"))
+        return
+    problems = Problems()
+    asked.check_names(problems)
+    if asked.instance_type:
+        asked.check_type(problems)
+    problems.raise_if_any()
+    found = validate(kubectl, asked, eks_of(kubectl, opts.cluster_name, ""))
+    findings.show(found)
+    findings.conclude(found, findings.ERROR, "this cluster")
 
 
 def status(asked: JobOptions, kubectl: Kubectl, opts: Options) -> None:

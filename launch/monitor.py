@@ -5,6 +5,7 @@ While it runs, what the GPUs of this machine do is shown too, where there is nvi
 
   python launch/monitor.py outputs/exp            live in a terminal, until complete or Ctrl-C
   python launch/monitor.py outputs/exp --once     one look, also for a log or a mail
+  python launch/monitor.py outputs/exp --log      what rank 0 logs, from its last lines on
 
 Reads state.json, metrics.jsonl, events.jsonl, logs/ and lock.json, on any machine that sees them,
 and changes nothing. Exit codes: 0; 2 when there is no such run.
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.common import run_files
 from launch.common.run_files import Row, RunFiles
-from lib.core import nvidia, options, paths, stage, units
+from lib.core import nvidia, options, paths, run_records, stage, units
 from lib.core.options import Options
 from lib.train.console import mean_loss
 
@@ -35,6 +36,7 @@ _CURVE_ROWS = 8
 _RECENT = 20  # rows that are looked at for a slow rank
 _STRAGGLER = 1.2  # times the usual rank
 _LABEL = 13
+_LOG_LINES, _LOG_BYTES = 40, 64 << 10
 _MIB = 1 << 20
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
@@ -43,6 +45,8 @@ def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
     run_files.add_option(parser)
     parser.add_argument("--once", action="store_true", help="look once and end")
+    parser.add_argument("--log", action="store_true",
+                        help="show the log of rank 0 as it grows, until complete or Ctrl-C")
     parser.add_argument("--every", type=options.positive, default=2.0, metavar="S",
                         help="seconds between looks")
     return parser.parse(argv)
@@ -50,11 +54,14 @@ def parse(argv: list[str]) -> Options:
 
 def main(argv: list[str]) -> None:
     wanted = parse(argv)
-    live = sys.stdout.isatty() and not wanted.once
+    live = sys.stdout.isatty() and not (wanted.once or wanted.log)
     experiment = paths.existing_experiment(wanted.experiment)
     if not live:
         run_files.require(experiment)
     run = RunFiles(experiment.root.resolve())
+    if wanted.log:
+        _follow_log(run, max(0.2, wanted.every))
+        return
     if live:
         _follow(run, max(0.2, wanted.every))
     run.update()
@@ -78,6 +85,26 @@ def _follow(run: RunFiles, every: float) -> None:
     finally:
         sys.stdout.write(_LEAVE)
         sys.stdout.flush()
+
+
+def _follow_log(run: RunFiles, every: float) -> None:
+    """Print the last lines of rank 0's log, and what is added to it until the run is complete."""
+    signal.signal(signal.SIGTERM, _end)
+    log = run_files.GrowingFile(run.experiment.rank_log(0), _LOG_BYTES)
+    try:
+        lines = log.read()[0][-_LOG_LINES:]
+        if not lines:
+            print(f"nothing is logged in {run.experiment.root} yet", flush=True)
+        while True:
+            run.update()
+            for line in lines:
+                print(run_records.one_line(line.decode("utf-8", "replace")), flush=True)
+            if run.is_over():
+                return
+            time.sleep(every)
+            lines = log.read()[0]
+    except KeyboardInterrupt:
+        pass
 
 
 def _end(number: int, frame: object) -> NoReturn:
@@ -105,7 +132,7 @@ def page(run: RunFiles, width: int) -> list[str]:
         lines += _gpus()
     if warnings := run.warnings():
         lines += ["", "warnings", *(f"  {text}" for text in warnings)]
-    return lines
+    return [run_records.one_line(line) for line in lines]  # a name of a directory is text as well
 
 
 def _gpus() -> list[str]:
@@ -136,7 +163,7 @@ def _progress(run: RunFiles, width: int) -> str:
     full, empty = ("█", "·") if _is_unicode() else ("#", ".")
     bar = (full * round(share * cells)).ljust(cells, empty)
     seconds = run.rows[-1].get("perf/eta_sec") if run.rows else None
-    left = "" if seconds is None or not run.status().is_held else \
+    left = "" if seconds is None or not math.isfinite(seconds) or not run.status().is_held else \
         f", {units.duration(seconds)} left"
     return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{left}"
 

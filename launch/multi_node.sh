@@ -15,8 +15,9 @@
 #
 # What stands behind `--` are options of 04_train_fsdp.py. Relative paths mean the directory you are
 # in; --save-dir has to be on a file system that all machines share. A machine that dies may come
-# back by the same command. SIGTERM, SIGINT and SIGUSR1 to any of them save and end all with 75.
-# Exit codes: those of stage 04, the same on every machine.
+# back by the same command. SIGTERM, SIGINT and SIGUSR1 to any of them save and end all with 75; a
+# second SIGINT kills the ranks without a save (130). Exit codes: those of stage 04, the same on
+# every machine.
 #
 # From the environment: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
 

@@ -7,7 +7,8 @@
 The number of the node and the head's address come from what the operator put into the environment.
 A job of fixed size runs launch/multi_node.sh, one with --min-nodes torchrun, which goes on with the
 nodes there are, one of HyperPod its hyperpodrun. Exit code: the run's, but 143 instead of 75: to
-Kubernetes, codes from 128 are worth another try and those below are final.
+Kubernetes, codes from 128 are worth another try and those below are final. 130: a second SIGINT
+killed the ranks before they had saved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from launch.common import stage_04  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
 from launch.supervision import network  # noqa: E402
+from launch.supervision.outcome import EXIT_INTERRUPTED  # noqa: E402
 from lib.core import commands, options, stage  # noqa: E402
 from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> None:
                  if name.startswith("PET_")}  # torchrun would take them for its own options
     command = command_of(opts, train, operators)
     print(f"pod {platform.node()}, in {Path.cwd()}:\n  "
-          f"{shlex.join(commands.redacted_argv(command))}", flush=True)
+          f"{commands.shell(*command)}", flush=True)
     if opts.dry_run:
         return
     if KINDS[opts.kind].agent:
@@ -156,11 +157,14 @@ def follow(command: list[str]) -> int:
             child.send_signal(number)
     for number in _SIGNALS:
         signal.signal(number, hand_on)
-    child = subprocess.Popen(command)
+    # In a session of its own: Ctrl-C in a terminal would come to it twice, and give up the save.
+    child = subprocess.Popen(command, start_new_session=True)
     for missed in early:
         child.send_signal(missed)
     code = child.wait()
     code = code if code >= 0 else 128 - code
+    if code and code != EXIT_PREEMPTED and signalled.count(signal.SIGINT) > 1:
+        return EXIT_INTERRUPTED
     # torchrun returns 1 whatever ended it: a run that was told to end is worth another try.
     return _TRY_AGAIN if code == EXIT_PREEMPTED or (code and signalled) else code
 

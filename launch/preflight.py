@@ -81,7 +81,9 @@ def main(argv: list[str]) -> None:
             findings.write_json(opts.json, found, nodes=facts, speed=speed, hosts=launch.host_of)
     agreed = launch.decide("verdict", [vars(finding) for finding in found])
     launch.barrier("end")  # rank 0 may host the store, so it leaves when all have the verdict
-    findings.conclude([Finding(**finding) for finding in agreed], opts.fail_on, "this cluster")
+    findings.conclude([Finding(**finding) for finding in agreed], opts.fail_on,
+                      "this machine" if len(launch.ranks_of) == 1 else
+                      f"these {len(launch.ranks_of)} machines")
 
 
 def examine(launch: AllRanks, opts: Options) -> dict[int, dict[str, Any]]:

@@ -49,7 +49,8 @@ def main(argv: list[str]) -> None:
         first, last = run.evaluations[0], run.evaluations[-1]
         print(f"validation loss  {first['eval/loss']:.3f} at step {first['step']} → "
               f"{last['eval/loss']:.3f} at step {last['step']}")
-    print(f"plot             {experiment.plot}")
+    if experiment.plot.is_file():  # not without matplotlib
+        print(f"plot             {experiment.plot}")
     if arguments.question:
         show_answers(arguments.model, arguments.question, arguments.tokens)
         return

@@ -9,7 +9,8 @@
 #   --dry-run            print the command and start nothing
 #
 # What stands behind `--` are options of 04_train_fsdp.py. Relative paths mean the directory you are
-# in. SIGTERM, SIGINT and SIGUSR1 save and end the run with 75. Exit codes: those of stage 04.
+# in. SIGTERM, SIGINT and SIGUSR1 save and end the run with 75; a second SIGINT kills it (130).
+# Exit codes: those of stage 04.
 #
 # From the environment: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS.
 

@@ -17,15 +17,14 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.common import run_files, stage_04
+from launch.common import at_work, run_files
 from launch.common.run_files import RunFiles
 from lib.core import log, options, paths, stage
-from lib.core.errors import StageError, UsageError
+from lib.core.errors import UsageError
 
 
 def main(argv: list[str]) -> None:
@@ -60,7 +59,7 @@ def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
     """
     if not dry_run:
         run.experiment.stop_file.unlink(missing_ok=True)
-    process, is_launcher = at_work_on(root.resolve())
+    process, is_launcher = at_work.process_on(root.resolve())
     how = f"{root} is not running ({run.status().words})"
     if is_launcher:
         if not dry_run:
@@ -72,26 +71,6 @@ def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
                  f"kill {process}")
     else:
         log.info(f"nothing to stop: {how}{_step(run)}")
-
-
-def at_work_on(root: Path) -> tuple[int, bool]:
-    """Return the process on this machine that is to train a run, and whether it is a launcher.
-
-    It is the one that a person started, where it has started others; 0 when there is none.
-    """
-    found: dict[int, tuple[int, bool]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, StageError, ValueError):
-            words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
-            names = [Path(word).name for word in words]
-            asked = stage_04.parse(words[names.index(stage_04.SCRIPT) + 1:])
-            where = (entry / "cwd").readlink() / (asked.save_dir or paths.OUTPUTS) \
-                / (asked.experiment_name or "")
-            if names[0].startswith("python") and where.resolve() == root:
-                parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
-                found[int(entry.name)] = int(parent), names[1] == "supervise.py"
-    first = [pid for pid, (parent, _) in found.items() if parent not in found]
-    return max(((pid, found[pid][1]) for pid in first), key=lambda one: one[1], default=(0, False))
 
 
 def jobs(name: str) -> list[tuple[str, str]]:

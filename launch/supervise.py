@@ -96,7 +96,7 @@ def script_in(command: list[str]) -> int:
 
 def show(opts: Options, command: NodeCommand) -> None:
     words = [*(f"{name}={value}" for name, value in command.environment.items()),
-             shlex.join(commands.redacted_argv(command.words))]
+             commands.shell(*command.words)]
     node = f"node {opts.node_rank} of {opts.nnodes}, " if opts.nnodes > 1 else ""
     restarts = units.counted(opts.max_restarts, "restart")
     print(f"launcher: {node}in {Path.cwd()}, at most {restarts} without a newer checkpoint\n"

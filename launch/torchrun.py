@@ -6,7 +6,9 @@
 A rank that fails says why itself. So torchrun's report of 40 lines is left out, and one line names
 each rank that ended without a word. Every rank gets its share of the cores (OMP_NUM_THREADS, unless
 it is set). On one machine (--standalone) nothing listens on another address than 127.0.0.1.
-LOGLEVEL=INFO shows what torchrun logs. Exit code: that of the rank that failed first.
+The first signal to stop is passed on to the ranks, which have time to save; further ones change
+nothing, but for a second SIGINT, which kills them. LOGLEVEL=INFO shows what torchrun logs. Exit
+code: that of the rank that failed first, or 128 and the number of the signal.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -40,6 +43,7 @@ def main(argv: list[str]) -> None:
     from torch import distributed
 
     keep_to_loopback()
+    pass_on_one_signal()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -91,6 +95,42 @@ def keep_to_loopback() -> None:
             super().__init__(host_name, port, world_size, is_master, *more, **named)
 
     distributed.TCPStore = Store
+
+
+def pass_on_one_signal() -> None:
+    """Let a signal to stop count once: torchrun would start to end its ranks anew at each one.
+
+    Schedulers send several. A second SIGINT kills the ranks, after a line that says what it costs.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    seen: list[int] = []
+    end_ranks = api._terminate_process_handler
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            end_ranks(number, frame)  # raises, and torchrun passes the signal on
+        elif number == signal.SIGINT and seen.count(number) == 2:
+            os.write(2, b"torchrun: a second SIGINT: the ranks are killed without a save, and what "
+                        b"was trained since the newest checkpoint is lost\n")
+            for pid in children():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    api._terminate_process_handler = note
+
+
+def children() -> list[int]:
+    """Return the processes that this one has started and that have not ended."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):  # it has just ended
+            # The name of the program, in brackets, may hold spaces and brackets itself.
+            state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(above) == os.getpid() and state not in "ZX":
+                found.append(int(entry.name))
+    return found
 
 
 def understood(argv: list[str], parser: ArgumentParser) -> list[str]:

@@ -35,7 +35,7 @@ from lib.tokens.dataset import open_dataset
 ROOT = Path(__file__).resolve().parents[1]
 _OLDEST, _NEWEST = (3, 10), (3, 12)
 _TORCH = (2, 11), (2, 13)
-_OPTIONAL = {"orjson", "gigatoken", "xxhash", "tensorboard", "matplotlib"}
+_OPTIONAL = {"orjson", "gigatoken", "xxhash", "torchao", "tensorboard", "matplotlib"}
 _PIN = re.compile(r'([a-z0-9-]+)==([\w.+]+)(?:; python_version (>=|<) "3\.(\d+)")?')
 _TIMEOUT_S = 120
 

@@ -19,9 +19,11 @@ from pathlib import Path
 import pytest
 
 from launch.bundling import bundle as bundle_module
+from launch.bundling import contents as bundle_contents
 from launch.bundling import unpacking, wheelhouse
-from lib.core.errors import UsageError
+from lib.core.errors import ArtifactError, UsageError
 from lib.core.torch_builds import Torch
+from lib.tokens import packing
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -116,6 +118,63 @@ def test_everything_chosen_comes_out_as_it_was(pack: Callable[..., Path], checko
     assert found == expected
     assert os.access(tmp_path / "a project" / "launch" / "single_node.sh", os.X_OK)
     assert not os.access(tmp_path / "a project" / "README.md", os.X_OK)
+
+
+def test_everything_that_an_option_of_stage_04_names_is_packed(
+        checkout: Path, artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file, links, a cache of another program, weights of a mixture, stores by every name."""
+    place, dataset = tmp_path / "place", "hf_datasets/corpus"
+    shutil.copytree(artifacts, place)
+    shard = next((place / dataset / "train").glob("*.arrow"))
+    shutil.copy(shard, place / "alone.arrow")
+    (place / "cached").mkdir()
+    shutil.copy(shard, place / "cached/json-train.arrow")
+    (place / "linked").symlink_to("hf_datasets/corpus")
+    (place / "link.arrow").symlink_to("alone.arrow")
+    shutil.copytree(place / dataset, place / "hf_datasets/org--name")
+    blobs, snapshot = place / "hub/blobs", f"hub/models--org--name/snapshots/{'a' * 40}"
+    shutil.copytree(place / "model", blobs)
+    (place / snapshot).mkdir(parents=True)
+    (place / "hub/models--org--name/refs").mkdir()
+    (place / "hub/models--org--name/refs/main").write_text("a" * 40)
+    for path in blobs.iterdir():
+        (place / snapshot / path.name).symlink_to(path)
+    tokens = next((place / ".cache/tokens").iterdir())
+    packs = tokens.with_name(f"{tokens.name}.packs-64")
+    shutil.copytree(tokens, packs)
+    content = json.loads((packs / "manifest.json").read_text())
+    (packs / "manifest.json").write_text(json.dumps(content | {"kind": packing.KIND}))
+    monkeypatch.setenv("HF_HUB_CACHE", str(place / "hub"))
+    monkeypatch.chdir(place)
+    of_tokens = {f".cache/tokens/{name}" for name in (tokens.name, packs.name)}
+    for option, name, expected in (
+            ("--dataset", "alone.arrow", {"hf_datasets/alone.arrow"}),
+            ("--dataset", "link.arrow", {"hf_datasets/alone.arrow"}),
+            ("--dataset", "cached", {"hf_datasets/cached"}),
+            ("--dataset", "linked", {dataset}),
+            ("--dataset", "corpus=0.5", {dataset}),
+            ("--dataset", "org/name", {"hf_datasets/org--name"}),
+            ("--model", "./model/", {".cache/models/model"}),
+            ("--model", "org/name", {".cache/models/org--name"}),
+            ("--model", snapshot, {f".cache/models/{'a' * 40}"}),
+            *(("--tokens", name, of_tokens) for name in (
+                "corpus", f"{dataset}/", "linked", "org/name", "org--name", tokens.name, tokens,
+                packs.name, packs)),
+    ):
+        opts = bundle_module.parse(["--out", "out", option, str(name)])
+        chosen = bundle_contents.artifacts(opts)
+        assert {found.to for found in chosen} == expected, (option, name)
+        for found in chosen:
+            assert found.payloads and sum(p.bytes for p in found.payloads), (option, name)
+    command = [checkout / "launch/airgap.py", "pack", "--out", "bundle", "--no-wheels"]
+    said = run(*command, "--dataset", "alone.arrow", "--model", "model", cwd=place).stdout
+    assert "hf_datasets/alone.arrow: 0 B" not in said
+    said = far(place / "bundle", "unpack", "--to", tmp_path / "project").stdout
+    assert "-d hf_datasets/alone.arrow -m .cache/models/model" in said
+    assert (tmp_path / "project/hf_datasets/alone.arrow").read_bytes() == shard.read_bytes()
+    (place / "empty").mkdir()
+    with pytest.raises(ArtifactError, match="empty contains no file to pack"):
+        bundle_contents.directory(place / "empty", "hf_datasets/empty")
 
 
 def test_pack_again_is_done_and_another_choice_is_refused(pack: Callable[..., Path]):

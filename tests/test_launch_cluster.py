@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch import cluster
 from launch.common import findings
@@ -99,6 +100,59 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[There]:
     monkeypatch.setenv("PATH", f"{no_aws(tmp_path)}")
     yield made
     server.close()
+
+
+ARN = "arn:aws:eks:us-west-2:1:cluster/my-eks"
+
+
+def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
+    """Add contexts to the kubeconfig: what each is called, and what its cluster is called there.
+
+    The cluster of the current one answers; nobody listens at that of the others.
+    """
+    path = tmp_path / "kubeconfig"
+    config = yaml.safe_load(path.read_text())
+    for name, named in more:
+        config["contexts"].append({"name": name, "context": {
+            "cluster": named, "user": config["contexts"][0]["context"].get("user", "")}})
+        config["clusters"].append({"name": named, "cluster": {
+            "server": "http://127.0.0.1:9" if named != ARN else
+            config["clusters"][0]["cluster"]["server"]}})
+    path.write_text(yaml.safe_dump(config))
+
+
+def test_the_cluster_that_is_named_is_asked_and_no_other(there: There, tmp_path: Path) -> None:
+    """And not the nodes of the current context with what AWS says of the other."""
+    contexts(tmp_path, ("prod", ARN), ("b", "arn:aws:eks:us-west-2:1:cluster/b"))
+    found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks")
+    assert not [finding for finding in found if finding.severity == "error"]
+    found, _ = check(tmp_path, *P5, "--cluster-name", "b", expect=6)
+    assert only(found, "API server").severity == "error"
+    refused = [("--cluster-name", "c", "the kubeconfig has no cluster c"),
+               ("--cluster-name", "b", "--context", "prod", "is of the cluster my-eks")]
+    for *words, says in refused:
+        done = run_stage("launch/cluster.py", *P5, *words, cwd=tmp_path, expect=2)
+        assert says in done.stderr and "Traceback" not in done.stderr
+    contexts(tmp_path, ("two", "arn:aws:eks:eu-west-1:1:cluster/my-eks"))
+    done = run_stage("launch/cluster.py", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2)
+    assert "several clusters called my-eks" in done.stderr and "two" in done.stderr
+    found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
+    assert not [finding for finding in found if finding.severity == "error"]
+    job = ("--job-name", "exp", "--image", "r/i:1")
+    done = run_stage("launch/kubernetes.py", "stop", *job, "--cluster-name", "b", "--dry-run",
+                     cwd=tmp_path)
+    assert "--context b " in done.stdout
+
+
+def test_make_asks_the_cluster(there: There, tmp_path: Path) -> None:
+    """The options of the job are those of `make run`, the ones that no check needs among them."""
+    job = ("--kind", "pytorchjob", "--job-name", "exp", *P5, "--image", "r/i:1", "--max-restarts",
+           "3", "--token-secret", "hub")
+    done = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path)
+    assert "this cluster is ready" in done.stdout
+    there.objects = {key: item for key, item in there.objects.items() if key[0] != "nodes"}
+    done = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path, expect=6)
+    assert "this cluster is not ready" in done.stdout + done.stderr
 
 
 def no_aws(root: Path) -> str:
@@ -329,6 +383,7 @@ def aws(there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_aws_is_asked_where_it_is_there(aws: Path, tmp_path: Path):
+    contexts(tmp_path, ("prod", ARN))
     found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
     assert "my-eks is ACTIVE" in only(found, "EKS").text
     assert "AsgInstanceLaunchFailures" in only(found, "EKS node group").text
@@ -337,6 +392,7 @@ def test_aws_is_asked_where_it_is_there(aws: Path, tmp_path: Path):
 
 
 def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: There, tmp_path: Path):
+    contexts(tmp_path, ("prod", ARN))
     found, _ = check(tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0)
     texts = [finding.text for finding in found if finding.check == "HyperPod"]
     assert any("InService" in text for text in texts)

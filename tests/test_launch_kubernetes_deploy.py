@@ -138,7 +138,7 @@ def test_a_failed_job_says_why_in_its_status(kube: Cluster) -> None:
 
 def test_dry_runs_ask_the_cluster_nothing(kube: Cluster) -> None:
     for command in ("apply", "deploy"):
-        assert "kind: PyTorchJob" in launch(command, *ASKED, "--dry-run", *TRAIN).stdout
+        assert 'kind: "PyTorchJob"' in launch(command, *ASKED, "--dry-run", *TRAIN).stdout
     for command in ("status", "logs", "stop"):
         assert "kubectl" in launch(command, "--job-name", "exp", "--dry-run").stdout
     assert not kube.requests

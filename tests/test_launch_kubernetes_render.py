@@ -27,6 +27,7 @@ from launch.kube import job
 from launch.kube.asked import TEMPLATES, JobOptions
 from launch.kube.job import Job
 from launch.kube.kinds import KINDS
+from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
 from lib.train import console
@@ -106,6 +107,71 @@ def test_pods_without_gpus_mean_the_cpu_also_on_a_node_that_has_some() -> None:
 def test_a_cluster_accepts_every_recipe(kind: str, recipe: Path) -> None:
     found = manifests("render", "--kind", kind, *ASKED, "--", "--config", recipe, "-d", "c4")
     assert not problems(found)
+
+
+# What YAML as kubectl reads it takes for something else, or for its own signs.
+WORDS = ("2e-5", "1e3", "3e-4", "1E+2", ".5", "+1", "0x1F", "0o17", "0b1", "0777", "1_000", "1:30",
+         "NaN", ".nan", "-.inf", "y", "on", "No", "TRUE", "null", "~", "", "2026-11-23", "<<", "=",
+         "- a", "a: b", "#x", "@x", "`x`", "%x", "!x", "&x", "*x", "?", "|", ">", "{", "[a]", "'",
+         '"', "\\", " a ", "a\nb", "\t", "\x85", "\u2028", "\x1b[2J", "é", "$(HF_TOKEN)", "$$", "$")
+
+
+def as_kubectl_reads(manifest: str, tmp_path: Path) -> list[dict[str, Any]]:
+    """Return the documents of a manifest as kubectl's own parser reads them."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    found = []
+    for number, document in enumerate(manifest.split("\n---\n")):
+        (path := tmp_path / f"{number}.yaml").write_text(document)
+        done = subprocess.run(["kubectl", "annotate", "--local", "-f", path, "-o", "json", "test="],
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+        del found[-1]["metadata"]["annotations"]["test"]
+        if not found[-1]["metadata"]["annotations"]:
+            del found[-1]["metadata"]["annotations"]
+    return found
+
+
+def expanded(word: str, variables: dict[str, str]) -> str:
+    """Return a word of a container as Kubernetes hands it on."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else
+                  variables.get(found[2], found[0]), word)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "prepare"])
+def test_kubectl_reads_every_word_as_it_was_meant(kind: str, tmp_path: Path) -> None:
+    train = [*TRAIN[1:], "--lr", "2e-5", "--max_lr=3e-4", "-e", "1e3"]
+    train += [word for name in WORDS if not name.startswith("-") for word in ("-d", name)]
+    options = dict(job_name="exp", namespace="1e3", nodes=2, instance_type="p5.48xlarge",
+                   image="1e3", token_secret="0b1", image_pull_secret="2e5",
+                   service_account="123", pvc="1e9", bucket_pvc="0x1", project_dir="/data/$(A)")
+    asked_of = JobOptions(kind=kind if kind in KINDS else "pytorchjob", **options)
+    made = Job(**vars(asked_of.settled()), train=tuple(train), launched_as="run $(HF_TOKEN) $$",
+               env={"A": "1e3", "B": "$(HF_TOKEN)"}) if kind in KINDS else Preparation(
+        **vars(asked_of.settled()), train=tuple(train), launched_as="", raw_text=WORDS)
+    documents = made.manifests()
+    text = job.text(documents, "made by: a\x85b")
+    assert as_kubectl_reads(text, tmp_path) == documents == list(yaml.safe_load_all(text))
+    spec = (at(documents[0], "spec.template") if kind == "prepare" else pod_of(documents))["spec"]
+    [container] = spec["containers"]
+    secret = {"HF_TOKEN": "hf_secret", "A": "b"}
+    assert [expanded(word, secret) for word in container["args"]] == train
+    values = {v["name"]: expanded(v["value"], secret) for v in container["env"] if "value" in v}
+    if kind != "prepare":
+        assert values["LAUNCHED_AS"] == "run $(HF_TOKEN) $$" and values["B"] == "$(HF_TOKEN)"
+    assert spec["serviceAccountName"] == "123"
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_kubectl_reads_the_files_that_are_applied_by_hand(path: Path, tmp_path: Path) -> None:
+    if "${" in (text := path.read_text()) or path.stem == "instances":
+        pytest.skip("a template")
+    values = {"NUM_NODES": "2", "GPU_PER_NODE": "8", "EFA_PER_NODE": "32", "IMAGE_URI": "r/i:1",
+              "INSTANCE_TYPE": "p5.48xlarge"}
+    text = re.sub(r"\$(\w+)", lambda found: values[found[1]], text)
+    documents = list(yaml.safe_load_all(text))
+    assert as_kubectl_reads(text, tmp_path) == documents
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -197,6 +263,14 @@ def test_the_token_is_never_a_value() -> None:
         in container["env"]
 
 
+def test_the_command_in_a_manifest_can_be_typed_again() -> None:
+    typed = ["render", *ASKED, "--token-secret", "hub", "--image-pull-secret=registry", *TRAIN]
+    first = launch(*typed).stdout
+    [line] = [line for line in first.splitlines() if line.startswith("# made by: ")]
+    words = shlex.split(line.removeprefix("# made by: "))[2:]
+    assert words == [str(word) for word in typed] and launch(*words).stdout == first
+
+
 def test_hyperpod_has_its_own_names_and_policies() -> None:
     [found] = manifests("render", "--kind", "hyperpod", *ASKED, "--spares", 1, "--min-nodes", 1,
                         "--slow-below", 20000, *TRAIN)
@@ -230,7 +304,9 @@ def test_log_rules_match_what_a_run_prints() -> None:
         assert not re.match(hang["logPattern"], said["line"])
     assert re.match(rules("--slow-below", 20000, *TRAIN)["slow"]["logPattern"],
                     said["dict"])[1] == "6404"
-    assert re.match(hang["stopPattern"], "done: 1,000 steps, 8,192,000 tokens")
+    for before in ("", "16:29:56 [rank=0] "):
+        assert re.match(hang["stopPattern"], f"{before}done: 1,000 steps, 8,192,000 tokens")
+    assert not re.match(hang["stopPattern"], "16:29:56 [rank=0] step 3/9: abandoned: x")
     assert 'f"done: ' in (ROOT / "lib" / "train" / "report.py").read_text()
 
 

@@ -82,6 +82,26 @@ def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
     assert codes == [0, 0] and len(attempts(tmp_path)) == 1, output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, node: int) -> None:
+    """And one to each of two nodes is a stop as any other, which the ranks of the third heed."""
+    saves = "signal.signal(signal.SIGINT, lambda *_: None); " + WAITS + "; " + WAITS
+    nodes = [launch(tmp_path, each, saves, nodes=3) for each in range(3)]
+    wait_until_up(*nodes)
+    for each in (nodes[node], nodes[node - 1]):
+        each.send_signal(signal.SIGINT)
+    time.sleep(3)
+    assert [each.poll() for each in nodes] == [None] * 3
+    began = time.monotonic()
+    nodes[node].send_signal(signal.SIGINT)
+    codes, output = ends(*nodes)
+    assert codes == [130] * 3 and time.monotonic() - began < 25, output
+    assert "a second SIGINT: the ranks are killed without a save" in output
+    assert f"node {node} gives up" in output
+    assert not processes(str(tmp_path / "04_train")) and "exit code 75" not in output
+
+
 def test_a_signal_while_nodes_are_waited_for(tmp_path: Path) -> None:
     head = launch(tmp_path, 0, COMPLETE)
     head.stdout.readline()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import stop
+from launch import monitor, stop
 from lib.core import log
 from lib.core.errors import UsageError
 from lib.core.lease import Lease
@@ -97,6 +97,29 @@ def test_a_launch_that_prepares_a_run_once_more_is_stopped(
     finally:
         process.kill()
     assert process.returncode in (75, 0)
+
+
+def test_a_launch_that_prepares_a_run_for_the_first_time_is_stopped(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """It has no directory before its data are prepared, and `make status` knows it all the same."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("outputs/run")
+    process = start(tmp_path, "import shutil; shutil.rmtree('outputs'); "
+                              "print('preparing', flush=True); time.sleep(600)")
+    try:
+        while "preparing" not in process.stdout.readline():
+            assert process.poll() is None
+        for name in ("run", "outputs/run"):
+            monitor.main([name, "--once"])
+            assert "being prepared by process" in capsys.readouterr().out
+            assert f"its launcher, process {process.pid}" in said(Path(name), capsys, "--dry-run")
+        assert "is asked to end" in said(run, capsys)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 75 and not run.exists()
+    with pytest.raises(UsageError, match="there is no run"):
+        stop.main(["run"])
 
 
 def test_what_prepares_a_run_without_a_launcher_is_named(run: Path, capsys: pytest.CaptureFixture,

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_make_alone_tells_the_verbs(place: Path):
 
 def test_a_run_is_a_name_or_its_directory(place: Path):
     for verb, command in (("status", "monitor.py outputs/e --once"), ("stop", "stop.py outputs/e"),
-                          ("logs-follow", "outputs/e/logs/rank_00000.log")):
+                          ("logs-follow", "monitor.py outputs/e --log")):
         for spelled in ("e", "outputs/e", "outputs/e/"):
             assert command in make(place, "-n", verb, f"EXP={spelled}")
     assert "--job-name e " in make(place, "-n", "run", "LAUNCHER=slurm", "EXP=outputs/e/")
@@ -128,6 +129,7 @@ def test_the_pods_take_what_make_gives_them(place: Path, verb: str):
 def test_status_stop_and_log_of_a_run(place: Path):
     assert "there is no run" in make(place, "status", expect=2)
     assert "there is no run" in make(place, "stop", expect=2)
+    assert "there is no run" in make(place, "logs-follow", expect=2)
     run = place / "outputs" / "exp"
     (run / "logs").mkdir(parents=True)
     (run / "logs" / "rank_00000.log").write_text("a line\n")
@@ -257,3 +259,20 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
     assert "step 20 of 20" in make(place, "status", "EXP=test-quick")
     said = make(place, "validate-setup")
     assert "hf_datasets/test-quick: whole" in said and ".cache/models/test-quick: whole" in said
+
+
+def test_a_missing_package_is_an_error_only_where_nothing_goes_without_it(
+        monkeypatch: pytest.MonkeyPatch):
+    """docs/dependencies.md says of each what happens without it."""
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(validate.metadata, "version", absent)
+    severities = {found.check: found.severity for found in validate._packages()}
+    table = (ROOT / "docs" / "dependencies.md").read_text().partition("requirements-optional")[0]
+    needed = {name for names, without in re.findall(r"^\| ([\w, -]+) \|.*\| ([^|]*) \|$", table,
+                                                    re.MULTILINE)
+              for name in names.split(", ") if "need" in without}
+    for name, severity in severities.items():
+        if name != "packages":
+            assert severity == ("error" if name in needed else "warning"), name

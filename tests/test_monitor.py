@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from launch import monitor
+from launch import monitor, stop
 from launch.common.run_files import JsonLines, RunFiles
+from lib.core import lease
 from lib.core.lease import Lease
 from tests.conftest import ROOT, run_stage, start_stage
 from tests.training import SEQ_LENGTH
@@ -295,3 +297,100 @@ def watched(root: Path) -> str:
     assert process.wait(60) == 0
     os.close(ours)
     return shown
+
+
+HOSTILE = ("x\x1b[2Jy", "a\nb\r\x07\x9b", "\u202egnp.exe", [1], {"a": "\x1b[0m"}, {}, True, None,
+           -1, 1e308, -1e308, 10**400, float("inf"), float("nan"), 0, "12", 2**63, 1.5)
+
+
+def shown(root: Path) -> str:
+    """Return all that is printed about a run, by everything that reads its files."""
+    run = RunFiles(root)
+    run.update()
+    text = "\n".join(monitor.page(run, 100))
+    return text + run.status().words + stop._step(run) + str(run.checkpoints())
+
+
+def require_harmless(text: str) -> None:
+    found = [char for char in text if char != "\n" and (unicodedata.category(char) == "Cc"
+                                                       or char in "\u202e\u2028")]
+    assert not found, text
+
+
+def hostile(whole: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Yield a record with each of its values, and names, replaced by what nobody expects."""
+    for key in whole:
+        yield {name: value for name, value in whole.items() if name != key}
+        for value in HOSTILE:
+            yield {**whole, key: value}
+    yield {**whole, "\x1b[2J": "\x1b[2J"}
+
+
+def test_no_record_of_a_run_breaks_or_steers_the_terminal(tmp_path: Path) -> None:
+    root = tmp_path / "outputs" / "run"
+    (root / "logs").mkdir(parents=True)
+    state = {"status": "running", "step": 20, "total_steps": 100, "tokens": 5}
+    lock = {"host": "h", "pid": os.getpid(), "born": "1", "machine": "m", "id": "x"}
+    lock["machine"] = lease._machine()
+    event = {"event": "skip_step", "step": 3, "time": "2026-01-01T00:00:00Z", "reason": "nan",
+             "ranks": 2}
+    base = {"state.json": json.dumps(state), "lock.json": json.dumps(lock),
+            "metrics.jsonl": row(10) + row(20, **{"eval/loss": 3.0}),
+            "events.jsonl": json.dumps(event) + "\n"}
+    changed = {
+        "state.json": map(json.dumps, hostile(state)),
+        "lock.json": map(json.dumps, hostile(lock)),
+        "events.jsonl": (json.dumps(one) + "\n" for one in hostile(event)),
+        "metrics.jsonl": (row(10) + json.dumps(one) + "\n"
+                          for one in hostile(json.loads(row(20, **{"eval/loss": 3.0})))),
+    }
+    for name, contents in changed.items():
+        for file, text in base.items():
+            (root / file).write_text(text)
+        for content in contents:
+            (root / name).write_text(content)
+            require_harmless(shown(root))
+    (root / "logs/rank_00000.log").write_text("2026-01-01 00:00:00,1 WARNING \x1b[2Ja\x9bb\n")
+    require_harmless(shown(root))
+    assert "\\x1b[2Ja\\x9bb" in shown(root)
+    for line in (b"\xff\n", b"[1]\n", b"{\n", b'{"step": 1e999}\n'):
+        for name in base:
+            (root / name).write_bytes(line)
+            require_harmless(shown(root))
+
+
+def test_one_look_and_the_log_are_harmless_too(tmp_path: Path) -> None:
+    root = tmp_path / "outputs" / "run"
+    (root / "logs").mkdir(parents=True)
+    (root / "metrics.jsonl").write_text(row(10) + row(20, **{"perf/eta_sec": None}))
+    (root / "state.json").write_text(json.dumps({"status": "a\x1b[2J\n", "step": "x"}))
+    assert "a\\x1b[2J\\n" in once(root)
+    (root / "state.json").write_text('{"status": "complete", "step": 20}')
+    lines = [f"2026-01-01 00:00:00 INFO line {number} \x1b[2J" for number in range(100)]
+    (root / "logs/rank_00000.log").write_text("\n".join(lines) + "\n")
+    done = run_stage("launch/monitor.py", root, "--log", cwd=tmp_path)
+    require_harmless(done.stdout)
+    assert "line 60 \\x1b[2J" in done.stdout and "line 59" not in done.stdout
+    assert "line 99" in done.stdout
+    assert run_stage("launch/monitor.py", root / "no", "--log", cwd=tmp_path, expect=2)
+    done = run_stage("launch/stop.py", root, cwd=tmp_path)
+    require_harmless(done.stdout)
+
+
+def test_a_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    (root / "logs").mkdir(parents=True)
+    process = subprocess.Popen([*MONITOR, root, "--log", "--every", "0.2"], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert "nothing is logged" in process.stdout.readline()
+    log = root / "logs/rank_00000.log"
+    log.write_text("first\n")
+    assert process.stdout.readline() == "first\n"
+    with log.open("a") as file:
+        file.write("second\nto")
+    assert process.stdout.readline() == "second\n"
+    with log.open("a") as file:
+        file.write("rn\n")
+    assert process.stdout.readline() == "torn\n"
+    (root / "state.json").write_text('{"status": "complete"}')
+    assert process.wait(30) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,17 @@ def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
         SCRIPT, "--model-name", NAME, "--revision", "v9", expect=2).stderr
     down = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert "out of reach" in down.stderr
+    snapshot = tmp_path / f"hub/models--{NAME.replace('/', '--')}/snapshots/{'a' * 40}"
+    snapshot.mkdir(parents=True)
+    (refs := snapshot.parents[1] / "refs").mkdir()
+    (refs / "main").write_text("a" * 40)
+    for name in ("config.json", "model.safetensors"):
+        assert "without stage 03" not in down.stderr
+        (snapshot / name).write_text("{}")
+        down = stage(SCRIPT, "--model-name", NAME, expect=2, env={
+            "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "hub")})
+    assert f"from that cache, without stage 03: -m {NAME}" in down.stderr
+    shutil.rmtree(tmp_path / "hub")
     offline = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_HUB_OFFLINE": "1"})
     assert "env -u HF_HUB_OFFLINE" in offline.stderr
     assert not leftovers(tmp_path)

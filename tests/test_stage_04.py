@@ -302,7 +302,13 @@ def test_epochs_end_and_the_rest_is_told(project: Path):
     state = json.loads((project / "outputs" / "epochs" / "state.json").read_text())
     assert state["step"] == 2 * state["samples"] // 50 and state["samples"] % 50
     assert f"{2 * state['samples'] % 50} samples at the end, too few for a step" in done.stdout
-    assert metrics(project, "epochs")[-1]["epoch"] > 1.5
+    assert state["epoch"] == metrics(project, "epochs")[-1]["epoch"] > 1.5
+    assert state["global_step"] == state["step"]
+    before = done.stdout.partition("done: ")[0].splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d \[rank=0\] ", line) for line in before), before
+    dry = run_stage("04_train_fsdp.py", *one, "--num-epochs", 3, "--grad-clip", 0,
+                    "--dry-run", cwd=project).stdout
+    assert "[rank=0]" not in dry  # a plan is no run
 
 
 def test_lost_bookkeeping_is_no_lost_training(experiment: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -158,6 +159,32 @@ def test_what_decides_the_labels_is_part_of_a_run(project: Path) -> None:
                      cwd=project)
     assert "--resume-with-changes: --train-on" in done.stdout + done.stderr
     assert len(losses(project)) == 9
+
+
+def remedy(said: str) -> list[str]:
+    """Return the words of the command that an error prints."""
+    return shlex.split(said.partition("  run:      ")[2].splitlines()[0])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_text_of_its_own_template(project: Path) -> None:
+    """Whatever became of the model's, and whatever the error about another one says to type."""
+    (project / "other.jinja").write_text("{# another one #}" + chats.CHATML)
+    more = (*RUN, "--max-steps", 9)
+    for changes in ((), ("--train-on", "last")):
+        done = run_stage(*more, "--chat-template", "other.jinja", *changes, cwd=project, expect=2)
+        script, *words = remedy(done.stderr)[1:]
+        done = run_stage(Path(script).name, *words, "--dry-run", cwd=project)
+        assert "other settings" not in done.stderr
+    template = project / "model/chat_template.jinja"
+    for becomes in (lambda: template.write_text("{# changed #}" + chats.CHATML), template.unlink):
+        becomes()
+        done = run_stage(*more, "--dry-run", cwd=project)
+        assert "with which the run was begun" in done.stdout
+    done = run_stage(*more, cwd=project)
+    assert "resumed from" in done.stdout and len(losses(project)) == 9
+    done = run_stage(*more, "--overwrite", cwd=project, expect=2)  # which begins anew, without it
+    assert "has no chat template" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["concat", "documents"])

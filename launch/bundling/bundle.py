@@ -32,13 +32,13 @@ def parse(argv: list[str]) -> Options:
     parser = options.Parser(__doc__)
     parser.prog = "airgap.py pack"
     parser.add_argument("--out", type=Path, metavar="DIR", help="the bundle to make (needed)")
-    parser.add_argument("--dataset", action="append", default=[], metavar="NAME|DIR",
+    parser.add_argument("--dataset", action="append", default=[], metavar="NAME|PATH",
                         help="dataset, as -d of stage 04 takes it; may be repeated (default: none)")
     parser.add_argument("--model", action="append", default=[], metavar="NAME|DIR",
                         help="model, as -m of stage 04 takes it; may be repeated (default: none)")
     parser.add_argument("--tokens", action="append", default=[], metavar="NAME|DIR",
-                        help="token store under .cache/tokens/, or the name of a dataset for all "
-                             "of its stores; may be repeated (default: none)")
+                        help="token store under .cache/tokens/, or a dataset, as -d takes it, for "
+                             "all of its stores; may be repeated (default: none)")
     parser.add_argument("--cache-dir", type=Path, default=Path(".cache"), metavar="DIR",
                         help="where models and token stores lie, and fetched wheels are kept")
     parser.add_argument("--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}",

@@ -6,22 +6,23 @@ import io
 import shlex
 import subprocess
 import tarfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lib.core import hashing, manifest, paths
-from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.options import Options
 from lib.core.paths import MANIFEST
 from lib.models import directory as models
-from lib.tokens import encode, packing, store
+from lib.tokens import encode, mixture, packing, store
 from lib.tokens.dataset import find_dataset, open_dataset
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("lib", "launch", "tests", "benchmarks")
-_UNFINISHED = ".partial-"
+_UNFINISHED, _PACKS = ".partial-", ".packs-"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _model(name: str, cache_dir: Path) -> PackedDirectory:
 
 
 def _dataset(name: str) -> PackedDirectory:
-    place = open_dataset(find_dataset(name)).path
+    place = mixture.open_corpora([name])[0].dataset.path
     return directory(place, f"hf_datasets/{place.resolve().name}")
 
 
@@ -145,38 +146,64 @@ def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
     root = paths.tokens_root(cache_dir)
     exact = [place for place in (Path(name), root / name)
              if manifest.kind_of(place) in (store.KIND, packing.KIND)]
-    wanted = Path(name).name
-    chosen = exact[:1] or [place for place in sorted(root.glob("*")) if (place / MANIFEST).is_file()
-                           and place.name.partition(".packs-")[0].rpartition("-")[0] == wanted]
-    if exact and manifest.kind_of(exact[0]) == store.KIND:
-        chosen += sorted(exact[0].parent.glob(f"{exact[0].name}.packs-*"))
+    chosen = exact[:1] or _stores_of_dataset(name, root)
+    for packed in exact[:1]:
+        tokens = packed.with_name(packed.name.partition(_PACKS)[0])
+        chosen = [tokens, *sorted(tokens.parent.glob(f"{tokens.name}{_PACKS}*"))] \
+            if manifest.kind_of(packed) == store.KIND else [tokens, packed]
     chosen = [place for place in chosen if _UNFINISHED not in place.name]
     if not chosen:
         there = ", ".join(sorted(path.name for path in root.glob("*"))) or "nothing"
         raise ArtifactError(f"no token store called {name}", found=f"under {root}: {there}",
                             hint="stage 04 makes it, with --prepare-only")
     for place in chosen:
-        kind = packing.KIND if ".packs-" in place.name else store.KIND
+        kind = packing.KIND if _PACKS in place.name else store.KIND
         content = manifest.read(place, kind, "token store")
         manifest.check(place, content, "token store")
     return [directory(place, f".cache/tokens/{place.resolve().name}") for place in chosen]
 
 
+def _stores_of_dataset(name: str, root: Path) -> list[Path]:
+    """Return the token stores, with their packs, of a dataset as `-d` names it.
+
+    They bear the name that the dataset had when they were made; its content identifies them too.
+    """
+    place = find_dataset(name)
+    names = {Path(name).name, paths.model_dir_name(name), place.resolve().name}
+    fingerprint = ""
+    with suppress(StageError):  # gone or damaged: the stores can still be packed by its name
+        fingerprint = open_dataset(place).fingerprint
+    stores = set()
+    for tokens in root.glob("*"):
+        content = manifest.read_if_any(tokens) or {}
+        is_named = tokens.name.rpartition("-")[0] in names
+        if is_named or (content.get("kind") == store.KIND
+                        and content["identity"]["inputs"].get("dataset") == fingerprint):
+            stores.add(tokens.name)
+    return [tokens for tokens in sorted(root.glob("*")) if (tokens / MANIFEST).is_file()
+            and tokens.name.partition(_PACKS)[0] in stores]
+
+
 def directory(place: Path, to: str) -> PackedDirectory:
-    """Return all files of a directory; ArtifactError for what is not a plain file."""
-    content = manifest.read_if_any(place)
+    """Return all files of a directory, or a single file as it is.
+
+    Raises ArtifactError for what is not a plain file, and for a directory without any file.
+    """
+    content, root = manifest.read_if_any(place), place.resolve()
     digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
     payloads = []
-    for path in sorted(place.resolve().rglob("*")):
-        name = path.relative_to(place.resolve()).as_posix()
+    for path in [root] if root.is_file() else sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
         if path.is_dir() and not path.is_symlink():
             continue
         if not path.is_file():
             raise ArtifactError(f"{path} is not a plain file and cannot be packed")
         status = path.stat()
-        payloads.append(Payload(f"{to}/{name}", path, status.st_size,
+        payloads.append(Payload(to if path == root else f"{to}/{name}", path, status.st_size,
                                 0o755 if status.st_mode & 0o100 else 0o644, status.st_mtime_ns,
                                 digests.get(name, "")))
+    if not payloads:
+        raise ArtifactError(f"{place} contains no file to pack")
     fingerprint = hashing.file_digest(place / MANIFEST, "sha256") if content else \
         hashing.fingerprint([[p.to, p.bytes, p.mtime_ns] for p in payloads])
     return PackedDirectory(to, place, payloads, fingerprint, content["kind"] if content else "")

@@ -59,22 +59,61 @@ def connect(cluster: str, region: str = "") -> None:
     aws("eks", "update-kubeconfig", "--name", cluster, region=region)
 
 
-def context_of(cluster: str) -> str:
-    """Return the context of a cluster; EKS's is fetched when the kubeconfig has none."""
-    def known() -> str:
-        listed = subprocess.run(["kubectl", "config", "get-contexts", "-o", "name"],
-                                capture_output=True, text=True)
-        return next((name for name in listed.stdout.split()
-                     if name == cluster or name.endswith(f":cluster/{cluster}")), "")
+def context_of(cluster: str, region: str = "", fetch: bool = True) -> str:
+    """Return the context of a cluster.
+
+    fetch: whether to fetch EKS's when the kubeconfig has none, which makes it the current one.
+    Raises UsageError where there is none, or where clusters of several regions bear the name.
+    """
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl is not installed")
-    if not (context := known()) and shutil.which("aws"):
-        connect(cluster)
-        context = known()
-    if not context:
-        raise UsageError(f"the kubeconfig has no cluster {cluster}", run=commands.shell(
-            "aws", "eks", "update-kubeconfig", "--name", cluster))
-    return context
+    if not (found := _contexts_of(cluster, region)) and fetch and shutil.which("aws"):
+        connect(cluster, region)
+        found = _contexts_of(cluster, region)
+    if not found:
+        where = ["--region", region] if region else []
+        called = f"{cluster} in {region}" if region else cluster
+        raise UsageError(f"the kubeconfig has no cluster {called}",
+                         run=commands.shell("aws", "eks", "update-kubeconfig", "--name", cluster,
+                                            *where))
+    if len(set(found.values())) > 1:
+        raise UsageError(f"the kubeconfig has several clusters called {cluster}",
+                         found="\n".join(found), expected="--context, one of them")
+    return next(iter(found))
+
+
+def require_same_cluster(context: str, cluster: str) -> None:
+    """Raise UsageError for a context that names another EKS cluster."""
+    of_context = cluster_of(context)[0] or cluster_of(_clusters().get(context, ""))[0]
+    if cluster and of_context and of_context != cluster:
+        raise UsageError(f"--cluster-name {cluster}, but --context {context} is of the cluster "
+                         f"{of_context}", expected="one of the two, or both of the same cluster")
+
+
+def _contexts_of(cluster: str, region: str) -> dict[str, str]:
+    """Return the contexts of a cluster, each with what the kubeconfig calls that cluster."""
+    every = _clusters()
+    if cluster in every and not cluster_of(every[cluster])[0]:
+        return {cluster: every[cluster]}  # a context of that very name, which AWS did not write
+    return {context: named for context, named in every.items()
+            for name, place in [_named(context, named)]
+            if cluster in (context, name) and region in ("", place)}
+
+
+def _named(context: str, named: str) -> tuple[str, str]:
+    """Return name and region of the EKS cluster of a context; its alias may hide them."""
+    return cluster_of(named) if cluster_of(named)[0] else cluster_of(context)
+
+
+def _clusters() -> dict[str, str]:
+    """Return the contexts of the kubeconfig, and what it calls the cluster of each."""
+    done = subprocess.run(["kubectl", "config", "view", "-o", "json"], capture_output=True,
+                          text=True)
+    try:
+        listed = json.loads(done.stdout)["contexts"] or []
+        return {entry["name"]: entry["context"]["cluster"] for entry in listed}
+    except (ValueError, KeyError, TypeError):
+        return {}
 
 
 def discover(region: str) -> str:

@@ -9,8 +9,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.common import collectives
-from lib.core import lease, records
+from launch.common import at_work, collectives
+from lib.core import lease, run_records
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment, step_of
 
@@ -32,36 +32,59 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def require(experiment: Experiment) -> None:
-    """Raise UsageError, which names the runs there are, when there is none of that name."""
-    if not experiment.root.is_dir():
+    """Raise UsageError, which names the runs there are, when there is none of that name.
+
+    One that a process prepares for the first time counts, though it has no directory yet.
+    """
+    if not experiment.root.is_dir() and not at_work.process_on(experiment.root.resolve())[0]:
         beside = experiment.root.parent
         there = sorted(path.name for path in beside.glob("[!.]*") if path.is_dir())
         raise UsageError(f"there is no run {experiment.root}",
                          found=f"in {beside}: {', '.join(there[:10]) or 'nothing'}")
 
 
-class JsonLines:
-    """Follows a file of JSON lines that grows, without lines that are torn or hold no object."""
+class GrowingFile:
+    """Reads the lines of a file that grows, without a torn last one.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._inode, self._offset = path, -1, 0
-        self.rows: list[Row] = []
+    tail: bytes at the end to begin with at most (default: all).
+    """
 
-    def update(self) -> list[Row]:
-        """Return all rows, having read only what is new; a file that was replaced is read anew."""
+    def __init__(self, path: Path, tail: int | None = None) -> None:
+        self._path, self._tail = path, tail
+        self._inode, self._offset = -1, 0
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """Return the new lines, and whether they are of another file than those before."""
+        is_another = False
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode, self._offset, self.rows = status.st_ino, 0, []
+                    self._inode, is_another = status.st_ino, True
+                    self._offset = max(0, status.st_size - self._tail) if self._tail else 0
                 file.seek(self._offset)
                 new = file.read()
         except OSError:
-            self._inode, self._offset, self.rows = -1, 0, []
-            return []
+            self._inode, self._offset = -1, 0
+            return [], True
         whole = new[:new.rfind(b"\n") + 1]
         self._offset += len(whole)
-        self.rows += [row for row in map(records.logged_row, whole.splitlines()) if row]
+        return whole.splitlines(), is_another
+
+
+class JsonLines:
+    """Follows a file of JSON lines that grows, without lines that are torn or hold no object."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
+        self.rows: list[Row] = []
+
+    def update(self) -> list[Row]:
+        """Return all rows, having read only what is new; a file that was replaced is read anew."""
+        lines, is_another = self._file.read()
+        if is_another:
+            self.rows = []
+        self.rows += [row for row in map(run_records.row, lines) if row]
         return self.rows
 
 
@@ -86,15 +109,15 @@ class RunFiles:
         self.evaluations: list[Row] = []
 
     def update(self) -> None:
-        self.state = records.mapping(self.experiment.state)
+        self.state = run_records.state(self.experiment.state)
         every = self._metrics.update()
         self.rows = [row for row in every if "train/loss" in row]
         self.evaluations = [row for row in every if "eval/loss" in row]
         self.events = self._events.update()
 
     def status(self) -> Standing:
-        said = str(self.state.get("status", ""))
-        record = records.mapping(self.experiment.lock)
+        said = self.state.get("status", "")
+        record = run_records.state(self.experiment.lock)
         exp = self.experiment
         written = (exp.state, exp.metrics, exp.events, exp.config, exp.rank_log(0))
         quiet = time.time() - max((path.stat().st_mtime for path in written if path.exists()),
@@ -102,8 +125,10 @@ class RunFiles:
         if not said:
             if record and self._is_held(record):
                 return Standing("starting", True)
-            return Standing("stopped before its first step" if self.experiment.config.exists()
-                            else "not begun")
+            if self.experiment.config.exists():
+                return Standing("stopped before its first step")
+            process, _ = at_work.process_on(self.experiment.root)
+            return Standing(f"being prepared by process {process}" if process else "not begun")
         if said != "running":
             return Standing(said)
         who = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
@@ -147,7 +172,8 @@ class RunFiles:
                   for path in self._of_this_launch("*.stacks.txt")]
         if said := collectives.waiting(self._of_this_launch("*.collectives.json")):
             found.append(("", said))
-        return [f"{when}  {what}".strip() for when, what in sorted(found)[-_WARNINGS:]]
+        return [run_records.one_line(f"{when}  {what}".strip())
+                for when, what in sorted(found)[-_WARNINGS:]]
 
     def _of_this_launch(self, pattern: str) -> list[Path]:
         """Return files of logs/ that are newer than what the last launch wrote first."""

@@ -29,6 +29,7 @@ NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
 _STEP_PATTERNS = {"dict": ".*'global_step': \\d+", "line": ".*step +[0-9,]+/[0-9,]+ +loss"}
 _NAME = re.compile(r"\$\{(\w+)\}")
 _LEFT_OUT = object()
+_EXPANDED = ("command", "args")  # lists of words in which Kubernetes replaces $(NAME)
 
 Document = dict[str, Any]
 
@@ -52,7 +53,7 @@ class Job(JobOptions):
         """Return the job as Kubernetes takes it; ${POD} in its template is the pod of pod.yaml."""
         settings = self._settings()
         [pod] = filled("pod.yaml", settings)
-        return filled(f"{self.kind}.yaml", {**settings, "POD": pod})
+        return keep_dollars(filled(f"{self.kind}.yaml", {**settings, "POD": pod}))
 
     def _settings(self) -> dict[str, Any]:
         kind, asked = KINDS[self.kind], stage_04.parse(self.train)
@@ -136,7 +137,29 @@ def _check_division(asked: JobOptions, train: Config, per_node: int) -> None:
 def text(found: list[Document], headline: str) -> str:
     """Return manifests as they are applied; headline: a comment that says where they are from."""
     comment = "".join(f"# {line}\n" for line in headline.splitlines())
-    return comment + yaml.safe_dump_all(found, sort_keys=False, width=100, allow_unicode=True)
+    return comment + yaml.dump_all(found, Dumper=_ManifestDumper, sort_keys=False, width=math.inf,
+                                   allow_unicode=True)
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """Quotes every text but the keys: kubectl reads more words as numbers (2e-5, 0o17) and truth
+    values (on, y) than Python's YAML does.
+    """
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None,
+                          ) -> yaml.MappingNode:
+        node = super().represent_mapping(tag, mapping, flow_style)
+        for key, _ in node.value:
+            key.style = None
+        return node
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a value that stands in two places twice, as a person would."""
+        return True
+
+
+_ManifestDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 
 
 def filled(template: str, settings: dict[str, Any]) -> list[Document]:
@@ -162,8 +185,8 @@ def filled(template: str, settings: dict[str, Any]) -> list[Document]:
         if isinstance(node, yaml.SequenceNode):
             return loader.construct_sequence(node, deep=True)
         assert isinstance(node, yaml.ScalarNode)  # there is no other
-        filled = scalar(loader, node)
-        return filled if node.style or not isinstance(filled, str) else yaml.safe_load(filled)
+        is_text = node.style or _NAME.search(node.value)
+        return scalar(loader, node) if is_text else yaml.safe_load(node.value)
 
     class TemplateLoader(yaml.SafeLoader):
         """Has constructors of its own."""
@@ -172,6 +195,30 @@ def filled(template: str, settings: dict[str, Any]) -> list[Document]:
     TemplateLoader.add_multi_constructor("!if-", conditional)
     with path.open(encoding="utf-8") as file:
         return [_pruned(document) for document in yaml.load_all(file, TemplateLoader)]
+
+
+def keep_dollars(value: Any) -> Any:
+    """Return a manifest, or a part of one, whose containers get each word as it was meant.
+
+    Kubernetes replaces $(NAME) in command, args and env, and $$ by $; options and paths may hold
+    either, perhaps from a file of somebody else.
+    """
+    if isinstance(value, list):
+        return [keep_dollars(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    value = {key: keep_dollars(item) for key, item in value.items()}
+    for key in _EXPANDED:
+        if key in value and isinstance(value[key], list):
+            value[key] = [_literal(word) for word in value[key]]
+    if isinstance(value.get("env"), list):
+        value["env"] = [{**variable, "value": _literal(variable["value"])}
+                        if "value" in variable else variable for variable in value["env"]]
+    return value
+
+
+def _literal(word: Any) -> Any:
+    return word.replace("$", "$$") if isinstance(word, str) else word
 
 
 def _pruned(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from launch.common.raw_text import RawText
 from launch.kube.asked import JobOptions
-from launch.kube.job import Document, Job, filled, train_options
+from launch.kube.job import Document, Job, filled, keep_dollars, train_options
 from lib.core.errors import Problems
 
 _BUCKET = "/bucket"
@@ -24,7 +24,8 @@ class Preparation(Job):
         return "jobs.batch"
 
     def manifests(self) -> list[Document]:
-        return filled("prepare.yaml", {**self._settings(), "RAW_TEXT": list(self.raw_text)})
+        settings = {**self._settings(), "RAW_TEXT": list(self.raw_text)}
+        return keep_dollars(filled("prepare.yaml", settings))
 
 
 def planned(asked: JobOptions, raw: RawText, given: Sequence[str], launched_as: str) -> Preparation:

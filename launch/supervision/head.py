@@ -11,7 +11,7 @@ from launch.supervision.attempt import Attempt, NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
 from launch.supervision.node import OTHERS_LEAVE_WITHIN_S, TELL_AFTER_S, NodeLauncher
 from launch.supervision.outcome import History, NodeOutcome, Verdict
-from lib.core import paths, records, units
+from lib.core import paths, run_records, units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.paths import Experiment
 
@@ -99,8 +99,14 @@ class Head(NodeLauncher):
                 attempt.abandon()
         outcomes, lost = self._others_end([attempt.outcome()], members)
         self._history.progressed(self._newest())
-        return outcome.judge(outcomes, lost, self._new_state(), self.stop,
-                             has_begun, self._history)
+        state = self._new_state()
+        if self.gave_up and (verdict := outcome.judge_given_up(outcomes, state, self.since_save())):
+            return verdict
+        return outcome.judge(outcomes, lost, state, self.stop, has_begun, self._history)
+
+    def since_save(self) -> str:
+        newest = self._newest()
+        return f"since the checkpoint of step {newest:,}" if newest >= 0 else "so far"
 
     def _is_lost(self, node: int, members: dict[str, str]) -> bool:
         """Tell whether a node of this round is gone, or is back as another launcher."""
@@ -164,7 +170,7 @@ class Head(NodeLauncher):
             return ""
 
     def _state(self) -> dict[str, Any]:
-        return records.mapping(self._experiment.state)
+        return run_records.state(self._experiment.state)
 
     def _new_state(self) -> dict[str, Any]:
         """Return state.json if this round has written it."""

@@ -13,17 +13,20 @@ from typing import Any
 
 from launch.supervision.attempt import Attempt, NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
-from launch.supervision.outcome import NodeOutcome
-from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError
+from launch.supervision.outcome import EXIT_INTERRUPTED, NodeOutcome
+from lib.core import units
+from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, visible
 
 TELL_AFTER_S = 10.0
 OTHERS_LEAVE_WITHIN_S = 30.0
 _TICK_S, _TICK_ALONE_S = 1.0, 0.2
 _LOOKS = 4
+_TRAINING, _ENDING = ("run", "running"), ("end", "ended")  # phases, of the head and of others
 
 
 class NodeLauncher(ABC):
-    """Launches on a node. stop: name of the signal that it got.
+    """Launches on a node. stop: name of the signal that it got. gave_up: whether the ranks are
+    killed without a save.
 
     patience: seconds to wait for a node that is not there.
     """
@@ -31,6 +34,9 @@ class NodeLauncher(ABC):
     def __init__(self, command: NodeCommand, board: NoteBoard, patience: float) -> None:
         self.command, self.board, self.patience = command, board, patience
         self.round, self.stop = 0, ""
+        self.gave_up = False
+        self._interrupts = 0
+        self._has_told_stop = False
         self.notes: dict[int, dict[str, Any]] = {}
         self.attempt: Attempt | None = None
 
@@ -39,22 +45,52 @@ class NodeLauncher(ABC):
         """Keep the command of this node running; return the run's exit code."""
 
     def signalled(self, name: str) -> None:
-        """Note a signal; the first one stops the run, a second Ctrl-C does not wait for its save.
+        """Note a signal; the first one stops the run, and only a second SIGINT gives up its save.
+
+        Schedulers send several kinds of signals for one stop. `turn` acts on what is noted here.
         """
-        if self.stop and name == "SIGINT" and self.attempt:
-            self.attempt.abandon(0)
+        if name == "SIGINT":
+            self._interrupts += 1
         self.stop = self.stop or name
 
     def say(self, text: str) -> None:
         who = "launcher" if self.board.directory is None else f"launcher (node {self.board.node})"
-        print(f"{who}: {text}", flush=True)
+        print(visible(f"{who}: {text}"), flush=True)
 
     def turn(self, others: range, phase: str, **facts: Any) -> None:
         """Wait a moment, read the notes of others and write one's own."""
         time.sleep(_TICK_ALONE_S if self.board.directory is None else _TICK_S)
         self.board.look()
         self.notes = {node: self.board.read(node) for node in others}
+        if phase in (*_TRAINING, *_ENDING):
+            self._heed_signals(phase)
         self.post(phase, **facts)
+
+    def give_up(self, why: str) -> None:
+        """Have the ranks of this node killed, and those of the others, which read it in the note.
+        """
+        if not self.gave_up:
+            self.gave_up = True
+            self.say(f"{why}: the ranks are killed without a save, and what was trained "
+                     f"{self.since_save()} is lost")
+        if self.attempt:
+            self.attempt.abandon(0)
+
+    def since_save(self) -> str:
+        """Return from where on a run would be trained again."""
+        return "since the newest checkpoint"
+
+    def _heed_signals(self, phase: str) -> None:
+        if self.stop and phase in _TRAINING and not self._has_told_stop:
+            self._has_told_stop = True
+            self.say(f"stopped by {self.stop}: the ranks save and end, within "
+                     f"{units.duration(self.command.save_seconds)}; a second SIGINT would kill "
+                     f"them, and lose what was trained {self.since_save()}")
+        if self._interrupts > 1:
+            self.give_up("a second SIGINT")
+        for node, note in self.notes.items():
+            if note.get("gave_up") and self.board.is_alive(node):
+                self.give_up(f"node {node} gives up")
 
     def require_alone(self) -> None:
         """Raise UsageError when another launcher writes the notes of this node."""
@@ -67,7 +103,8 @@ class NodeLauncher(ABC):
                                                         "one launch of an experiment at a time")
 
     def post(self, phase: str, **facts: Any) -> None:
-        self.board.post(phase=phase, round=self.round, stop=self.stop, **facts)
+        self.board.post(phase=phase, round=self.round, stop=self.stop, gave_up=self.gave_up,
+                        **facts)
 
 
 class Follower(NodeLauncher):
@@ -137,6 +174,8 @@ class Follower(NodeLauncher):
         return self._last is not None and self._last.code == EXIT_DONE
 
     def _code_without_head(self) -> int:
+        if self.gave_up:
+            return EXIT_INTERRUPTED
         if self.stop:
             return EXIT_PREEMPTED
         if self._is_over():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from lib.core.errors import (
 from lib.core.launcher import headline
 from lib.core.lease import ExperimentHeld
 
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 ERROR_FILE = "error.json"  # as torchrun names it
 _FINAL = (EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL)
 _STATUS_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
@@ -149,6 +151,17 @@ def judge(nodes: list[NodeOutcome], lost: list[int], state: dict[str, Any], stop
     if stop or any(f.code == EXIT_PREEMPTED for f in failures):
         return Verdict(EXIT_PREEMPTED, f"stopped by {stop}" if stop else "stopped after saving")
     return _retry(failures, lost, state, history)
+
+
+def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) -> Verdict | None:
+    """Return the end of a run whose ranks were killed; None if it had ended by itself before.
+
+    state: as for `judge`. since: from where on a run would be trained again.
+    """
+    has_saved = any(failure.code == EXIT_PREEMPTED for node in nodes for failure in node.failures)
+    if has_saved or state.get("status", "") in _STATUS_CODES:
+        return None
+    return Verdict(EXIT_INTERRUPTED, f"killed by a second SIGINT: what was trained {since} is lost")
 
 
 def _retry(failures: list[Failure], lost: list[int], state: dict[str, Any], history: History,

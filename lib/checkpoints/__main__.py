@@ -81,7 +81,7 @@ def _row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
                 bar.advance(entry["bytes"])
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(
         (checkpoint.path / commit.COMMIT).stat().st_mtime))
-    return (str(checkpoint.step), saved, units.size(size), f"{facts.get('tokens', 0):,}",
+    return (str(checkpoint.step), saved, units.size(size), _figure(facts.get("tokens"), ","),
             _figure(facts.get("loss")), _figure(facts.get("eval_loss")),
             problems[0] if problems else "valid" if deep else "whole")
 
@@ -90,8 +90,9 @@ def _without_facts(checkpoint: Checkpoint, state: str) -> tuple[str, ...]:
     return (str(checkpoint.step), *[""] * (len(_COLUMNS) - 2), state)
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _figure(value: object, form: str = ".4f") -> str:
+    """Return a number as text; nothing for what is none, as a record of anybody may say it."""
+    return f"{value:{form}}" if isinstance(value, (int, float)) and abs(value) < 1e18 else ""
 
 
 def _print(rows: list[tuple[str, ...]]) -> None:

@@ -29,6 +29,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained("{base}")
 model = PeftModel.from_pretrained(base, "<this directory>")"""
+_BASE_BY_PATH = """
+`AutoPeftModelForCausalLM` finds the base model only where `base_model_name_or_path` in
+`adapter_config.json` is its path, or a name on the Hub; here it is `{base}`.
+"""
 _CHAT = """
 chat = [{"role": "user", "content": "..."}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt",
@@ -95,7 +99,9 @@ def text(title: str, architecture: str, dtype: str, parameters: int, found: dict
     table = "\n".join(f"| {label} | {_shown(value)} |" for label, value in rows.items()
                       if value is not None)
     # The Hub refuses a card whose base_model is no name of a repository.
-    base = f"base_model: {adapter_of}\n" if re.fullmatch(r"[\w.-]+/[\w.-]+", adapter_of) else ""
+    is_of_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", adapter_of))
+    base = f"base_model: {adapter_of}\n" if is_of_hub else ""
+    where = adapter_of if is_of_hub else f"<directory of {adapter_of}>"
     return f"""---
 library_name: {'peft' if adapter_of else 'transformers'}
 {base}pipeline_tag: text-generation
@@ -103,7 +109,7 @@ library_name: {'peft' if adapter_of else 'transformers'}
 
 # {title}
 
-{"LoRA adapters of" if adapter_of else "A"} a causal language model, exported from step \
+{"LoRA adapters of a" if adapter_of else "A"} causal language model, exported from step \
 {found['steps']:,} of a training run.
 
 | | |
@@ -111,10 +117,10 @@ library_name: {'peft' if adapter_of else 'transformers'}
 {table}
 
 ```python
-{_LOADED.format(base=adapter_of) if adapter_of else _LOADED_WHOLE}
+{_LOADED.format(base=where) if adapter_of else _LOADED_WHOLE}
 tokenizer = AutoTokenizer.from_pretrained("<this directory>")
 {_CHAT if chats else ""}```
-
+{_BASE_BY_PATH.format(base=adapter_of) if adapter_of and not is_of_hub else ""}
 Nothing was measured here but the losses above. `manifest.json` holds the SHA-256 of every file.
 """
 

@@ -47,6 +47,8 @@ CLUSTER = "auto"  # instead of an address: the service of the cluster that the r
 _KEEP = 2  # the service drops the oldest when a third arrives, which leaves one that is whole
 _LISTED = 100  # steps; more than are ever there
 _ANSWER_S, _PART_S = 10.0, 60.0  # without a sign from the service, for small requests and parts
+_LONGEST_TEXT = 160  # of what the service is said to have done wrong; it may be said at each save
+_OF_SYSTEM = re.compile(r"\[Errno -?\d+\] [\w ]+")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 
 
@@ -299,6 +301,11 @@ def _verified(data: bytes, step: int, namespace: str) -> dict[str, Any]:
 
 
 def _text(error: Exception) -> str:
-    """Return what happened, with the reason that the client keeps to itself."""
-    cause = f": {error.__cause__}" if error.__cause__ else ""
-    return f"{type(error).__name__}: {error}{cause}"[:400]
+    """Return what happened in one short line, with the reason that the client keeps to itself."""
+    innermost: BaseException = error
+    while innermost.__cause__ is not None:
+        innermost = innermost.__cause__
+    # The libraries of the network wrap the system's words in each other's several times.
+    of_system = _OF_SYSTEM.findall(str(innermost))
+    said = of_system[-1] if of_system else str(innermost).partition("\n")[0]
+    return f"{type(error).__name__}: {said}"[:_LONGEST_TEXT]

@@ -24,7 +24,10 @@ LAUNCHED_AS = "LAUNCHED_AS"
 _LAUNCHER, _TRAINER = "launch/single_node.sh", "04_train_fsdp.py"
 _RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
-SECRET = re.compile(r"token$|password|secret|api_key")
+_SECRET = re.compile(r"token$|password|secret|api_key")
+# The name or place of a secret is none, nor is a word of a vocabulary.
+_PUBLIC = re.compile(r"token_secret|image_pull_secret|.*_(?:name|file|path|dir|stdin)|"
+                     r"(?:additional_special|bos|cls|eos|mask|pad|sep|unk)_token")
 REDACTED = "[redacted]"
 _ANCESTORS = 6
 
@@ -70,6 +73,11 @@ def script(name: str, *words: object) -> str:
     return _joined([_python(), path_of(name), *map(str, words)])
 
 
+def python(*words: object) -> str:
+    """Return a command of the interpreter that runs this."""
+    return _joined([_python(), *map(str, words)])
+
+
 def module(name: str, *words: object) -> str:
     """Return the command that runs a module of this project, which needs its directory."""
     where = Path(path_of("lib")).parent
@@ -82,6 +90,23 @@ def train(*words: object) -> str:
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (launcher := _launcher()):
         return _joined([*launcher, "--", *map(str, words)])
     return _joined([*_torchrun(), path_of(_TRAINER), *map(str, words)])
+
+
+def on_ranks(count: int) -> str:
+    """Return the command that was typed, with so many ranks on this machine; "" where unknown."""
+    words = typed()
+    first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
+    if first is not None:
+        value = [words[first].partition("=")[0] + f"={count}"]
+        return _joined(words[:first] + value + words[first + (1 if "=" in words[first] else 2):])
+    if LAUNCHED_AS in os.environ:
+        is_ours = Path(words[0]).name in (Path(_LAUNCHER).name, "multi_node.sh")
+        return _joined([words[0], "--nproc-per-node", str(count), *words[1:]]) if is_ours else ""
+    at = next((i for i, word in enumerate(words) if Path(word).name == _TRAINER), None)
+    if at is None:
+        return ""
+    program = words[:at] if _torchrun_above() else _torchrun()
+    return _joined([*program, "--nproc-per-node", str(count), *words[at:]])
 
 
 def pip_install(*words: object) -> str:
@@ -145,18 +170,24 @@ def typed() -> list[str]:
     return _launched(above) or above or [*_program(), *sys.argv[1:]]
 
 
+def is_secret(name: str) -> bool:
+    """Return whether the value of an option or a field is a secret, by its name."""
+    name = name.lstrip("-").replace("-", "_").lower()
+    return bool(_SECRET.search(name)) and not _PUBLIC.fullmatch(name)
+
+
 def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
     """Return a command line with the values of secret options replaced."""
     shown: list[str] = []
     hide_next = False
     for argument in argv:
         name, equals, _ = argument.partition("=")
-        is_secret = name.startswith("--") and bool(SECRET.search(name.replace("-", "_")))
+        hides = name.startswith("--") and is_secret(name)
         if hide_next:
             shown.append(instead)
         else:
-            shown.append(name + "=" + instead if is_secret and equals else argument)
-        hide_next = is_secret and not equals
+            shown.append(name + "=" + instead if hides and equals else argument)
+        hide_next = hides and not equals
     return shown
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import log, records
-from lib.core.commands import REDACTED, SECRET
+from lib.core.commands import REDACTED, is_secret
 from lib.core.errors import UsageError
 
 # A file, whoever wrote it, does not say whose code runs here: that has to be typed.
@@ -66,7 +66,7 @@ def as_arguments(action: argparse.Action, flag: str, value: Any, where: str, sep
     where: the file and the key, for the UsageError about a value that does not fit. separator: of
     an option whose values are typed as one word.
     """
-    shown = REDACTED if SECRET.search(action.dest) else repr(value)
+    shown = REDACTED if is_secret(action.dest) else repr(value)
     if flag == "--config" or isinstance(value, dict):
         raise UsageError(f"{where} takes a plain value, got {shown}")
     if value is None:

@@ -261,8 +261,8 @@ def _born(pid: int) -> str | None:
     Tells a process from a later one with the same number.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
+        text = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8")
+    except (OSError, ValueError, TypeError):  # a record may say anything
         return None
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]

@@ -19,7 +19,7 @@ _logger = logging.getLogger("pipeline")
 class _Console(logging.StreamHandler):
     """Prints plain lines; warnings carry their level, other ranks than 0 their number.
 
-    shows_times: the time of day stands before each.
+    shows_times: the time of day and the rank, also of rank 0, stand before each.
     """
 
     shows_times = False
@@ -28,7 +28,8 @@ class _Console(logging.StreamHandler):
         text = visible(record.getMessage())
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
-        text = text if rank() == 0 else f"[rank={rank()}] {text}"
+        if (rank() or self.shows_times) and not text.startswith("[rank="):
+            text = f"[rank={rank()}] {text}"
         return f"{time.strftime('%H:%M:%S')} {text}" if self.shows_times else text
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -52,7 +53,8 @@ class _RankFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with self._may_fail:
-            self._file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+            text = visible(self.format(record))
+            self._file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 class Tolerated:
@@ -103,7 +105,7 @@ def setup(stream: TextIO | None = None) -> None:
 
 
 def show_times(are_shown: bool) -> None:
-    """Let lines on the console begin with the time of day, or no longer."""
+    """Let lines on the console begin with the time of day and the rank, or no longer."""
     for handler in _logger.handlers:
         if isinstance(handler, _Console):
             handler.shows_times = are_shown

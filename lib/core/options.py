@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lib.core import commands, config_file, elsewhere, help_text, unknown
-from lib.core.commands import REDACTED, SECRET
+from lib.core.commands import REDACTED, is_secret
 from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, together
 
 Options = argparse.Namespace
@@ -203,7 +203,7 @@ def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
 def resolved(options: Options) -> dict[str, Any]:
     """Return the options as plain values to store: paths as strings, secrets redacted."""
     def plain(key: str, value: Any) -> Any:
-        if value is not None and SECRET.search(key):
+        if value is not None and is_secret(key):
             return REDACTED
         return str(value) if isinstance(value, Path) else value
     return {key: plain(key, value) for key, value in vars(options).items()}

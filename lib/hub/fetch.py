@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 from lib.core import log, manifest, publish, units
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
-from lib.hub.client import Hub
+from lib.hub.client import Hub, OutOfReachError
 from lib.hub.repository import RemoteFile, Repository, check_name, choose, select
 from lib.hub.transfer import Transfer, bring_headers, clear_others
 from lib.models import remote_code, tokenizer
-from lib.models.directory import CODE_DIGESTS, CONFIG, rename_in_errors
+from lib.models.directory import CODE_DIGESTS, CONFIG, find_whole_snapshot, rename_in_errors
 
 _LARGE = 64 << 20  # bytes of weights that are worth looking at their headers first
 _SHOWN = 10
@@ -190,3 +191,17 @@ class RemoteModel(RemoteFiles):
         with Progress("converting pickles", total, "B", show_progress) as progress:
             return pickles.convert(directory, [file.path for file in self.pickles],
                                    progress.advance, trust_code=bool(self.code))
+
+
+@contextmanager
+def mention_cache_in_errors(name: str) -> Iterator[None]:
+    """Add to the error of a Hub that gives no answer that this machine holds the model anyway."""
+    try:
+        yield
+    except OutOfReachError as error:
+        if found := find_whole_snapshot(name):
+            there = f"whole in the Hugging Face cache: {found}"
+            way = f"stage 04 takes it from that cache, without stage 03: -m {name}"
+            error.found = f"{error.found}\n{there}".strip()
+            error.hint = f"{way}\n{error.hint}".strip()
+        raise

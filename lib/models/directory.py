@@ -16,7 +16,7 @@ from lib.core import commands, hashing, log, manifest, records, units
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.manifest import Remedy
 from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
-from lib.models import hf_cache, prepared
+from lib.models import hf_cache, prepared, unread_weights
 from lib.models.prepared import HOW, KIND
 
 CONFIG = "config.json"
@@ -51,7 +51,8 @@ def find(name: str | None, cache_dir: Path, why: str = "") -> Path:
     target = models_root(cache_dir) / model_dir_name(name)
     if (target / MANIFEST).is_file():
         return _check_prepared(target)
-    snapshot = None if target.is_dir() else _find_whole_snapshot(name)
+    _require_read(path)
+    snapshot = None if target.is_dir() else find_whole_snapshot(name)
     if snapshot is None:
         raise _nothing(name, path, target, cache_dir)
     tell(snapshot, ", a snapshot in the Hugging Face cache, taken as it is")
@@ -80,7 +81,7 @@ def _check_directory(path: Path, why: str = "") -> Path:
     if any(PARTIAL in part for part in path.resolve().parts[-2:]):
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
-        _require_no_pickles(path)
+        _require_read(path)
         tell(path, f"{why}, made elsewhere (no {MANIFEST}), taken as it is")
         return path
     other = manifest.read_if_any(path)
@@ -90,14 +91,10 @@ def _check_directory(path: Path, why: str = "") -> Path:
     return _check_prepared(path, why)
 
 
-def _require_no_pickles(path: Path) -> None:
-    """Raise UsageError for pickled weights: without them, it would be trained from scratch."""
-    pickles = sorted(found.name for found in path.glob("pytorch_model*.bin"))
-    if pickles and not has_weights(path):
-        raise UsageError(f"the weights of {path} are pickles, which are not read here",
-                         expected=f"{WEIGHTS}, as `save_pretrained` writes it now",
-                         found=", ".join(pickles[:5]),
-                         hint="stage 03 converts those of the Hub, with --allow-pickle")
+def _require_read(path: Path) -> None:
+    """Raise for weights that are not read here: without them, it would be trained from scratch."""
+    if not has_weights(path) and (error := unread_weights.find_error(path)):
+        raise error
 
 
 def _check_prepared(directory: Path, why: str = "") -> Path:
@@ -133,7 +130,7 @@ def _nothing(name: str, path: Path, target: Path, cache_dir: Path) -> ArtifactEr
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(there) or 'nothing'}")
     cached = [path.name.removeprefix("models--").replace("--", "/")
               for path in sorted(hf_cache.find().glob("models--*"))]
-    if whole := [name for name in cached if _find_whole_snapshot(name)]:
+    if whole := [name for name in cached if find_whole_snapshot(name)]:
         found.append(f"whole in the Hugging Face cache {hf_cache.find()}: {', '.join(whole)}")
     if hf_cache.find_snapshot(name):
         found.append(f"the Hugging Face cache {hf_cache.find()} holds only a part of {name}")
@@ -313,7 +310,7 @@ def _digest_header(path: Path) -> str:
         return hashing.bytes_digest(file.read(min(length, 1 << 26)), "sha256")
 
 
-def _find_whole_snapshot(name: str) -> Path | None:
+def find_whole_snapshot(name: str) -> Path | None:
     """Return the snapshot of a model at `main` when config and all safetensors are there."""
     found = hf_cache.find_snapshot(name)
     is_whole = found and (found / CONFIG).is_file() and not list_missing_weights(found)

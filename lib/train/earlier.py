@@ -16,7 +16,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, differences, in_lines
 from lib.core.paths import Experiment
 from lib.models import directory, prepared
-from lib.train import journal, lora_from
+from lib.train import chats, journal, lora_from
 from lib.train.config import Config
 
 TEMPLATE = "chat template"  # an input of runs on conversations
@@ -94,14 +94,12 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
         raise UsageError(f"{where} holds {what}, which this run cannot take over",
                          found=in_lines(other), hint="keep these options, or begin another run "
                                                      "from an export of this one")
+    if changed and not with_changes and any(each.name == TEMPLATE for each in changed):
+        raise _other_template(changed, earlier, where)
     if changed and not with_changes:
         ways = [_ANOTHER_NAME, "--overwrite to start this one anew (the old one is kept aside)"]
         if not any(each.name in _OF_TENSORS for each in changed):
             ways.append(_ALL_THE_SAME)
-        if any(each.name == TEMPLATE for each in changed):
-            ways.append("the text that the chat template had: "
-                        f"{where / 'model' / 'chat_template.jinja'} holds it, with BOS in front "
-                        "where the tokenizer would add one")
         last, run = _go_on(changed, where, config) if config else ("", "")
         ways = [way for way in ways if way != last] + ([last] if last else [])
         raise UsageError(f"{where} was begun with other settings", found=in_lines(changed),
@@ -135,6 +133,24 @@ def _go_on(changed: list[Difference], where: Path, config: Config) -> tuple[str,
         name = f"{where.name}-2"
         return _ANOTHER_NAME, commands.as_typed("--experiment-name", name)
     return _ALL_THE_SAME, commands.as_typed("--resume-with-changes")
+
+
+def _other_template(changed: list[Difference], earlier: dict[str, Any], where: Path) -> UsageError:
+    """Return the error for a run on conversations that another template would render now."""
+    ways = "use another --experiment-name, --overwrite to start this one anew (the old one is " \
+           "kept aside), or --resume-with-changes to go on all the same"
+    kept = chats.kept_template([where / "model"], earlier["inputs"].get(TEMPLATE))
+    if kept is None:
+        return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
+                          hint=ways)
+    own = ("--chat-template", kept.path)
+    if any(each.name != TEMPLATE for each in changed):
+        run = commands.with_options("--config", where / "config.yaml", *own)
+        return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
+                          hint=f"{ways}, or the settings that it has:", run=run)
+    return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
+                      hint=f"{ways}, or the template that it has:",
+                      run=commands.as_typed(*own, drop=own[:1]))
 
 
 def with_samples(facts: dict[str, Any], now: dict[str, Any], samples: int | None,

@@ -105,7 +105,10 @@ def find_inputs(config: Config, experiment: Experiment, made: Path | None,
     if faults := chat_files.find_faults(model_dir):
         raise ArtifactError(f"the model {model_dir} is damaged", found="\n".join(faults),
                             **directory.remedy(model_dir, "--overwrite"))
-    source = chats.find_template(config, model_dir, corpora)
+    of_named = [named.path.parent.parent / experiment.model.name] if named else []
+    begun_with = chats.kept_template([experiment.model, *of_named],
+                                     identity.get("inputs", {}).get(earlier.TEMPLATE))
+    source = chats.find_template(config, model_dir, corpora, begun_with)
     fingerprints = {"model": directory.fingerprint(model_dir),
                     "tokenizer": encode.tokenizer_fingerprint(model_dir),
                     **(_shards_identity(config, shards) if shards

@@ -297,6 +297,23 @@ def test_secrets_are_redacted_wherever_options_are_kept(parser: Parser) -> None:
         "--token=[redacted]"]
 
 
+@pytest.mark.parametrize("option", ["--token-secret", "--token_secret", "--image-pull-secret",
+                                    "--secret-name", "--password-file", "--eos_token"])
+def test_the_name_or_place_of_a_secret_is_shown(option: str) -> None:
+    """Else a printed command that names one could not be typed."""
+    for words in ([option, "hub"], [f"{option}=hub"]):
+        assert commands.redacted_argv(words) == words
+        assert commands.shell("x", *words) == " ".join(["x", *words])
+
+
+@pytest.mark.parametrize("option", ["--token", "--hf-token", "--HF_TOKEN", "--hub_token",
+                                    "--client-secret", "--wandb-api-key", "--password"])
+def test_a_secret_of_any_name_is_not_shown(option: str) -> None:
+    for words in ([option, "hf_1"], [f"{option}=hf_1"]):
+        assert "hf_1" not in " ".join(commands.redacted_argv(words))
+        assert commands.shell(*words).endswith('"$HF_TOKEN"')
+
+
 @pytest.mark.parametrize(("names", "text", "expected"), [
     (("bf16", "fp16", "fp32"), "bfloat16", "bf16"), (("bf16", "fp16", "fp32"), "bf16", "bf16"),
     (("bf16", "fp16", "fp32"), "float32", "fp32"), (("bf16", "fp16", "fp32"), "FP16", "fp16"),

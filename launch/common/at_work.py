@@ -1,0 +1,30 @@
+"""Finds the process on this machine that is to train a run, also before the run has a file."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from launch.common import stage_04
+from lib.core import paths
+from lib.core.errors import StageError
+
+
+def process_on(root: Path) -> tuple[int, bool]:
+    """Return the process on this machine that is to train a run, and whether it is a launcher.
+
+    It is the one that a person started, where it has started others; 0 when there is none.
+    """
+    found: dict[int, tuple[int, bool]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, StageError, ValueError):
+            words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
+            names = [Path(word).name for word in words]
+            asked = stage_04.parse(words[names.index(stage_04.SCRIPT) + 1:])
+            where = (entry / "cwd").readlink() / (asked.save_dir or paths.OUTPUTS) \
+                / (asked.experiment_name or "")
+            if names[0].startswith("python") and where.resolve() == root:
+                parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
+                found[int(entry.name)] = int(parent), names[1] == "supervise.py"
+    first = [pid for pid, (parent, _) in found.items() if parent not in found]
+    return max(((pid, found[pid][1]) for pid in first), key=lambda one: one[1], default=(0, False))

@@ -1,0 +1,90 @@
+"""Directories whose weights are not read: the error says what to type, and that works."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lib.core.errors import StageError
+from lib.models import directory
+from tests.conftest import ROOT
+from tests.training import save_model, save_tokenizer, write_corpus
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "04_train_fsdp.py"), "-e", "x", "-m", "a model"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable])
+    write_corpus(tmp_path / "corpus", 5)
+    save_model(Path("a model"))
+    save_tokenizer(Path("a model"), tmp_path / "corpus")
+    return Path("a model")
+
+
+def refused(path: Path) -> StageError:
+    with pytest.raises(StageError) as caught:
+        directory.find(str(path), Path(".cache"))
+    assert caught.value.code in (2, 3)
+    return caught.value
+
+
+def test_pickled_weights_are_converted_by_what_the_error_says(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    torch.save(weights, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    convert, train = refused(model).run.splitlines()
+    subprocess.run(convert, shell=True, check=True, capture_output=True)
+    found = Path(shlex.split(train)[-1])
+    assert directory.find(str(found), Path(".cache")) == found
+    converted = load_file(found / "model.safetensors")
+    assert all(torch.equal(converted[name], weights[name]) for name in converted)
+    (model / "config.json").unlink()  # then only its author can say what it is
+    assert "save_pretrained" in refused(model).hint
+
+
+@pytest.mark.parametrize("inner", [".", "pytorch_model_fsdp_0", "a/b"])
+@pytest.mark.parametrize("has_config", [True, False])
+def test_shards_of_fsdp_are_named_with_what_merges_them(model: Path, inner: str, has_config: bool,
+                                                        ) -> None:
+    shards = model / inner
+    shards.mkdir(parents=True, exist_ok=True)
+    (shards / "__0_0.distcp").touch()
+    (model / "optimizer_0").mkdir()
+    (model / "optimizer_0" / "__0_0.distcp").touch()
+    (model / "model.safetensors").unlink()
+    if not has_config:
+        (model / "config.json").unlink()
+    merge, train = refused(model).run.splitlines()
+    assert shlex.split(merge) == ["accelerate", "merge-weights", str(shards), "a model-merged"]
+    assert shlex.split(train)[-1] == "a model-merged"
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/step_00000002",
+                                  "checkpoints/step_00000002/dcp"])
+def test_a_run_is_exported(model: Path, part: str) -> None:
+    step = model / "checkpoints/step_00000002"
+    (step / "dcp").mkdir(parents=True)
+    (step / "dcp/__0_0.distcp").touch()
+    (step / "COMMIT.json").touch()
+    for file in ("config.json", "model.safetensors"):
+        (model / file).unlink()
+    words = shlex.split(refused(model / part).run.splitlines()[0])[2:]
+    expected = ["--step", "2"] if "step" in part else []
+    assert words == ["-e", "a model", *expected, "--out", "a model/export/model"]
+
+
+def test_a_model_that_is_whole_is_taken_whatever_lies_beside_it(model: Path) -> None:
+    (model / "pytorch_model.bin").touch()
+    (model / "global_step5").mkdir()
+    (model / "global_step5" / "__0_0.distcp").touch()
+    assert directory.find(str(model), Path(".cache")) == model
+    shutil.rmtree(model)
+    assert "no finished model" in refused(model).problem
