@@ -33,11 +33,11 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from lib.checkpoints import adapter_files, commit, hyperpod, storage
-from lib.core import hashing, offline, publish, stage, stamps
+from lib.core import hashing, identity, offline, publish, stage, stamps
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.corpus import place, store, work
+from lib.corpus import place, saved, store, work
 from lib.hub import client, repository, transfer
 from lib.models import (
     architecture,
@@ -47,13 +47,14 @@ from lib.models import (
     remote_code,
     sharded,
     tensors,
+    unread_weights,
     weights,
 )
 from lib.models.design import Design
 from lib.models.directory import CODE_DIGESTS
 from lib.parallel import attention, compiling, gpus, layout
 from lib.tokens import build, split_writer
-from lib.train import checks, precision, symptoms
+from lib.train import checks, earlier, model_files, precision, symptoms
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -415,6 +416,13 @@ def test_an_export(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     trained.follow(trained.fails(*export), "--dry-run")           # train it again
 
 
+def test_a_generation_config_that_is_none(there: Terminal) -> None:
+    there.type("03_download_model.py", "--from-scratch", "--model-size", "tiny", "--model-name",
+               "s", "--tokenizer", "model")
+    blank(".cache/models/s/generation_config.json")
+    there.follow(there.fails(*TRAIN[:-4], "-m", "s"))
+
+
 def test_a_shell_takes_what_is_printed(trained: Terminal) -> None:
     """A run that diverged goes on at a lower rate, in a real shell, from another directory."""
     shutil.rmtree("outputs/run/checkpoints/step_00000004")
@@ -488,7 +496,10 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     model.mkdir(parents=True)
     (model / "manifest.json").write_text("{")
     yield lambda: directory.find("org/name", Path(".cache"))
+    patch.setattr(sys, "argv", [str(ROOT / "01_organize_data.py")])
+    yield from of_saved_splits()
     train(patch)
+    yield from of_other_models()
     yield lambda: attention._varlen(None, None, None, None, None, dropout=0.1)
     opts = load(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     run = Experiment(Path("outputs"), "run")
@@ -516,6 +527,34 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     patch.setattr("lib.models.lora.choose_experts", lambda *_: ["experts"])
     yield lambda: lora.Lora(4, 8.0, 0.1, "experts").convert(no_blocks, sharded.Placement())
     yield lambda: checks.require_sound(replace(opts, wandb=True), has_begun=False)
+
+
+def of_saved_splits() -> Iterator[Callable[[], object]]:
+    """Yield the error for a saved dataset whose splits would be mixed."""
+    Path("saved").mkdir()
+    Path("saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    entries = [Fake(path="dataset_dict.json", skipped="it describes a dataset"),
+               Fake(path="train/a.arrow", skipped=""), Fake(path="test/a.arrow", skipped="")]
+    yield lambda: saved.require_readable(Path("saved"), "--src-dir", entries)
+
+
+def of_other_models() -> Iterator[Callable[[], object]]:
+    """Yield errors for models and templates that are there in another form, or not as they were."""
+    for name in ("merged/part/__0_0.distcp", "pickled/pytorch_model.bin", "pickled/config.json",
+                 "outputs/old/checkpoints/step_00000002/COMMIT.json"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for name in ("merged", "pickled", "outputs/old"):
+        yield lambda name=name: _raise(unread_weights.find_error(Path(name)))
+    opts = load(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
+    yield lambda: checks.require_shape(replace(opts, cache_dir=Path("nothing")))
+    begun, now = ({"options": {}, "inputs": {earlier.TEMPLATE: text}} for text in "ab")
+    yield lambda: _raise(earlier._other_template(identity.differences(begun, now), Path("a.jinja"),
+                                                 Path("outputs/run")))
+    cached = Path("hub/models--org--name/snapshots/c")
+    cached.mkdir(parents=True)
+    yield lambda: model_files.require_same_base(
+        {"base": {"model.safetensors": "sha256:0"}}, Fake(model_dir=cached, base={}), Path("step"))
 
 
 class Fake:
@@ -577,7 +616,8 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
             if script:
                 load(Path(script).name).parse(words[words.index(script) + 1:])
             else:
-                assert words[0] == "mv" or words[1:4] == ["-m", "pip", "install"]
+                assert words[0] in ("mv", "accelerate") or words[1:2] == ["-c"] or (
+                    words[1:4] == ["-m", "pip", "install"])
 
 
 @cache
@@ -597,7 +637,7 @@ def sites() -> list[tuple[str, int, int, str]]:
 
 def test_a_remedy_is_a_command_and_no_sentence() -> None:
     """What is said in words stands under `hint`."""
-    spelled = re.compile(r"commands\.|remedy|older|show_rebuild|_calmer|_prepared_by|"
+    spelled = re.compile(r"commands[._]|remedy|older|show_rebuild|_calmer|_prepared_by|"
                          r"_command|shlex\.join|with_target|\.get\(")
     assert not [site for site in sites() if not spelled.search(site[3])]
 

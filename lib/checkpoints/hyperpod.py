@@ -308,4 +308,5 @@ def _text(error: Exception) -> str:
     # The libraries of the network wrap the system's words in each other's several times.
     of_system = _OF_SYSTEM.findall(str(innermost))
     said = of_system[-1] if of_system else str(innermost).partition("\n")[0]
+    said = said.rpartition("Caused by ")[2]
     return f"{type(error).__name__}: {said}"[:_LONGEST_TEXT]

@@ -19,7 +19,7 @@ _STRINGS = ("string", "large_string")
 _SHOWN = 6
 
 
-class Entry(Protocol):
+class ScannedFile(Protocol):
     """Describes a file that a scan has found, or why it is left out."""
 
     path: str
@@ -42,7 +42,7 @@ def is_description(root: Path, place: str) -> bool:
     return name != _INFO or is_saved or any(path.parent.glob("*.arrow"))
 
 
-def require_readable(folder: Path, option: str, entries: Sequence[Entry]) -> None:
+def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) -> None:
     """Raise UsageError for a dataset whose splits would be mixed, or that holds tokens.
 
     option: that names the folder. entries: of a scan of it.
@@ -55,7 +55,7 @@ def require_readable(folder: Path, option: str, entries: Sequence[Entry]) -> Non
             _require_text(folder / parent)
 
 
-def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[Entry],
+def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[ScannedFile],
                        ) -> None:
     """Raise UsageError if files of several splits of a DatasetDict would be read."""
     names = records.mapping(folder / parent / _SPLITS)["splits"]

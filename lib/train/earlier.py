@@ -94,9 +94,10 @@ def require_same(earlier: dict[str, Any], now: dict[str, Any], where: Path,
         raise UsageError(f"{where} holds {what}, which this run cannot take over",
                          found=in_lines(other), hint="keep these options, or begin another run "
                                                      "from an export of this one")
-    if changed and not with_changes and any(each.name == TEMPLATE for each in changed):
-        raise _other_template(changed, earlier, where)
     if changed and not with_changes:
+        if any(each.name == TEMPLATE for each in changed) and (kept := chats.kept_template(
+                [where / "model"], earlier["inputs"].get(TEMPLATE))):
+            raise _other_template(changed, kept.path, where)
         ways = [_ANOTHER_NAME, "--overwrite to start this one anew (the old one is kept aside)"]
         if not any(each.name in _OF_TENSORS for each in changed):
             ways.append(_ALL_THE_SAME)
@@ -135,15 +136,14 @@ def _go_on(changed: list[Difference], where: Path, config: Config) -> tuple[str,
     return _ALL_THE_SAME, commands.as_typed("--resume-with-changes")
 
 
-def _other_template(changed: list[Difference], earlier: dict[str, Any], where: Path) -> UsageError:
-    """Return the error for a run on conversations that another template would render now."""
-    ways = "use another --experiment-name, --overwrite to start this one anew (the old one is " \
-           "kept aside), or --resume-with-changes to go on all the same"
-    kept = chats.kept_template([where / "model"], earlier["inputs"].get(TEMPLATE))
-    if kept is None:
-        return UsageError(f"{where} was begun with other settings", found=in_lines(changed),
-                          hint=ways)
-    own = ("--chat-template", kept.path)
+def _other_template(changed: list[Difference], kept: Path, where: Path) -> UsageError:
+    """Return the error for a run on conversations that another template would render now.
+
+    kept: the text of the run's own template.
+    """
+    ways = ("use another --experiment-name, --overwrite to start this one anew (the old one is "
+            "kept aside), or --resume-with-changes to go on all the same")
+    own = ("--chat-template", kept)
     if any(each.name != TEMPLATE for each in changed):
         run = commands.with_options("--config", where / "config.yaml", *own)
         return UsageError(f"{where} was begun with other settings", found=in_lines(changed),

@@ -95,7 +95,7 @@ def _out_of_memory(text: str, config: Config, experiment: Experiment) -> UsageEr
     now, kinds = config.activation_checkpointing, recompute.KINDS
     if more := kinds[kinds.index(now) + 1:] if now in kinds else kinds[1:]:
         knobs.append(f"--activation-checkpointing {more[0]}")
-    if config.batch_size > 1:
+    if (config.batch_size or 1) > 1:
         knobs.append("a smaller --batch-size with --global-batch-size as it is")
     knobs += ["a smaller --seq-length", "more ranks to shard over"]
     if not config.cpu_offload and torch.cuda.is_available():

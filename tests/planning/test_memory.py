@@ -137,7 +137,7 @@ def test_which_attention_is_planned(options: dict[str, Any], precision: str, on_
 def test_documents_are_planned_before_packs_are_made() -> None:
     """As many as a pack holds without being divided, and its padding."""
     given = replace(ASKED, packing="documents", precision="bf16", seq_length=8192)
-    assert plan.memory_case(given, on_meta(), 1, True, 1 << 40).documents == 8192 // 32 + 1
+    assert plan.memory_case(given, on_meta(), 1, True).documents == 8192 // 32 + 1
 
 
 def test_a_mask_is_planned_where_the_model_has_no_kernel_for_packed_documents() -> None:

@@ -96,7 +96,7 @@ def test_arrow_files_of_the_other_format_and_damaged_ones(tmp_path: Path) -> Non
         open_dataset(shard)
     with pytest.raises(UsageError, match="no column `text` of strings") as caught:
         open_dataset(write_ids(tmp_path / "ids.arrow"))
-    assert caught.value.found == "columns input_ids" and "--fields" in caught.value.hint
+    assert caught.value.found == "columns input_ids" and "tokenised already" in caught.value.hint
     with pytest.raises(UsageError, match="no file of a split `train`"):
         open_dataset(plain(tmp_path / "tests", **{"corpus-test": ["a"]}))
 
