@@ -180,7 +180,15 @@ class _Fused:
         self._update(rule, now, skip, scale, *tensors)
 
     def _tries(self, rule: _Rule, now: Tensor, scale: Tensor | None, *tensors: Tensor) -> bool:
-        """Tell whether copies change as they do without the compiler, but for rounding."""
+        """Tell whether copies change as they do without the compiler, but for rounding.
+
+        The first step in float16 often overflows and is skipped. So NaN and infinite gradients
+        count as 0 here, and the scalars of a step that has not been counted as 1.
+        """
+        weight, gradient, *kept = tensors
+        tensors = (weight, torch.nan_to_num(gradient, 0.0, 0.0, 0.0), *kept)
+        scale = None if scale is None else torch.where(torch.isfinite(scale), scale, 1.0)
+        now = torch.where(torch.isfinite(now) & (now != 0), now, 1.0)
         updated, wanted = ([t.clone() for t in tensors] for _ in range(2))
         for update, copies in ((self._run, updated), (_in_slices, wanted)):
             update(rule, now, torch.zeros((), dtype=torch.bool, device=now.device), scale, *copies)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from lib.parallel import attention, experts
-from lib.parallel.layout import ParallelLayout
+from lib.parallel.layout import ParallelLayout, gather
 from lib.parallel.loss import trial
 from lib.tokens.batches import MicroBatch
 
@@ -31,7 +31,7 @@ def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
 
     Empty for a model without experts that transformers' interface knows. All ranks must call this:
     one forward pass over a row of 16 tokens, through each layer's experts both ways, and back to
-    what they are given.
+    what they are given. A failure on one rank decides for all.
     """
     found = experts.experts_modules(model)
     if not found:
@@ -39,7 +39,9 @@ def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
     theirs = model.get_correct_experts_implementation(None)
     if any(module.config._experts_implementation != experts.NAME for module in found):
         return f"{theirs} of transformers, since the family leaves no choice"
-    failure = _try(model, found, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout.device)
+    failures = gather(_try(model, found, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout.device),
+                      layout.control)
+    failure = next(filter(None, failures), "")
     if not failure:
         return f"{experts.NAME}, by grouped products; gradients are gathered, not sorted"
     model.set_experts_implementation(theirs)
@@ -48,28 +50,26 @@ def pick_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
 
 def _try(model: PreTrainedModel, found: list[nn.Module], theirs: _Forward, device: torch.device,
          ) -> str:
-    """Return what is wrong with the pipeline's own function; empty if nothing is."""
-    differences: list[float] = []
+    """Return what is wrong with the pipeline's own function; empty if nothing is.
+
+    It fails within a layer's experts alone: the forward pass around them exchanges weights with the
+    other ranks, and ends on each.
+    """
+    failures: list[str] = []
     generator = torch.Generator().manual_seed(0)  # not the state that dropout goes on from
     tokens = torch.randint(0, model.config.get_text_config().vocab_size, (1, _LENGTH),
                            generator=generator)
     batch = MicroBatch(tokens, tokens).to(device)
-    try:
-        with trial(model), _compared(found, theirs, differences):
-            model(**attention.make_inputs(model, batch))
-    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
-        first, *_ = str(error).splitlines() or [""]
-        return f"{type(error).__name__}: {first[:200]}"
-    worst = max(differences, default=0.0)
-    return "" if worst < _NOISE else f"its results differ by {worst:.2g} of their norm"
+    with trial(model), _compared(found, theirs, failures):
+        model(**attention.make_inputs(model, batch))
+    return next(filter(None, failures), "")
 
 
 @contextmanager
-def _compared(found: list[nn.Module], theirs: _Forward, differences: list[float],
-              ) -> Iterator[None]:
-    """Let each module compute both ways for the while, and note by how much they differ."""
+def _compared(found: list[nn.Module], theirs: _Forward, failures: list[str]) -> Iterator[None]:
+    """Let each module compute both ways for the while, and note what is wrong with its own."""
     for module in found:
-        module.forward = partial(_compare, module, theirs, differences)
+        module.forward = partial(_compare, module, theirs, failures)
     try:
         yield
     finally:
@@ -77,17 +77,27 @@ def _compared(found: list[nn.Module], theirs: _Forward, differences: list[float]
             del module.forward
 
 
-def _compare(module: nn.Module, theirs: _Forward, differences: list[float], *given: Tensor,
-             ) -> Tensor:
-    """Return what transformers' function does, having noted how far the pipeline's own is off."""
-    expected, results = (_computed(function, module, *given)
-                         for function in (theirs, experts.experts_forward))
-    for one, other in zip(results, expected, strict=True):
-        difference, norm = (one.float() - other.float()).norm(), other.float().norm()
-        # If transformers' numbers are NaN or infinite, the function is not the cause.
-        same = difference <= _NOISE * norm or not norm.isfinite()
-        differences.append(0.0 if same else (difference / norm).nan_to_num(torch.inf).item())
+def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *given: Tensor) -> Tensor:
+    """Return what transformers' function does, having noted what is wrong with the pipeline's own.
+    """
+    expected = _computed(theirs, module, *given)
+    try:
+        results = _computed(experts.experts_forward, module, *given)
+        worst = max(_differ(one, other) for one, other in zip(results, expected, strict=True))
+        failures.append(f"its results differ by {worst:.2g} of their norm" if worst else "")
+    except (RuntimeError, TypeError, AttributeError, IndexError, ValueError) as error:
+        first, *_ = str(error).splitlines() or [""]
+        failures.append(f"{type(error).__name__}: {first[:200]}")
     return expected[0]
+
+
+def _differ(found: Tensor, expected: Tensor) -> float:
+    """Return by how much of its norm a result is off; 0 if that is no more than rounding."""
+    difference, norm = (found.float() - expected.float()).norm(), expected.float().norm()
+    # If transformers' numbers are NaN or infinite, the function is not the cause.
+    if difference <= _NOISE * norm or not norm.isfinite():
+        return 0.0
+    return (difference / norm).nan_to_num(torch.inf).item()
 
 
 def _computed(function: _Forward, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor,

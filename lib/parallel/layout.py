@@ -132,6 +132,9 @@ def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> 
     # Gloo connects to whom it talks to; else each of 1,024 ranks to all the others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _keep_to_loopback()
+    # NCCL (2.26 and newer) then starts the operations of several communicators in the order in
+    # which the host issues them. In different orders, ranks could wait for each other forever.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     # Gloo beside NCCL: clipping with offloaded gradients, and agreements that need no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if meeting:

@@ -50,13 +50,11 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 class _Copies:
     """The stream on which all groups of a model are copied.
 
-    stream: None until the first copy. used: an event behind the last use of a copy on the stream
-    that computes. The memory of a copy belongs to `stream`, which takes it for the next one.
+    stream: None until the first copy.
     """
 
     def __init__(self) -> None:
         self.stream: Any = None
-        self.used: Any = None
 
 
 class _CopiedGroup:
@@ -98,8 +96,11 @@ class _CopiedGroup:
         finally:
             for param, shard in zip(params, shards, strict=True):
                 param._sharded_param_data = shard
-        self._copies.used = group.device_handle.Event()
-        self._copies.used.record()
+        used = group.device_handle.Event()
+        used.record()
+        # The memory belongs to the other stream, whose next copy may take it, and the allocator may
+        # unmap it once that stream is done. FSDP has dropped its result: `copies` keeps it so far.
+        self._copies.stream.wait_event(used)
 
     def _is_plain(self) -> bool:
         """Return whether the parameters are copied as they are, cast to one dtype at most."""
@@ -119,8 +120,6 @@ class _CopiedGroup:
         if copies.stream is None:
             copies.stream = group.device_handle.Stream()
         with group.device_handle.stream(copies.stream):
-            if copies.used is not None:
-                copies.stream.wait_event(copies.used)
             copy = torch.empty(sum(shard.numel() for shard in shards), dtype=dtype,
                                device=group.device)
             parts = copy.split([shard.numel() for shard in shards])

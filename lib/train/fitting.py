@@ -43,14 +43,15 @@ def default_batch(config: Config, inputs: Inputs) -> Config:
     """Return the options with a batch size where nobody typed one: `auto` on a GPU, else 1.
 
     A typed --global-batch-size leaves it at 1 on a GPU too. A run that goes on keeps the samples of
-    a step in any case.
+    a step, except with --resume-with-changes.
     """
     if config.batch_size is not None:
         return config
     is_typed = config.global_batch_size and "global_batch_size" not in config.why
     on_gpu = bool(config.plan_gpus) or capacity.device().type == "cuda"
     if on_gpu and not is_typed and not config.prepare_only:
-        return keep_global_batch(replace(config, batch_size=AUTO), inputs)
+        config = replace(config, batch_size=AUTO)
+        return config if config.resume_with_changes else keep_global_batch(config, inputs)
     config = replace(config, batch_size=1)
     if config.why.get("global_batch_size") == KEPT:
         divided = plan.divide(config, 0, plan.launched_size())
@@ -164,9 +165,15 @@ def agree(config: Config, samples: int | None, layout: ParallelLayout) -> Config
         layout.control), strict=True)
     most = max(kinds, key=recompute.KINDS.index)
     if config.chose_batch:
+        if log.rank() == 0 and min(batches) != config.batch_size:
+            log.info(f"--batch-size auto: {min(batches)} per process instead of "
+                     f"{config.batch_size}, as rank {batches.index(min(batches))} has chosen")
         config = config.settled("memory plan", batch_size=min(batches))
     is_open = config.chose_batch or "activation_checkpointing" in config.why
     if is_open and most != config.activation_checkpointing:
+        if log.rank() == 0:
+            log.info(f"--activation-checkpointing: {most} instead of "
+                     f"{config.activation_checkpointing}, as rank {kinds.index(most)} has chosen")
         config = config.settled("memory plan of another rank", activation_checkpointing=most)
     if "keep_gathered" in config.why and not all(gathered):
         config = config.reopened("keep_gathered")

@@ -306,3 +306,23 @@ def test_an_update_that_is_compiled_wrongly_is_not_used(monkeypatch: pytest.Monk
         registry.build("adamw8bit", model, 1e-2, BETAS, 0.1, made).step()
     assert all(map(torch.equal, *models))
     assert "adamw8bit runs uncompiled" in caplog.text
+
+
+def test_a_first_step_that_overflows_leaves_the_update_compiled(monkeypatch: pytest.MonkeyPatch,
+                                                                caplog) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    models = model_of((8, 256), (9,)), model_of((8, 256), (9,))
+    wrap = compiling.make_compiler(True, torch.device("cpu")).wrap
+    steps = [registry.build("adamw8bit", model, 1e-2, BETAS, 0.1, made)
+             for model, made in zip(models, (None, wrap), strict=True)]
+    for seed in range(2):
+        for model, adamw in zip(models, steps, strict=True):
+            fill_gradients(model, seed)
+            for parameter in model.parameters():
+                parameter.grad.view(-1)[seed::5] = torch.inf if seed == 0 else 0.0
+            adamw.found_inf = torch.tensor(float(seed == 0))
+            adamw.grad_scale = torch.tensor(torch.inf if seed == 0 else 2.0)
+            adamw.step()
+    assert all(map(torch.equal, *models)) and all(steps[1]._update._is_right.values())
+    assert "uncompiled" not in caplog.text

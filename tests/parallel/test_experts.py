@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -285,14 +287,19 @@ def test_compiled_blocks_have_no_break(monkeypatch: pytest.MonkeyPatch, family: 
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-HERE = SimpleNamespace(device=torch.device("cpu"))
+@pytest.fixture
+def here() -> Iterator[SimpleNamespace]:
+    """Give the layout of one rank; the memory plan makes a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield SimpleNamespace(device=torch.device("cpu"), control=dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_the_own_function_is_tried_and_taken(family: str) -> None:
+def test_the_own_function_is_tried_and_taken(family: str, here: SimpleNamespace) -> None:
     model = make_model(family)
     experts.use_own_function(model)
-    line = experts_trial.pick_function(model, HERE)
+    line = experts_trial.pick_function(model, here)
     assert line.startswith(f"{experts.NAME}, by grouped products")
     assert model.config._experts_implementation == experts.NAME
     assert not any("forward" in module.__dict__ for module in experts.experts_modules(model))
@@ -300,12 +307,12 @@ def test_the_own_function_is_tried_and_taken(family: str) -> None:
     assert model.training
 
 
-def test_a_model_without_experts_says_nothing_of_them() -> None:
+def test_a_model_without_experts_says_nothing_of_them(here: SimpleNamespace) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     before = model.config._experts_implementation
     experts.use_own_function(model)
     assert model.config._experts_implementation == before
-    assert experts_trial.pick_function(model, HERE) == ""
+    assert experts_trial.pick_function(model, here) == ""
 
 
 def twice(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
@@ -330,20 +337,29 @@ def failing(*_: Tensor) -> Tensor:
     (twice, "differ by"), (wrong_gradient, "differ by"), (not_a_number, "differ by inf"),
     (failing, "RuntimeError: no such kernel")])
 def test_other_numbers_leave_experts_to_transformers(monkeypatch: pytest.MonkeyPatch, combine: Any,
-                                                     said: str) -> None:
+                                                     said: str, here: SimpleNamespace) -> None:
     """Also where blocks have been wrapped for selective checkpointing before."""
     model = make_model("gpt_oss")
     plain = copy.deepcopy(model)
     experts.use_own_function(model)
     parallelize.wrap_blocks(model, "selective", None)
     monkeypatch.setattr(experts, "combine", combine)
-    line = experts_trial.pick_function(model, HERE)
+    line = experts_trial.pick_function(model, here)
     assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
     assert said in line and "\n" not in line
     (ours, found), (theirs, expected) = gradients(model), gradients(plain)
     assert ours == theirs
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_failure_on_one_rank_decides_for_all(tmp_path: Path, ranks: int) -> None:
+    """The others wait for that rank within the forward pass, which it must not leave."""
+    run_stage("tests/parallel/failing_experts.py", tmp_path / "lines.json", cwd=tmp_path,
+              ranks=ranks)
+    lines = json.loads((tmp_path / "lines.json").read_text())
+    assert len({*lines}) == 1 and "RuntimeError: no such kernel" in lines[0]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

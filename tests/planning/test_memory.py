@@ -296,10 +296,10 @@ def test_dry_run_plans_memory(project: Path) -> None:
                      cwd=project, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"})
     assert "float32 masters, bf16 compute" in done.stdout  # of those GPUs, not of this processor
     assert "64 tokens per sample, bf16" in done.stdout and "fp32" not in done.stdout
-    for ranks, passes in ((8, 8), (64, 1)):
+    for ranks, passes, replicas in ((8, 8, ""), (64, 1, " in 8 replicas")):  # one per node
         assert re.search(rf"on {ranks} GPUs:\n  tokens/step +4,096 = 1 per process × 64 tokens × "
                          rf"{passes} accumulation × {ranks} ranks\n", done.stdout)
-        assert re.search(rf"  {ranks} GPUs: .* KiB parameters.*; in MiB:", done.stdout)
+        assert re.search(rf"  {ranks} GPUs{replicas}: .* KiB parameters.*; in MiB:", done.stdout)
     assert " 0.00 " not in done.stdout
     told = re.search(r"not prepared yet .* ([\d.]+)K are estimated from a sample", done.stdout)
     assert done.stdout.count("  steps  ") == 2

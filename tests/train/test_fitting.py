@@ -126,6 +126,9 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
         layout = Namespace(ranks=ranks, control=None)
         agreed = fitting.agree(given, samples, layout)
         assert agreed.activation_checkpointing == ("full" if auto else "selective")
+        of_rank_1 = [line for line in said if line.endswith("as rank 1 has chosen")]
+        assert len(of_rank_1) == (2 if auto else 0)
+        said[:] = [line for line in said if line not in of_rank_1]
         return agreed.batch_size
 
     assert agreed(1000) == 16 and agreed(320) == 16 and not said
@@ -241,6 +244,17 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
                             Namespace(recomputed=""), on_meta())[0]
     assert plan.divide(chosen, 0, 1).global_batch == (whole or chosen.batch_size
                                                       * (accumulation or 1))
+
+
+def test_with_changes_the_batch_on_a_gpu_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of the run could not be divided over other ranks, say, and nobody typed it."""
+    here(monkeypatch, 1000, gpu=True)
+    begun = {"identity": {"options": {"global_batch_size": 64}}}
+    inputs = Inputs(Path("model"), [], {}, begun, None, scratch=False)
+    asked = replace(ASKED, batch_size=None, grad_accum_steps=3, resume_with_changes=True)
+    config = fitting.default_batch(settle(asked, inputs), inputs)
+    assert config.batch_size == "auto" and config.grad_accum_steps == 3
+    assert config.global_batch_size is None
 
 
 def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
