@@ -60,7 +60,7 @@ POD_JOB = --kind $(KIND) --job-name $(NAME) --nodes $(NODES) \
 # The demo shows two ranks also on a CPU; GPUs have one each.
 DEMO_RANKS = $(addprefix --nproc-per-node ,$(or $(NPROC),$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,2)))
 
-# Of Slurm's nodes, launch/preflight.py tells when it is started on them.
+# To check Slurm's nodes, start launch/preflight.py on them with srun.
 define CHECK_local
 $(ANY_PY) launch/preflight.py
 $(ANY_PY) launch/validate.py setup

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check and measure on a GPU what no other machine can show.
+"""Check and measure what only a machine with a GPU can show.
 
   python -m tests.gpu.kit                       # first, where there is a network: makes gpu_kit/
   python benchmarks/gpu.py correctness          # also `make test-gpu`
@@ -51,7 +51,7 @@ _LATE = ("torchao",)  # transformers would import it, and that may touch the GPU
 
 
 def main() -> None:
-    """Run the items that were asked for until they or the time are at an end."""
+    """Run the chosen items until all have run or the time is over."""
     args = parse()
     began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -82,14 +82,14 @@ def main() -> None:
 
 
 def _rehearse_on_cpu(asked: bool) -> None:
-    """Hide GPUs and keep to one core; exit where a GPU is there that torch cannot use."""
+    """Hide GPUs and use one core; exit if torch cannot use a GPU of this machine."""
     from lib.parallel import gpus
 
     if not asked and (found := gpus.unusable()):
         sys.exit(f"error: {found.problem}\n  found:    {found.found}\n"
                  f"  hint:     {found.hint}; --rehearse runs the items on the CPU")
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    # On a machine that others use too, threads mostly wait for each other.
+    # On a busy machine, threads would mostly wait for each other.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     if not asked:
         print("There is no GPU here: items with a stand-in are rehearsed on the CPU.")
@@ -110,8 +110,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--call", type=int, metavar="N", help="the items of one call alone")
     parser.add_argument("--list-calls", action="store_true",
                         help="print the calls that make up the whole kit, and run nothing")
-    parser.add_argument("--jobs", type=int, metavar="N", help="items beside each other, but for "
-                        "those that run alone (default: a third of the cores, 5 at most)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="how many items run beside each "
+                        "other, unless they run alone (default: a third of the cores, 5 at most)")
     parser.add_argument("--kit", type=Path, default=ROOT / "gpu_kit", help="(default: gpu_kit)")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny sizes")
     args = parser.parse_args()
@@ -131,7 +131,7 @@ def parse() -> argparse.Namespace:
 
 
 def _install_missing(kit: Path, site: Path, names: tuple[str, ...]) -> None:
-    """Make importable what the kit has wheels of and this Python has not."""
+    """Make packages importable that this Python lacks and the kit has wheels of."""
     wheels = [wheel for wheel in kit.glob(".cache/wheelhouse/*/*.whl")
               if (name := wheel.name.partition("-")[0].lower()) in names and not find_spec(name)]
     for wheel in wheels:  # one by one: those of another Python are left out

@@ -5,10 +5,9 @@
   python launch/cluster.py validate --kind hyperpod --cluster-name my-eks --pvc fsx-claim
   python launch/cluster.py describe                   # nodes, devices, storage, quotas, operators
 
-Asks kubectl, in the context that it would use by itself or that of --cluster-name, and changes
-nothing. Where the AWS command
-line is installed, EKS and HyperPod are asked too. Every finding has a severity and a remedy. Exit
-code: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2 without kubectl.
+Asks kubectl, in its current context or that of --cluster-name, and changes nothing. If the AWS
+command line is installed, EKS and HyperPod are asked too. Every finding has a severity and a
+remedy. Exit code: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2 without kubectl.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def parse(argv: list[str]) -> Options:
                              "(default: validate)")
     where = parser.add_argument_group("the cluster")
     where.add_argument("--cluster-name", default="", metavar="NAME",
-                       help="EKS cluster, which the kubeconfig must have (default: that of "
+                       help="EKS cluster, which must be in the kubeconfig (default: that of "
                             "--context)")
     where.add_argument("--region", default="", metavar="NAME",
                        help="AWS region (default: that of the context, or of the AWS settings)")

@@ -98,9 +98,9 @@ def keep_to_loopback() -> None:
 
 
 def pass_on_one_signal() -> None:
-    """Let a signal to stop count once: torchrun would start to end its ranks anew at each one.
+    """Ignore all stop signals after the first: torchrun restarts its shutdown at each one.
 
-    Schedulers send several. A second SIGINT kills the ranks, after a line that says what it costs.
+    Schedulers send several. A second SIGINT kills the ranks, after a line that names the loss.
     """
     from torch.distributed.elastic.multiprocessing import api
 

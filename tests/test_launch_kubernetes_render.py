@@ -140,7 +140,7 @@ def expanded(word: str, variables: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "prepare"])
-def test_kubectl_reads_every_word_as_it_was_meant(kind: str, tmp_path: Path) -> None:
+def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) -> None:
     train = [*TRAIN[1:], "--lr", "2e-5", "--max_lr=3e-4", "-e", "1e3"]
     train += [word for name in WORDS if not name.startswith("-") for word in ("-d", name)]
     options = dict(job_name="exp", namespace="1e3", nodes=2, instance_type="p5.48xlarge",

@@ -1,4 +1,4 @@
-"""Finds the process on this machine that is to train a run, also before the run has a file."""
+"""Find the process that prepares or trains a run, even before the run has files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lib.core.errors import StageError
 
 
 def process_on(root: Path) -> tuple[int, bool]:
-    """Return the process on this machine that is to train a run, and whether it is a launcher.
+    """Return the process here that prepares or trains a run, and whether it is a launcher.
 
-    It is the one that a person started, where it has started others; 0 when there is none.
+    If that process has started others, it is the one that a person started; 0 if there is none.
     """
     found: dict[int, tuple[int, bool]] = {}
     for entry in Path("/proc").glob("[0-9]*"):

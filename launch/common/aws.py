@@ -62,7 +62,8 @@ def connect(cluster: str, region: str = "") -> None:
 def context_of(cluster: str, region: str = "", fetch: bool = True) -> str:
     """Return the context of a cluster.
 
-    fetch: whether to fetch EKS's when the kubeconfig has none, which makes it the current one.
+    fetch: whether to run `aws eks update-kubeconfig` if the kubeconfig lacks the cluster; that also
+    switches the current context.
     Raises UsageError where there is none, or where clusters of several regions bear the name.
     """
     if shutil.which("kubectl") is None:

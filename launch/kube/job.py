@@ -198,7 +198,7 @@ def filled(template: str, settings: dict[str, Any]) -> list[Document]:
 
 
 def keep_dollars(value: Any) -> Any:
-    """Return a manifest, or a part of one, whose containers get each word as it was meant.
+    """Return a manifest, or a part of one, whose containers get each word exactly as typed.
 
     Kubernetes replaces $(NAME) in command, args and env, and $$ by $; options and paths may hold
     either, perhaps from a file of somebody else.

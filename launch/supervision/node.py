@@ -77,7 +77,7 @@ class NodeLauncher(ABC):
             self.attempt.abandon(0)
 
     def since_save(self) -> str:
-        """Return from where on a run would be trained again."""
+        """Return the checkpoint from which a restart trains again."""
         return "since the newest checkpoint"
 
     def _heed_signals(self, phase: str) -> None:

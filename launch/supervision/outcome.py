@@ -156,7 +156,7 @@ def judge(nodes: list[NodeOutcome], lost: list[int], state: dict[str, Any], stop
 def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) -> Verdict | None:
     """Return the end of a run whose ranks were killed; None if it had ended by itself before.
 
-    state: as for `judge`. since: from where on a run would be trained again.
+    state: as for `judge`. since: the checkpoint from which a restart trains again.
     """
     has_saved = any(failure.code == EXIT_PREEMPTED for node in nodes for failure in node.failures)
     if has_saved or state.get("status", "") in _STATUS_CODES:

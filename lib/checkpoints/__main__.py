@@ -91,7 +91,7 @@ def _without_facts(checkpoint: Checkpoint, state: str) -> tuple[str, ...]:
 
 
 def _figure(value: object, form: str = ".4f") -> str:
-    """Return a number as text; nothing for what is none, as a record of anybody may say it."""
+    """Return a number as text, "" if the value is not a number."""
     return f"{value:{form}}" if isinstance(value, (int, float)) and abs(value) < 1e18 else ""
 
 

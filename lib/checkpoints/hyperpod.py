@@ -47,7 +47,7 @@ CLUSTER = "auto"  # instead of an address: the service of the cluster that the r
 _KEEP = 2  # the service drops the oldest when a third arrives, which leaves one that is whole
 _LISTED = 100  # steps; more than are ever there
 _ANSWER_S, _PART_S = 10.0, 60.0  # without a sign from the service, for small requests and parts
-_LONGEST_TEXT = 160  # of what the service is said to have done wrong; it may be said at each save
+_LONGEST_TEXT = 160  # characters of a service error, which may be logged at each save
 _OF_SYSTEM = re.compile(r"\[Errno -?\d+\] [\w ]+")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 

@@ -25,7 +25,7 @@ _LAUNCHER, _TRAINER = "launch/single_node.sh", "04_train_fsdp.py"
 _RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
 _SECRET = re.compile(r"token$|password|secret|api_key")
-# The name or place of a secret is none, nor is a word of a vocabulary.
+# Names and paths of secrets are public, and so are special tokens.
 _PUBLIC = re.compile(r"token_secret|image_pull_secret|.*_(?:name|file|path|dir|stdin)|"
                      r"(?:additional_special|bos|cls|eos|mask|pad|sep|unk)_token")
 REDACTED = "[redacted]"

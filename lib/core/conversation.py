@@ -71,7 +71,7 @@ def require_order(roles: Sequence[str]) -> None:
 
 @lru_cache(maxsize=4096)
 def _find_disorder(roles: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return the kind and the message of what is wrong with the order of roles, None if nothing."""
+    """Return the kind and message of the first error in the order of roles, None if it is right."""
     for number, (before, role) in enumerate(zip(("", *roles), roles, strict=False), 1):
         if before not in _FOLLOWS[role]:
             return "roles out of order", f"turn {number} ({role}) follows " \

@@ -1,7 +1,7 @@
-"""What the files of a run say, for people and launchers: types are checked, text is made harmless.
+"""Read the files of a run for people and launchers: check types, make text harmless.
 
-A run may come from anywhere, and its files are shown in a terminal. A value of another type than
-its name has is left out, as if nobody had written it. Control characters are spelled out.
+A run may come from anywhere, and its files are shown in a terminal. A value of the wrong type is
+ignored. Control characters are spelled out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TEXTS = {"status", "event", "time", "host", "machine", "born", "id"}
 _WHOLE = {"step", "global_step", "total_steps", "tokens", "samples", "sample_cursor", "ranks",
           "pid"}
 _LARGEST = 1 << 62  # what is larger is no count of a run, and no number that formats take
-# What reorders the characters around it in a terminal, or ends a line there.
+# Characters that change the text direction or break a line.
 _MORE_CONTROLS = {number: f"\\u{number:04x}" for number in (
     *range(0x200E, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))}
 

@@ -27,7 +27,7 @@ class ScannedFile(Protocol):
 
 
 def is_description(root: Path, place: str) -> bool:
-    """Return whether a file only describes a saved dataset, or caches what a map made of it.
+    """Return whether a file only describes a saved dataset, or is a cache file of `Dataset.map`.
 
     place: relative to the root.
     """

@@ -195,7 +195,7 @@ class RemoteModel(RemoteFiles):
 
 @contextmanager
 def mention_cache_in_errors(name: str) -> Iterator[None]:
-    """Add to the error of a Hub that gives no answer that this machine holds the model anyway."""
+    """If the Hub is out of reach, add to the error that the local cache holds the model."""
     try:
         yield
     except OutOfReachError as error:

@@ -43,10 +43,7 @@ def write(directory: Path, template: str, stops: Sequence[int]) -> None:
 
 
 def find_faults(directory: Path) -> list[str]:
-    """Return a sentence for each file of a model that says wrongly where a text ends.
-
-    Configs have to be JSON objects, and the special tokens in them ids.
-    """
+    """Return a sentence per config that is no JSON object or names an invalid special token id."""
     found = []
     for name in (_MODEL, _GENERATION, _TOKENIZER):
         try:
@@ -55,27 +52,27 @@ def find_faults(directory: Path) -> list[str]:
             found.append(f"{name}: {error.found}")
             continue
         if name != _TOKENIZER:
-            found += [f"{name}: {key} is {content[key]!r:.60}, and no id of a token"
+            found += [f"{name}: {key} is {content[key]!r:.60}, not a token id"
                       for key in _IDS if not is_id(content.get(key))]
     return found
 
 
 def is_id(value: Any) -> bool:
-    """Return whether a value of a config is the id of a token, several of them, or none."""
+    """Return whether a value of a config is a token id, a list of ids, or null."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     return all(type(each) is int and each >= -1 for each in ids)  # -1 stands for none, too
 
 
 def copy_generation(source: Path, target: Path) -> bool:
-    """Copy how a model generates, without ids that are none; return whether there is such a file.
+    """Copy generation_config.json without invalid token ids; return whether there is one.
 
-    Raises ArtifactError when it is damaged.
+    Raises ArtifactError if it is damaged.
     """
     if not (source / _GENERATION).exists():
         return False
     content = _read(source / _GENERATION)
     if odd := [key for key in _IDS if not is_id(content.get(key))]:
-        log.warn(f"{source / _GENERATION}: left out {', '.join(odd)}, which is no id of a token")
+        log.warn(f"{source / _GENERATION}: invalid token ids were left out: {', '.join(odd)}")
         manifest.write_json(target / _GENERATION,
                             {key: value for key, value in content.items() if key not in odd})
     else:

@@ -1,4 +1,4 @@
-"""Weights in formats that are not read here, and what turns them into safetensors."""
+"""Weights in formats that are not read here, and commands that convert them."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def _of_a_run(path: Path) -> StageError | None:
 def _sharded(path: Path, folder: Path) -> StageError:
     target = path.with_name(f"{path.resolve().name}-merged")
     return UsageError(
-        f"the weights in {folder} are a sharded checkpoint of FSDP, which is not read here",
+        f"{folder} has a sharded checkpoint of FSDP; only safetensors are read",
         expected="model.safetensors beside a config.json",
         found=", ".join(sorted(file.name for file in folder.glob(_SHARDED))[:3]),
-        hint="accelerate (pip install accelerate) merges them; then copy config.json and the files "
-             f"of the tokenizer of the model that was trained to {target}:",
+        hint="accelerate (pip install accelerate) merges it; after the first command, copy "
+             f"config.json and the tokenizer files of the base model to {target}:",
         run="\n".join((commands.shell("accelerate", "merge-weights", folder, target),
                        commands.replaced(_OPTION, path, target))))
 
@@ -68,10 +68,10 @@ def _pickled(path: Path, names: list[str]) -> StageError:
     target = path.with_name(f"{path.resolve().name}-safetensors")
     listed = ", ".join(names[:5])
     if not (path / "config.json").is_file() or not any(n.endswith(".bin") for n in names):
-        return ArtifactError(f"the weights of {path} are pickles, which are not read here",
+        return ArtifactError(f"{path} has pickled weights; only safetensors are read",
                              found=listed, expected="model.safetensors beside a config.json",
                              hint="`save_pretrained` of transformers writes both")
-    return UsageError(f"the weights of {path} are pickles, which are not read here",
+    return UsageError(f"{path} has pickled weights; only safetensors are read",
                       expected="model.safetensors, as `save_pretrained` writes it now",
                       found=listed, hint="for a model of the Hub, stage 03 converts them with "
                       "--allow-pickle; transformers converts these, if you trust their origin:",

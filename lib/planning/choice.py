@@ -5,7 +5,7 @@ Neither changes what is learned as long as a step has the same samples. Recomput
 its memory then. So the least recomputation is taken with which a pass has enough tokens to keep
 the device busy; where none has, the one with the largest batch.
 
-What memory is left then goes to fewer exchanges, which cost a few percent at most: first a replica
+Spare memory is then used to communicate less, which gains a few percent at most: first a replica
 of the model per node, from four nodes on; then weights that stay gathered through a step.
 """
 
@@ -18,7 +18,7 @@ from lib.planning.fit import Fit
 from lib.planning.trace import Case
 
 FEW = {True: 1 << 13, False: 0}  # tokens in a pass, below which the device waits: a GPU, a CPU
-ENOUGH = {True: 1 << 15, False: 1 << 11}  # from here on more are hardly faster: on a GPU, a CPU
+ENOUGH = {True: 1 << 15, False: 1 << 11}  # in a pass; more are hardly faster: on a GPU, a CPU
 
 
 def choose(fit: Fit, rows: Sequence[Sequence[Case]], node: int = 0, gathers: bool = True) -> Case:

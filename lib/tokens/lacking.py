@@ -71,7 +71,7 @@ def text(path: Path, problem: str, names: Collection[str], found: str) -> UsageE
     dataset = folder.parent if folder.name in ("train", "validation") else folder
     missing = ", ".join(name for name in columns.CHAT_COLUMNS if name not in names)
     return chats(path, f"{dataset} holds conversations, and was not made by stage 02",
-                 f"{found}; of a chat dataset it lacks {missing}")
+                 f"{found}; missing columns of a chat dataset: {missing}")
 
 
 def chats(path: Path, problem: str, found: str) -> UsageError:

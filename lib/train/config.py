@@ -54,8 +54,8 @@ class Config(LoraOptions):
     batch_size: int = option(
         None, "-b", role=LOCAL, parse=_auto_or_count, first="samples in one pass",
         metavar="N|auto",
-        help="samples per process in one pass; auto: as many as fit by the memory plan, up to "
-             "where more are hardly faster; with --global-batch-size typed the default is 1 "
+        help="samples per process in one pass; auto: the largest micro-batch that fits, at most "
+             "32,768 tokens (2,048 on a CPU); with --global-batch-size typed the default is 1 "
              "everywhere (default: auto on a GPU, else 1)")
     global_batch_size: int | None = option(
         None, role=RESULT, parse=positive_int, first="samples per step",

@@ -301,8 +301,7 @@ def _why(config: Config, fit: Fit, ranks: int, batches: list[int], batch: int) -
     limit = "all that a rank has of a step" if whole == per_pass else \
         f"the largest that {of_step}fits in {units.memory(fit.room)} by the memory plan" \
         if batch < batches[-1] else \
-        f"the largest that {of_step}has no more than {enough:,} tokens, from which on more are " \
-        "hardly faster"
+        f"the largest that {of_step}has at most {enough:,} tokens (larger ones are hardly faster)"
     tokens = f"{batch * config.seq_length:,} tokens in a pass"
     return f"--batch-size auto: {batch} per process, {tokens}, {limit}"
 

@@ -11,8 +11,7 @@ from tests.gpu.speed import AIMS, figures, in_words, measured
 
 
 def adapters(place: Place) -> None:
-    """Adapters of an 8B model learn, recomputed or not alike, in the estimated memory; their speed.
-    """
+    """LoRA of an 8B learns the same recomputed or not, in the estimated memory; notes its MFU."""
     model = place.with_weights("8b-wide", **place.size(
         {"num_hidden_layers": 32}, {"vocab_size": 80_000, "num_hidden_layers": 2}))
     fast = measured(place, "lora-8b", model, 8192, 2, "--lora-rank", 16, "--compile",
@@ -48,7 +47,7 @@ def adapters_resume(place: Place) -> None:
     again = place.train("stopped", *options, model=model, scratch=False)
     place.note(**{"stopped after step": at, "first loss": whole.losses[0],
                   "last loss": whole.losses[-1]})
-    assert at < whole.rows[-1]["step"], "it was over before it was stopped"
+    assert at < whole.rows[-1]["step"], "the run ended before it was stopped"
     assert whole.losses[-1] < whole.losses[0], "the adapters do not learn"
     assert losses_by_step(again) == losses_by_step(whole), "the losses differ after a resume"
     assert digests(again) == digests(whole), "adapters or moments differ after a resume"
@@ -57,7 +56,7 @@ def adapters_resume(place: Place) -> None:
 def adapter_speed(place: Place) -> None:
     """Tokens per second with adapters, beside full training of the same model.
 
-    The base by itself, full training without its update, is what adapters are added to.
+    Full training without its update is the speed of the base model alone.
     """
     model = place.with_weights("8b-wide")
     settings = {"full training": ("none", ()), "adapters": ("none", ("--lora-rank", 16)),

@@ -48,20 +48,20 @@ def attention(place: Place) -> None:
 
 
 def tell(place: Place, works: dict[str, Callable[[], None]], flops: float, width: int) -> None:
-    """Note what attention of heads of a width reaches by each kernel."""
+    """Note the TFLOP/s of each attention kernel for heads of one width."""
     for name, work in works.items():
         try:
             reached = flops / median_s(place, work) / 1e12
-        except Exception as error:  # a kernel that is not there is a figure too
+        except Exception as error:  # a missing kernel is a result too
             reached = str(error).splitlines()[0][:200]
         place.note(**{f"{name}, {width} wide, TFLOP/s": reached})
 
 
 def boundaries(place: Place) -> None:
-    """Packed attention by the number of documents, and with the bound that the kernel is told.
+    """Time packed attention by the number of documents and the `longest` given to the kernel.
 
-    The kernel starts blocks for as many tokens of each document as `longest` says, most of them
-    empty where it is the whole row. Empty documents stand for boundaries that only fill up.
+    The kernel starts thread blocks for `longest` tokens in each document; most of them are empty
+    if that is the whole row. Empty documents stand for padding in the list of boundaries.
     """
     import torch
     from torch.nn.attention import restore_flash_attention_impl

@@ -64,7 +64,7 @@ def gradients(place: Place, directory: Any, setting: Setting, packing: str) -> d
     from lib.parallel import attention, attention_kernel, loss
 
     with _sharded(directory, setting) as (model, device):
-        if setting != REFERENCE:  # that one needs its mask, and what follows is for good
+        if setting != REFERENCE:  # the reference needs its mask; these changes stay
             attention.ask_no_device(model, packing, 8192)
         if setting.flash_3:
             said = attention_kernel.settle(model, packing, setting.precision, device)
@@ -80,7 +80,7 @@ def gradients(place: Place, directory: Any, setting: Setting, packing: str) -> d
 
 @contextmanager
 def _sharded(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torch.device]]:
-    """Give a model as stage 04 makes it on one rank; its weights are what bf16 can hold."""
+    """Return a model as stage 04 builds it on one rank, its weights rounded to bf16."""
     from lib.models import architecture
     from lib.models.weights import initialise
     from lib.parallel import parallelize

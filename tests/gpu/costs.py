@@ -6,14 +6,14 @@ from tests.gpu import traces
 from tests.gpu.place import Place
 from tests.gpu.speed import STEPS, figures, keep_table, measured
 
-_ROW_SHARE = 0.01  # of a step that its row of the log may cost, with rows as often as by default
+_ROW_SHARE = 0.01  # at most, of a step's time for its row of the log at the default --log-freq
 _DEFAULT_LOG_FREQ = 10
 
 
 def optimizers(place: Place) -> None:
     """The update, its kernels and the memory of adamw8bit beside those of adamw."""
     runs = {}
-    for kind in ("adamw", "adamw8bit"):  # whose update is compiled where the blocks are
+    for kind in ("adamw", "adamw8bit"):  # the second's update is compiled if the blocks are
         runs[kind] = measured(place, kind, "1b", 4096, 2, "--compile", place.size("on", "off"),
                               "--optimizer", kind, "--profile", place.size("18:18", "8:8"))
     parameters, tensors = sizes(place)
@@ -66,7 +66,7 @@ def packed(place: Place) -> None:
 
 
 def log_rows(place: Place) -> None:
-    """What a row of the log costs: steps with a row each beside steps with hardly any."""
+    """The cost of a row of the log: a row in each step, compared with two rows in all."""
     steps = place.size(40, 8)
     took = {}
     for every in (1, steps // 2):

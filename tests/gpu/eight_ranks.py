@@ -1,4 +1,4 @@
-"""An item with a group of eight ranks of which one is there."""
+"""An item with one rank of a group of eight; the other seven are simulated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.gpu.place import Place
 def eight_ranks(place: Place) -> None:
     """A rank of eight with a full 8B: its memory against the estimate, and the host's time.
 
-    The other seven are not there: the collectives move nothing, so the values mean nothing.
+    The collectives move nothing, so the computed values mean nothing.
     """
     import torch
     import torch.distributed as dist

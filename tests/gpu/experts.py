@@ -7,11 +7,11 @@ from tests.gpu.place import Place
 from tests.gpu.runs import SAME, shape
 from tests.gpu.speed import figures, in_words, keep_table, measured
 
-_ROUNDED = 1e-2  # relative; of a loss, between orders of sums in bf16
+_ROUNDED = 1e-2  # relative difference of a loss by the order of sums in bf16
 
 
 def experts(place: Place) -> None:
-    """Experts train alike however blocks are recomputed, compiled or not; fp16 begins alike."""
+    """Experts give the same losses recomputed or not, compiled or not; fp16 starts alike."""
     settings = {"none": ("none", "off"), "selective": ("selective", "off"), "full": ("full", "off"),
                 **place.size({"none, compiled": ("none", "on"), "full, compiled": ("full", "on")},
                              {})}
@@ -19,7 +19,7 @@ def experts(place: Place) -> None:
     for precision, most in place.size({"fp32": SAME, "bf16": _ROUNDED}, {"fp32": SAME}).items():
         for name, (kind, compiled) in settings.items():
             if precision == "fp32" and compiled == "on":
-                continue  # what is compiled in earnest is bf16
+                continue  # real runs compile bf16
             run = place.train(f"{precision}-{kind}-{compiled}", *shape(
                 place, "--max-steps", 4, "--precision", precision, "--activation-checkpointing",
                 kind, "--compile", compiled), model="moe-small", hook="save_nothing")
@@ -57,5 +57,5 @@ def experts_speed(place: Place) -> None:
     keep_table(place, "moe", run)
     said = [line for line in run.printed.splitlines() if line.startswith("experts: ")]
     place.note(said=said)
-    # A run that says which function computes the experts has one whose gradients need no sum.
+    # If the log names the function for experts, its gradients must need no sum by index.
     assert not (said and by_index), f"{len(by_index)} kernels add gradients by index"

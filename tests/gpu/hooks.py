@@ -44,7 +44,7 @@ def measure() -> None:
 
 
 def trace_nothing() -> None:
-    """Take every run for one that fits: a trace of a large model takes longer than its steps."""
+    """Skip the check that a run fits: tracing a large model takes longer than its steps."""
     from lib.planning import memory
     from lib.planning.fit import Fit
 

@@ -1,7 +1,7 @@
-"""The items in order of weight, each with the seconds that it takes on an H200, by estimate.
+"""The items, the most important first, each with its estimated seconds on an H200.
 
-A machine with a GPU may be lent for calls of under ten minutes, 45 minutes in all: `call` says in
-which of them an item runs. Calls 6 and 7 are for machines with two GPUs or more.
+If GPU time is limited: `--call N` runs the items whose `call` is N in under ten minutes. Calls 6
+and 7 need two GPUs or more.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.gpu import (
 )
 from tests.gpu.place import Place
 
-BESIDE = 3.0  # times as fast as one after the other are items that run beside each other
-CALL_S = 500.0  # that the items of a call may take by estimate, of its ten minutes
+BESIDE = 3.0  # how much faster items run beside each other than one after the other
+CALL_S = 500.0  # estimated seconds that the items of a call may take, of its ten minutes
 SINGLE = range(1, 6)  # the calls for one GPU
 
 

@@ -49,7 +49,7 @@ def has_gpu() -> bool:
 
 
 def lacks_compiler() -> str:
-    """Return what this machine lacks to build Triton's launchers; empty if it lacks nothing."""
+    """Return what is missing here to build Triton's launchers, empty if nothing is."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         return "there is no C compiler (gcc, clang or $CC), without which Triton builds no kernel"

@@ -33,7 +33,7 @@ def memory(place: Place) -> None:
 
 
 def is_near(place: Place, ratio: float, compiled: bool) -> bool:
-    """Return whether an estimate, as a part of the measured peak, is good enough."""
+    """Return whether an estimate, divided by the measured peak, is good enough."""
     # On a CPU the allocator and libraries count too, and weigh more in a small model.
     most = place.size(_COMPILED_OFF_BY if compiled else _OFF_BY, 0.5)
     return 1 - place.size(_OFF_BY, 0.5) <= ratio <= 1 + most

@@ -27,7 +27,7 @@ from tests.process_tree import tree
 
 ROOT = hooks.ROOT
 FIGURES = "figures.json"
-_TAIL = 3000  # characters of what a stage printed that are told when it failed
+_TAIL = 3000  # characters of a failed stage's output that are shown
 _UNKNOWN = re.compile(r"error: (unknown option .*|.*invalid choice.*|-b.*got 'auto')")
 _TOO_LARGE = re.compile(r"error: (this run does not fit.*)")
 _UNCOMPILED = "the model cannot be compiled here"

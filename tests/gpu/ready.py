@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.gpu import machine
 from tests.gpu.place import Place
 
-_FREE = 0.9  # of a GPU's memory, without which sizes that should fit would not
+_FREE = 0.9  # of a GPU's memory must be free; with less, sizes that should fit would not
 
 
 def ready(place: Place) -> None:
-    """Find what would make many items fail: no compiler, no driver, a GPU that others use."""
+    """Find what would make many items fail: no compiler, no driver, another process on the GPU."""
     lacking = [machine.lacks_compiler()]
     if place.on_gpu:
         lacking += [*_of_gpus(place), _compiles()]
@@ -19,7 +19,7 @@ def ready(place: Place) -> None:
 
 
 def one_line(lacking: list[str]) -> str:
-    """Return what lacks and what follows from it, in one line."""
+    """Return one line: what is missing, and which items cannot run without it."""
     return "; ".join(lacking) + ": items that need it are `not here`, fail, or measure too little"
 
 
@@ -42,7 +42,7 @@ def _of_gpus(place: Place) -> list[str]:
 
 
 def _compiles() -> str:
-    """Compile a product and its backward pass on the GPU; return why that fails, if it does."""
+    """Compile a product and its backward pass on the GPU; return the reason if that fails."""
     import torch
 
     @torch.compile(dynamic=False)

@@ -25,7 +25,7 @@ PASSED, FAILED, TOO_SLOW = "passed", "failed", "too slow"
 NOT_HERE, NOT_RUN = "not here", "not run"
 OUTCOMES = (PASSED, FAILED, TOO_SLOW, NOT_HERE, NOT_RUN)
 _SHORTEST_S = 12.0  # an item is not begun with less time left, however short its estimate
-_SLOWER = 2  # times the limit, where processes import everything again, and in a rehearsal
+_SLOWER = 2  # times the limit, if processes import everything again, and in a rehearsal
 _ERROR_LINES, _LOG_CHARACTERS = 25, 20_000
 
 
@@ -77,7 +77,7 @@ def run_items(items: Sequence[Item], session: Session) -> Counter[str]:
 
 
 def summary(counts: Counter[str]) -> str:
-    """Return how many items ended in which way, in one line; passed and failed even if none did."""
+    """Return the counts of outcomes in one line; passed and failed even if they are 0."""
     return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES
                      if counts[outcome] or outcome in (PASSED, FAILED, NOT_RUN))
 

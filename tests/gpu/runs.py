@@ -15,7 +15,7 @@ from tests.gpu import hooks
 from tests.gpu.place import ROOT, Place, Stage
 
 SAME = 1e-4  # relative; float32 on one device, in another order
-_OTHER_DEVICE = 1e-3  # AdamW's first steps are as large for gradients that are mostly rounding
+_OTHER_DEVICE = 1e-3  # AdamW's first steps are large even if gradients are mostly rounding
 _OPEN_SIZES = 3  # the number of boundaries, and the longest document of queries and of keys
 
 
@@ -166,7 +166,7 @@ def recomputation(place: Place) -> None:
 
 
 def export(place: Place) -> None:
-    """What stage 05 writes loads with from_pretrained and has the loss that the run told."""
+    """What stage 05 writes loads with from_pretrained and has the loss that the run reported."""
     run = place.train("exported", *shape(place, "--max-steps", place.size(30, 6)))
     told = run.rows[-1]["eval/loss"]
     target = place.work / "exported"

@@ -12,7 +12,7 @@ from tests.gpu.place import Place
 from tests.gpu.runs import SAME, digests, shape
 from tests.gpu.speed import figures, measured
 
-_EXPOSED = 0.3  # of the time of NCCL's kernels that no other kernel may run beside
+_EXPOSED = 0.3  # at most, of NCCL's kernel time without another kernel running beside it
 _SCALING = 0.8  # tokens per second of a GPU among all, relative to one alone
 
 
@@ -45,7 +45,7 @@ def collectives(place: Place) -> None:
 def scaling(place: Place) -> None:
     """Tokens per second of each GPU among all beside one alone, by ways to shard.
 
-    These runs are planned as any other, since the plan decides what stays gathered.
+    The memory plan is not skipped here, since it decides what stays gathered.
     """
     count = ranks(place)
     compiled = ("--compile", place.size("on", "off"))
@@ -75,7 +75,7 @@ def communication(place: Place) -> None:
 
 
 def gathering(place: Place) -> None:
-    """Blocks that stay gathered through a step beside those gathered again, with accumulation."""
+    """Speed with blocks that stay gathered through a step, relative to gathering them again."""
     count = ranks(place)
     for passes in place.size((1, 4), (2,)):
         rates = {}

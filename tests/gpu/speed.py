@@ -27,8 +27,8 @@ def measured(place: Place, name: str, model: str | Path, length: int, batch: int
              *options: object, steps: int = STEPS, hook: str = "measure", **how: Any) -> Stage:
     """Run stage 04 and note its speed. length: tokens per sample; batch: samples per pass.
 
-    Nothing is recomputed unless an option says so: the memory plan, which would decide it, is left
-    out by the hook.
+    Nothing is recomputed unless an option says so: the hook skips the memory plan, which would
+    decide it.
     """
     length, batch, steps = place.size((length, batch, steps), (64, 2, 8))
     run = place.train(name, "-s", length, "-b", batch, "--max-steps", steps, "--lr", 1e-4,
@@ -55,7 +55,7 @@ def figures(run: Stage) -> dict[str, Any]:
 
 
 def in_words(reached: dict[str, Any], aim: float | None = None) -> str:
-    """Return the figures of a run in one line, with what they should be."""
+    """Return the figures of a run in one line, with the aim."""
     aimed = f" (aim {100 * aim:.0f} %)" if aim else ""
     return f"{reached['perf/tokens_per_sec_per_device']:,.0f} tokens/s, " \
            f"{100 * reached['mfu_causal']:.1f} % MFU by the causal half{aimed}, " \

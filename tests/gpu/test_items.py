@@ -115,7 +115,7 @@ PathFinder.find_spec = staticmethod(lambda name, *where:
 
 
 def odd_items(kind: str) -> None:
-    """Put items that end in every way into the place of those that measure, or items that wait."""
+    """Replace the real items by items with every outcome, or by items that wait."""
     def fails(place: Place) -> None:
         place.note(seen=1)
         raise AssertionError("as it should")

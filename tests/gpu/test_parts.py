@@ -1,4 +1,4 @@
-"""The parts of the kit that a rehearsal on a CPU would not show to be wrong."""
+"""Parts of the kit whose errors a rehearsal on a CPU would not show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace of the profiler says: kernels, whose they are, and what communication hides.
+"""Read a trace of the profiler: kernels, who launched them, and exposed communication.
 
 Times are microseconds, as in the trace.
 """
@@ -43,7 +43,7 @@ def dearest(events: Iterable[Event], count: int = 15) -> dict[str, float]:
 
 
 def launched_within(events: list[Event], annotation: str) -> list[Event]:
-    """Return the kernels that the host launched within ranges whose name begins like that."""
+    """Return the kernels that the host launched within ranges whose name begins with `name`."""
     ranges = [(event["ts"], event["ts"] + event["dur"]) for event in events
               if event.get("cat") in ("user_annotation", "cpu_op")
               and event["name"].startswith(annotation)]
@@ -55,7 +55,7 @@ def launched_within(events: list[Event], annotation: str) -> list[Event]:
 
 
 def communication(events: Iterable[Event]) -> tuple[float, float]:
-    """Return the milliseconds in which NCCL's kernels run, and those with no other kernel beside.
+    """Return the milliseconds of NCCL's kernels, and those in which no other kernel runs.
 
     The second are exposed: the GPU waits for other ranks.
     """

@@ -34,7 +34,7 @@ def test_generation_ends_where_answers_were_trained_to(tmp_path: Path, before: d
 @pytest.mark.parametrize(("name", "content", "says"), [
     ("generation_config.json", [1], "not a JSON object"), ("generation_config.json", "x", "object"),
     ("config.json", 5, "not a JSON object"), ("tokenizer_config.json", [], "not a JSON object"),
-    ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id is 'x', and no id"),
+    ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id is 'x', not a token id"),
     ("generation_config.json", {"eos_token_id": [1, None]}, "eos_token_id is [1, None]"),
     ("generation_config.json", {"pad_token_id": 1.5}, "pad_token_id is 1.5"),
     ("generation_config.json", {"bos_token_id": True}, "bos_token_id is True"),
@@ -65,7 +65,7 @@ def test_an_export_has_no_ids_that_are_none(tmp_path: Path, caplog: pytest.LogCa
         (source / "generation_config.json").write_text(json.dumps(content))
         assert chat_files.copy_generation(source, target)
         assert json.loads((target / "generation_config.json").read_text()) == kept
-    assert "left out eos_token_id" in caplog.text
+    assert "left out: eos_token_id" in caplog.text
     (source / "generation_config.json").write_text("[]")
     with pytest.raises(ArtifactError, match="is damaged"):
         chat_files.copy_generation(source, target)

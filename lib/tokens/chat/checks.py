@@ -46,7 +46,7 @@ def require_some(chats: ChatCounts, path: Path) -> None:
     cause = chats.dropped.most_common(1)[0][0] if chats.dropped else ""
     hint, run = _MORE.get(cause, _OTHER), ""
     if cause in _OF_ROWS:
-        hint = "stage 02 knows the names that other systems give to roles, and lists what it drops:"
+        hint = "stage 02 converts the role names of other systems, and lists dropped rows:"
         run = lacking.commands_for_chats(path)
     raise UsageError(
         f"the chat template gives no sample of {path}" if cause in _OF_TEMPLATE else

@@ -1,4 +1,4 @@
-"""Tokens that control the model: only a template writes them, and a conversation spells none."""
+"""Tokens that control the model: a template writes them, and messages must not contain them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lib.tokens.chat.policy import ASSISTANT
 
 
 class ControlToken(Exception):
-    """Says that what somebody said in a conversation spells a token that controls the model."""
+    """Says that a message contains a token that controls the model."""
 
 
 class ControlTokens:
-    """Finds tokens that a conversation spells.
+    """Finds control tokens in conversations.
 
-    in_answers: the tokens that an answer must not spell. elsewhere: those that nobody else may.
+    in_answers: tokens that an answer must not contain. elsewhere: the same for all other texts.
     """
 
     def __init__(self, in_answers: Iterable[str], elsewhere: Iterable[str]) -> None:
         self._control = {True: _finders(in_answers), False: _finders(elsewhere)}
 
     def are_plain(self, conversations: Sequence[Conversation]) -> bool:
-        """Tell whether nobody spells a special token in any of them: one search for many."""
+        """Return whether no conversation contains a control token: one search for many."""
         texts: list[str] = []
         for messages, tools, _ in conversations:
             for message in messages:
@@ -38,7 +38,7 @@ class ControlTokens:
         return not any(finder.search(joined) for finder in self._control[False])
 
     def require_plain(self, conversation: Conversation) -> None:
-        """Raise ControlToken where somebody spells a token that the template alone may write."""
+        """Raise ControlToken if a message or tool contains a token that only a template writes."""
         said = [(f"turn {number} ({message['role']})", message["role"] == ASSISTANT,
                  [value for key, value in message.items() if key != "role"])
                 for number, message in enumerate(conversation.messages, 1)]

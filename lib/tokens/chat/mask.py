@@ -2,8 +2,8 @@
 
 Which part is the assistant's is read from the template's `{% generation %}` marks, or found by
 rendering the turns up to an answer with and without it. Nothing is guessed: each text up to a
-boundary has to be a prefix of the one that goes on, so every prefix is rendered, whatever the
-template looks at. Where a template rewrites earlier turns (a thinking model's, which drops
+boundary has to be a prefix of the one that goes on, so each prefix is rendered separately. Where a
+template rewrites earlier turns (a thinking model's, which drops
 thoughts), an answer becomes a sample of its own, rendered as the model would see it.
 """
 

@@ -25,8 +25,8 @@ import jinja2.utils
 
 SECONDS = 5.0  # for one conversation
 ROOM = 1 << 30  # bytes of address space beyond what the process has when rendering begins
-# What `{% generation %}` leaves in a text until it is read: halves of characters, which no text in
-# UTF-8 can contain.
+# What `{% generation %}` leaves in a text until it is read: lone surrogates, which UTF-8 cannot
+# encode.
 BEGIN, END = "\udc80", "\udc81"
 _STATUS = Path("/proc/self/statm")
 _TODAY = datetime(2024, 7, 26)  # what is rendered must not depend on the day

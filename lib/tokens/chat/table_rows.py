@@ -1,7 +1,7 @@
-"""Conversations out of the rows of a chat dataset, checked as stage 02 checks what it writes.
+"""Read conversations from rows of a chat dataset.
 
-Other programs may have changed the rows since: a map or a filter of `datasets` saves whatever it
-was given. A row that stage 02 would drop is refused here by the same kind.
+`datasets` may have changed the rows, so they are checked as in stage 02. A row that stage 02 would
+drop is refused with the same kind of error.
 """
 
 from __future__ import annotations
