@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lib.core import commands, records
 from lib.core.errors import UsageError
@@ -75,9 +75,15 @@ def _require_text(directory: Path) -> None:
     features = records.mapping(directory / _INFO)["features"]
     if not isinstance(features, dict) or _TOKENS not in features:
         return
-    kinds = (feature.get("dtype") for feature in features.values() if isinstance(feature, dict))
-    if not any(kind in _STRINGS for kind in kinds):
+    if not _has_strings(features):
         names = ", ".join([*features][:_SHOWN])
         raise UsageError(f"{directory} is tokenised already, and holds no text",
                          found=f"columns {names}",
                          expected="the text or the conversations that it was made of")
+
+
+def _has_strings(features: Any) -> bool:
+    """Return whether features contain a string at any depth, such as in a list of messages."""
+    if isinstance(features, dict):
+        return features.get("dtype") in _STRINGS or _has_strings([*features.values()])
+    return isinstance(features, list) and any(map(_has_strings, features))

@@ -10,6 +10,7 @@ import datasets
 import pytest
 
 from lib.core.errors import UsageError
+from lib.corpus import saved
 from lib.corpus.scan import DESCRIPTION, Rules, scan
 from tests.conftest import ROOT
 
@@ -83,3 +84,12 @@ def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is tokenised already, and holds no text") as caught:
         run(BUILD, "--data-folder", tmp_path / "prepared", "--save-dir", tmp_path / "out")
     assert "input_ids" in caught.value.found and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("column", [
+    {"messages": [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]]},
+    {"sentences": [["One.", "Two."]]}], ids=["structs", "strings"])
+def test_text_in_a_nested_column_is_no_dataset_of_tokens(tmp_path: Path, column: dict) -> None:
+    datasets.Dataset.from_dict({**column, "input_ids": [[1, 2]]}).save_to_disk(
+        str(tmp_path / "saved"))
+    saved.require_readable(tmp_path / "saved", "--data-folder", scan(tmp_path / "saved", Rules()))
