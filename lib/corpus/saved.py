@@ -51,8 +51,14 @@ def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) 
         parent, _, name = entry.path.rpartition("/")
         if name == _SPLITS and is_description(folder, entry.path):
             _require_one_split(folder, option, parent, entries)
-        elif name == _INFO and is_description(folder, entry.path):
+        elif name == _INFO and _is_read(parent, entries) and is_description(folder, entry.path):
             _require_text(folder / parent)
+
+
+def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
+    """Return whether a scan takes an Arrow file that lies directly in a directory."""
+    return any(not entry.skipped and entry.path.endswith(".arrow")
+               and entry.path.rpartition("/")[0] == parent for entry in entries)
 
 
 def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[ScannedFile],

@@ -93,3 +93,11 @@ def test_text_in_a_nested_column_is_no_dataset_of_tokens(tmp_path: Path, column:
     datasets.Dataset.from_dict({**column, "input_ids": [[1, 2]]}).save_to_disk(
         str(tmp_path / "saved"))
     saved.require_readable(tmp_path / "saved", "--data-folder", scan(tmp_path / "saved", Rules()))
+
+
+def test_a_tokenised_dataset_whose_files_are_left_out_is_no_obstacle(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    datasets.Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(str(raw / "prepared"))
+    (raw / "note.txt").write_text("a note")
+    run(ORGANISE, "--src-dir", raw, "--dst-root", tmp_path / "out", "--include", "*.txt")
+    assert len([*(tmp_path / "out").rglob("*.txt")]) == 1
