@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
@@ -23,7 +24,7 @@ from launch.bundling import contents as bundle_contents
 from launch.bundling import unpacking, wheelhouse
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.torch_builds import Torch
-from lib.tokens import packing
+from lib.tokens import packing, store
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -606,3 +607,23 @@ def test_the_digest_of_the_manifest_stands_for_the_bundle(pack: Callable[..., Pa
     entries = json.loads((bundle / "manifest.json").read_text())["files"]
     assert {f"sha256:{hashlib.sha256((bundle / e['path']).read_bytes()).hexdigest()}"
             for e in entries} == {e["digest"] for e in entries}
+
+
+def empty_store(place: Path, identity: dict[str, object]) -> Path:
+    """Return a token store without files."""
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text(json.dumps(
+        {"kind": store.KIND, "summary": {}, "identity": identity, "files": []}))
+    return place
+
+
+@pytest.mark.parametrize("identity", [{}, {"inputs": [1]}, {"inputs": {"dataset": [1]}}])
+def test_stores_that_name_no_inputs_are_not_of_the_dataset(
+        tmp_path: Path, identity: dict[str, object]) -> None:
+    cache = tmp_path / ".cache"
+    place = empty_store(cache / "tokens" / "other-1", identity)
+    with pytest.raises(ArtifactError, match="no token store called corpus"):
+        bundle_contents._tokens("corpus", cache)
+    chosen = bundle_contents.directory(place, ".cache/tokens/other-1")
+    [line] = bundle_contents.remarks(argparse.Namespace(cache_dir=cache), [chosen])
+    assert "is of a dataset that is not packed" in line
