@@ -217,12 +217,14 @@ def _memory(row: Row) -> str:
 
 def _slowest(rows: list[Row]) -> str:
     """Return which rank keeps the others waiting, if the same one does again and again."""
-    slow = [r["perf/slowest_rank"] for r in rows if r.get("perf/slowest_ratio", 0) > _STRAGGLER]
+    slow = [(row["perf/slowest_rank"], row["perf/slowest_ratio"]) for row in rows
+            if row.get("perf/slowest_ratio", 0) > _STRAGGLER
+            and math.isfinite(row.get("perf/slowest_rank", math.nan))]
     if not slow or len(slow) * 2 < len(rows):
         return ""
-    rank = statistics.mode(slow)
-    ratio = max(r.get("perf/slowest_ratio", 0) for r in rows if r.get("perf/slowest_rank") == rank)
-    return f"{rank}, in {slow.count(rank)} of the last {len(rows)}, up to {ratio:.2f} × the usual"
+    rank = statistics.mode(rank for rank, _ in slow)
+    ratios = [ratio for slowest, ratio in slow if slowest == rank]
+    return f"{rank}, in {len(ratios)} of the last {len(rows)}, up to {max(ratios):.2f} × the usual"
 
 
 def curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:

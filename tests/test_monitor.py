@@ -137,6 +137,24 @@ def test_a_straggler_is_named(run: Path):
     assert re.search(r"slowest rank +3, in 20 of the last 20, up to 1.62 × the usual", once(run))
 
 
+@pytest.mark.parametrize("partial", [{"perf/slowest_rank": None}, {"perf/slowest_rank": "3"},
+                                     {"perf/slowest_ratio": None}])
+def test_rows_that_lack_the_slowest_rank_or_its_ratio(run: Path, partial: dict[str, object]):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    slow = {**json.loads(lines[-1]), "perf/slowest_ratio": 1.5}
+    files = RunFiles(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(110, 210, 10):
+            file.write(json.dumps({**slow, "step": step, **partial}) + "\n")
+    files.update()
+    assert "slowest" not in "\n".join(monitor.page(files, 100))
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(210, 320, 10):
+            file.write(json.dumps({**slow, "step": step}) + "\n")
+    files.update()
+    assert "3, in 11 of the last 20, up to 1.50 ×" in "\n".join(monitor.page(files, 100))
+
+
 def test_torn_and_missing_files(run: Path):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\x00 no json\n[1]\n{"step": "x"}\n')
