@@ -627,3 +627,13 @@ def test_stores_that_name_no_inputs_are_not_of_the_dataset(
     chosen = bundle_contents.directory(place, ".cache/tokens/other-1")
     [line] = bundle_contents.remarks(argparse.Namespace(cache_dir=cache), [chosen])
     assert "is of a dataset that is not packed" in line
+
+
+def test_a_store_is_named_by_the_current_directory(tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    place = empty_store(tmp_path / ".cache" / "tokens" / "corpus-1", {"inputs": {}})
+    (place / "train").mkdir()
+    for directory, name in ((place, "."), (place / "train", "..")):
+        monkeypatch.chdir(directory)
+        [found] = bundle_contents._tokens(name, Path(".cache"))
+        assert found.to == ".cache/tokens/corpus-1"

@@ -144,7 +144,10 @@ def _dataset(name: str) -> PackedDirectory:
 def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
     """Return the store of this name with its packs, or all stores of a dataset of this name."""
     root = paths.tokens_root(cache_dir)
-    exact = [place for place in (Path(name), root / name)
+    path = Path(name)
+    if path.name in ("", ".."):  # `.` and `..` end in no name
+        path = path.resolve()
+    exact = [place for place in (path, root / name)
              if manifest.kind_of(place) in (store.KIND, packing.KIND)]
     chosen = exact[:1] or _stores_of_dataset(name, root)
     for packed in exact[:1]:
