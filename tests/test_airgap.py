@@ -637,3 +637,13 @@ def test_a_store_is_named_by_the_current_directory(tmp_path: Path,
         monkeypatch.chdir(directory)
         [found] = bundle_contents._tokens(name, Path(".cache"))
         assert found.to == ".cache/tokens/corpus-1"
+
+
+def test_tokens_are_those_of_a_dataset_with_a_weight(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus-1", "a=b-1"):
+        empty_store(Path(".cache", "tokens", name), {"inputs": {}})
+    for argument, name in (("corpus=0.5", "corpus-1"), ("a=b", "a=b-1"), ("a=b=2", "a=b-1")):
+        [found] = bundle_contents._tokens(argument, Path(".cache"))
+        assert found.to == f".cache/tokens/{name}"

@@ -149,7 +149,8 @@ def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
         path = path.resolve()
     exact = [place for place in (path, root / name)
              if manifest.kind_of(place) in (store.KIND, packing.KIND)]
-    chosen = exact[:1] or _stores_of_dataset(name, root)
+    chosen = exact[:1] or _stores_of_dataset(name, root) or \
+        _stores_of_dataset(mixture.split_weight(name)[0], root)
     for packed in exact[:1]:
         tokens = packed.with_name(packed.name.partition(_PACKS)[0])
         chosen = [tokens, *sorted(tokens.parent.glob(f"{tokens.name}{_PACKS}*"))] \
