@@ -347,6 +347,9 @@ def test_without_kubectl_and_dry(tmp_path: Path):
     done = run_stage("launch/cluster.py", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)})
     assert "kubectl is not installed" in done.stderr
     run_stage("launch/cluster.py", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)})
+    done = run_stage("launch/cluster.py", "--cluster-name", "foo", "--context", "bar", cwd=tmp_path,
+                     expect=2, env={"PATH": str(tmp_path)})
+    assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
     done = run_stage("launch/cluster.py", "validat", cwd=tmp_path, expect=2)
     assert "validate" in done.stderr
 
