@@ -108,10 +108,10 @@ class Parser(argparse.ArgumentParser):
                 action = self._option_string_actions[flag]
                 words = config_file.as_arguments(action, flag, value, f"{config}: {key!r}",
                                                  _JOINED.get(action.type, ""))
-                first, before = named.setdefault(self._dest(flag), (key, words))
                 if value is None:
-                    del named[self._dest(flag)]
-                elif config_file.values(action, before) != config_file.values(action, words):
+                    continue
+                first, before = named.setdefault(self._dest(flag), (key, words))
+                if config_file.values(action, before) != config_file.values(action, words):
                     problems.add(f"{config}: {first!r} and {key!r} mean the same option, and have "
                                  "different values", expected="one of them")
                 from_yaml += words

@@ -61,6 +61,7 @@ def test_two_names_of_one_option_have_one_value(with_yaml) -> None:
     for text, names in (("lr: 1e-4\nmax_lr: 2e-4", ("lr", "max_lr")),
                         ("src-dir: a\nsrc_dir: b", ("src-dir", "src_dir")),
                         ("lr: 1e-4\nlearning_rate: 2e-4", ("lr", "learning_rate")),
+                        ("lr: 1e-4\nmax_lr: null\nlearning_rate: 3e-4", ("lr", "learning_rate")),
                         ("include: [a]\ninclude_: x", ())):
         with pytest.raises(UsageError) as caught:
             with_yaml(text)
