@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lib.core import commands, records
-from lib.core.errors import UsageError
+from lib.core.errors import ArtifactError, UsageError
 
 _SPLITS, _INFO, _STATE = "dataset_dict.json", "dataset_info.json", "state.json"
 _KEYS = {_SPLITS: "splits", _INFO: "features", _STATE: "_data_files"}
 _TOKENS = "input_ids"
 _STRINGS = ("string", "large_string")
-_SHOWN = 6
+_SHOWN, _SHOWN_CHARACTERS = 6, 100
 
 
 class ScannedFile(Protocol):
@@ -45,7 +45,8 @@ def is_description(root: Path, place: str) -> bool:
 def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) -> None:
     """Raise UsageError for a dataset whose splits would be mixed, or that holds tokens.
 
-    option: that names the folder. entries: of a scan of it.
+    option: that names the folder. entries: of a scan of it. Raises ArtifactError if the list of
+    splits is damaged.
     """
     for entry in entries:
         parent, _, name = entry.path.rpartition("/")
@@ -63,9 +64,16 @@ def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
 
 def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[ScannedFile],
                        ) -> None:
-    """Raise UsageError if files of several splits of a DatasetDict would be read."""
-    names = records.mapping(folder / parent / _SPLITS)["splits"]
+    """Raise UsageError if files of several splits of a DatasetDict would be read.
+
+    Raises ArtifactError if its description does not name the splits.
+    """
+    names = records.mapping(folder / parent / _SPLITS)[_KEYS[_SPLITS]]
     splits = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if not splits or splits != names:
+        raise ArtifactError(f"{folder / parent / _SPLITS} is damaged",
+                            expected="a list of names of splits",
+                            found=str(names)[:_SHOWN_CHARACTERS])
     starts = {f"{parent}/{name}/" if parent else f"{name}/": name for name in splits}
     read = {name for entry in entries if not entry.skipped
             for start, name in starts.items() if entry.path.startswith(start)}

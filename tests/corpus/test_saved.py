@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from lib.core.errors import UsageError
+from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import saved
 from lib.corpus.scan import DESCRIPTION, Rules, scan
 from tests.conftest import ROOT
@@ -101,3 +101,10 @@ def test_a_tokenised_dataset_whose_files_are_left_out_is_no_obstacle(tmp_path: P
     (raw / "note.txt").write_text("a note")
     run(ORGANISE, "--src-dir", raw, "--dst-root", tmp_path / "out", "--include", "*.txt")
     assert len([*(tmp_path / "out").rglob("*.txt")]) == 1
+
+
+@pytest.mark.parametrize("names", ["train", [], ["train", 5], {"train": 1}])
+def test_splits_that_are_no_list_of_names_are_damage(both: Path, names: object) -> None:
+    (both / "dataset_dict.json").write_text(json.dumps({"splits": names}))
+    with pytest.raises(ArtifactError, match=r"dataset_dict\.json is damaged"):
+        run(BUILD, "--data-folder", both, "--save-dir", "out")
