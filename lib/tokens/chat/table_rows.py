@@ -33,10 +33,10 @@ def read(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | Refused, Place]]
     """Yield each row of a chat dataset, or what is wrong with it, and where it is from."""
     messages = columns.messages(rows)
     names = (*TEXTS, CALLS)
-    values = [columns.field_of(messages, name).to_pylist() for name in names]
+    values = [columns.values(columns.field_of(messages, name)) for name in names]
     turns = [{name: value for name, value in zip(names, turn, strict=True) if value is not None}
              for turn in zip(*values, strict=True)]
-    tools, weights, source, line, offset = (rows.column(name).to_pylist() for name in (
+    tools, weights, source, line, offset = (columns.values(rows.column(name)) for name in (
         "tools", "weights", "source", "line", "offset"))
     for row, (first, end) in enumerate(pairwise(columns.ends(rows))):
         place = Place(source[row] or "", line[row], offset[row])
