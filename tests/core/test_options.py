@@ -315,6 +315,20 @@ def test_a_secret_of_any_name_is_not_shown(option: str) -> None:
         assert commands.shell(*words).endswith('"$HF_TOKEN"')
 
 
+@pytest.mark.parametrize(("word", "shown"), [
+    ("HF_TOKEN=abc", "HF_TOKEN=[redacted]"),
+    ("--env=DB_PASSWORD=1=2", "--env=DB_PASSWORD=[redacted]"),
+    ("https://user:p@w@host/a@b", "https://[redacted]@host/a@b"), ("MODE=abc", "MODE=abc"),
+    ("--find-links=https://u:pw@host", "--find-links=https://[redacted]@host"),
+    ("my_token=0.5", "my_token=0.5"), ("https://host/a", "https://host/a")])
+def test_secrets_in_variables_and_urls_are_not_shown(word: str, shown: str) -> None:
+    assert commands.redacted_argv(["x", "--env", word]) == ["x", "--env", shown]
+    assert commands.redacted_argv(["--add-bos-token", word]) == ["--add-bos-token", shown]
+    if shown != word:
+        assert "abc" not in commands.shell(word) and "pw" not in commands.shell(word)
+    assert commands.shell("--env", "KEY_PASSWORD=x") == '--env KEY_PASSWORD="$KEY_PASSWORD"'
+
+
 @pytest.mark.parametrize(("names", "text", "expected"), [
     (("bf16", "fp16", "fp32"), "bfloat16", "bf16"), (("bf16", "fp16", "fp32"), "bf16", "bf16"),
     (("bf16", "fp16", "fp32"), "float32", "fp32"), (("bf16", "fp16", "fp32"), "FP16", "fp16"),
