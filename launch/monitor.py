@@ -95,12 +95,14 @@ def _follow_log(run: RunFiles, every: float) -> None:
         lines = log.read()[0][-_LOG_LINES:]
         if not lines:
             print(f"nothing is logged in {run.experiment.root} yet", flush=True)
+        is_last = False
         while True:
-            run.update()
             for line in lines:
                 print(run_records.one_line(line.decode("utf-8", "replace")), flush=True)
-            if run.is_over():
+            if is_last:
                 return
+            run.update()
+            is_last = run.is_over()  # the summary is logged after the state is written
             time.sleep(every)
             lines = log.read()[0]
     except KeyboardInterrupt:

@@ -412,3 +412,16 @@ def test_a_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:
     assert process.stdout.readline() == "torn\n"
     (root / "state.json").write_text('{"status": "complete"}')
     assert process.wait(30) == 0
+
+
+def test_the_summary_behind_the_end_of_a_run_is_shown(tmp_path: Path) -> None:
+    log = tmp_path / "logs/rank_00000.log"
+    log.parent.mkdir()
+    log.write_text("last step\n")
+    (tmp_path / "state.json").write_text('{"status": "complete"}')
+    process = subprocess.Popen([*MONITOR, tmp_path, "--log", "--every", "2"], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout.readline() == "last step\n"
+    with log.open("a") as file:
+        file.write("summary\n")
+    assert process.wait(30) == 0 and process.stdout.read() == "summary\n"
