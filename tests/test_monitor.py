@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from launch import monitor, stop
-from launch.common.run_files import JsonLines, RunFiles
+from launch.common.run_files import GrowingFile, JsonLines, RunFiles
 from lib.core import lease
 from lib.core.lease import Lease
 from tests.conftest import ROOT, run_stage, start_stage
@@ -190,6 +190,20 @@ def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_anew(tmp_path: P
     assert [r["step"] for r in lines.update()] == [1, 5, 6]
     path.write_text(row(7))
     assert [r["step"] for r in lines.update()] == [7]
+
+
+def test_a_file_is_read_on_after_a_read_that_failed(tmp_path: Path):
+    path, away = tmp_path / "rank_00000.log", tmp_path / "away"
+    path.write_text("one\n")
+    log = GrowingFile(path)
+    assert log.read() == ([b"one"], True)
+    path.rename(away)
+    path.mkdir()  # which cannot be opened as a file
+    assert log.read() == ([], False)
+    path.rmdir()
+    away.write_text("one\ntwo\n")
+    away.rename(path)
+    assert log.read() == ([b"two"], False)
 
 
 def test_warnings_of_every_rank(run: Path):
