@@ -647,3 +647,15 @@ def test_tokens_are_those_of_a_dataset_with_a_weight(tmp_path: Path,
     for argument, name in (("corpus=0.5", "corpus-1"), ("a=b", "a=b-1"), ("a=b=2", "a=b-1")):
         [found] = bundle_contents._tokens(argument, Path(".cache"))
         assert found.to == f".cache/tokens/{name}"
+
+
+def test_the_command_for_a_file_of_a_dataset_names_the_new_dataset(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("saved/train/state.json")
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    monkeypatch.setattr("sys.argv", ["airgap.py", "pack", "--out", "b", "--dataset", str(file)])
+    with pytest.raises(UsageError, match="is a file, and not a dataset") as caught:
+        bundle_contents._dataset(str(file))
+    assert caught.value.run.splitlines()[1].endswith("pack --out b --dataset hf_datasets/train")
