@@ -88,6 +88,14 @@ def test_errors_quote_the_name_that_was_typed(parser: Parser, with_yaml) -> None
     assert "typed:" not in UsageError("--lr 1 is too large").render()
 
 
+def test_errors_quote_no_name_of_a_file_whose_value_is_not_taken(with_yaml) -> None:
+    for text in ("learning_rate: 2e-4", "learning_rate: null"):
+        with_yaml(text, "--lr", "3e-4")
+        assert "typed:" not in UsageError("--lr is odd").render()
+    with_yaml("learning_rate: 2e-4", "--learning_rate", "3e-4")
+    assert "--learning_rate, which is --lr here" in UsageError("--lr is odd").render()
+
+
 def test_another_name_of_the_option_on_the_command_line_wins_too(with_yaml) -> None:
     assert with_yaml("lr: 1.0\n", "--max-lr", "2").lr == 2
     assert with_yaml("experiment-name: of_yaml\n", "-e", "flag").experiment_name == "flag"
