@@ -153,7 +153,7 @@ def fetch_model(opts: options.Options) -> None:
     # Ask the Hub, and refuse what cannot be trained before the large files come.
     from lib.hub.fetch import RemoteModel, mention_cache_in_errors
 
-    with tempfile.TemporaryDirectory() as preview, mention_cache_in_errors(name):
+    with tempfile.TemporaryDirectory() as preview, mention_cache_in_errors(name, revision):
         model = RemoteModel.look_up(name, revision, Path(preview), token=opts.token or "",
                                     allow_pickle=opts.allow_pickle,
                                     trust_code=opts.trust_remote_code)

@@ -100,7 +100,8 @@ def main(argv: list[str]) -> None:
         log.setup(sys.stderr)  # the standard output is the manifest alone
     # Through `finally`, where a kubectl that follows a log is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    asked = connected(declared.read(JobOptions, opts), opts.cluster_name, opts.dry_run)
+    asked = connected(declared.read(JobOptions, opts), opts.cluster_name, opts.dry_run,
+                      only_plans=opts.dry_run and opts.command in _STARTING)
     kubectl = Kubectl(asked.namespace, asked.context)
     typed = f"python {_SCRIPT} {commands.shell(*argv)}"
     if opts.command == "validate":
@@ -122,13 +123,24 @@ def main(argv: list[str]) -> None:
     {"status": status, "logs": logs, "stop": stop}[opts.command](asked, kubectl, opts)
 
 
-def connected(asked: JobOptions, cluster_name: str, dry_run: bool = False) -> JobOptions:
-    """Return it with the context of the cluster; UsageError when there is none."""
+def connected(asked: JobOptions, cluster_name: str, dry_run: bool = False,
+              only_plans: bool = False) -> JobOptions:
+    """Return it with the context of the cluster; UsageError when there is none.
+
+    only_plans: print the name of a cluster that cannot be found, since no command needs it.
+    """
     if cluster_name and asked.context:
         raise UsageError(f"--cluster-name {cluster_name} and --context {asked.context} both name a "
                          "cluster", expected="one of them")
-    return replace(asked, context=aws.context_of(cluster_name, fetch=not dry_run)) \
-        if cluster_name else asked
+    if not cluster_name:
+        return asked
+    try:
+        return replace(asked, context=aws.context_of(cluster_name, fetch=not dry_run))
+    except UsageError as error:
+        if not only_plans:
+            raise
+        log.info(f"cluster: {cluster_name}, for which there is no context yet: {error.problem}")
+        return asked
 
 
 def with_image(asked: JobOptions) -> JobOptions:

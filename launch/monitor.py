@@ -95,12 +95,14 @@ def _follow_log(run: RunFiles, every: float) -> None:
         lines = log.read()[0][-_LOG_LINES:]
         if not lines:
             print(f"nothing is logged in {run.experiment.root} yet", flush=True)
+        is_last = False
         while True:
-            run.update()
             for line in lines:
                 print(run_records.one_line(line.decode("utf-8", "replace")), flush=True)
-            if run.is_over():
+            if is_last:
                 return
+            run.update()
+            is_last = run.is_over()  # the summary is logged after the state is written
             time.sleep(every)
             lines = log.read()[0]
     except KeyboardInterrupt:
@@ -217,12 +219,14 @@ def _memory(row: Row) -> str:
 
 def _slowest(rows: list[Row]) -> str:
     """Return which rank keeps the others waiting, if the same one does again and again."""
-    slow = [r["perf/slowest_rank"] for r in rows if r.get("perf/slowest_ratio", 0) > _STRAGGLER]
+    slow = [(row["perf/slowest_rank"], row["perf/slowest_ratio"]) for row in rows
+            if row.get("perf/slowest_ratio", 0) > _STRAGGLER
+            and math.isfinite(row.get("perf/slowest_rank", math.nan))]
     if not slow or len(slow) * 2 < len(rows):
         return ""
-    rank = statistics.mode(slow)
-    ratio = max(r.get("perf/slowest_ratio", 0) for r in rows if r.get("perf/slowest_rank") == rank)
-    return f"{rank}, in {slow.count(rank)} of the last {len(rows)}, up to {ratio:.2f} × the usual"
+    rank = statistics.mode(rank for rank, _ in slow)
+    ratios = [ratio for slowest, ratio in slow if slowest == rank]
+    return f"{rank}, in {len(ratios)} of the last {len(rows)}, up to {max(ratios):.2f} × the usual"
 
 
 def curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:

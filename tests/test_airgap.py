@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
@@ -23,7 +24,7 @@ from launch.bundling import contents as bundle_contents
 from launch.bundling import unpacking, wheelhouse
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.torch_builds import Torch
-from lib.tokens import packing
+from lib.tokens import packing, store
 from tests.conftest import ROOT, run_stage
 from tests.training import SEQ_LENGTH
 
@@ -606,3 +607,55 @@ def test_the_digest_of_the_manifest_stands_for_the_bundle(pack: Callable[..., Pa
     entries = json.loads((bundle / "manifest.json").read_text())["files"]
     assert {f"sha256:{hashlib.sha256((bundle / e['path']).read_bytes()).hexdigest()}"
             for e in entries} == {e["digest"] for e in entries}
+
+
+def empty_store(place: Path, identity: dict[str, object]) -> Path:
+    """Return a token store without files."""
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text(json.dumps(
+        {"kind": store.KIND, "summary": {}, "identity": identity, "files": []}))
+    return place
+
+
+@pytest.mark.parametrize("identity", [{}, {"inputs": [1]}, {"inputs": {"dataset": [1]}}])
+def test_stores_that_name_no_inputs_are_not_of_the_dataset(
+        tmp_path: Path, identity: dict[str, object]) -> None:
+    cache = tmp_path / ".cache"
+    place = empty_store(cache / "tokens" / "other-1", identity)
+    with pytest.raises(ArtifactError, match="no token store called corpus"):
+        bundle_contents._tokens("corpus", cache)
+    chosen = bundle_contents.directory(place, ".cache/tokens/other-1")
+    [line] = bundle_contents.remarks(argparse.Namespace(cache_dir=cache), [chosen])
+    assert "is of a dataset that is not packed" in line
+
+
+def test_a_store_is_named_by_the_current_directory(tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    place = empty_store(tmp_path / ".cache" / "tokens" / "corpus-1", {"inputs": {}})
+    (place / "train").mkdir()
+    for directory, name in ((place, "."), (place / "train", "..")):
+        monkeypatch.chdir(directory)
+        [found] = bundle_contents._tokens(name, Path(".cache"))
+        assert found.to == ".cache/tokens/corpus-1"
+
+
+def test_tokens_are_those_of_a_dataset_with_a_weight(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus-1", "a=b-1"):
+        empty_store(Path(".cache", "tokens", name), {"inputs": {}})
+    for argument, name in (("corpus=0.5", "corpus-1"), ("a=b", "a=b-1"), ("a=b=2", "a=b-1")):
+        [found] = bundle_contents._tokens(argument, Path(".cache"))
+        assert found.to == f".cache/tokens/{name}"
+
+
+def test_the_command_for_a_file_of_a_dataset_names_the_new_dataset(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("saved/train/state.json")
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    monkeypatch.setattr("sys.argv", ["airgap.py", "pack", "--out", "b", "--dataset", str(file)])
+    with pytest.raises(UsageError, match="is a file, and not a dataset") as caught:
+        bundle_contents._dataset(str(file))
+    assert caught.value.run.splitlines()[1].endswith("pack --out b --dataset hf_datasets/train")

@@ -144,6 +144,19 @@ def test_the_cluster_that_is_named_is_asked_and_no_other(there: There, tmp_path:
     assert "--context b " in done.stdout
 
 
+def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
+    job = ("--job-name", "exp", "--image", "r/i:1", "--nodes", 1, "--instance-type", "p5.48xlarge",
+           "--cluster-name", "far", "--dry-run")
+    (tmp_path / "kubeconfig").write_text("{}")
+    for place in (str(tmp_path), no_aws(tmp_path)):
+        env = {"PATH": place, "KUBECONFIG": str(tmp_path / "kubeconfig")}
+        for command in ("render", "deploy"):
+            done = run_stage("launch/kubernetes.py", command, *job, "--", "-e", "exp", "-d", "c4",
+                             "-m", "org/model", cwd=tmp_path, env=env)
+            assert "kind: " in done.stdout and "cluster: far" in done.stderr
+        run_stage("launch/kubernetes.py", "stop", *job, cwd=tmp_path, env=env, expect=2)
+
+
 def test_make_asks_the_cluster(there: There, tmp_path: Path) -> None:
     """The options of the job are those of `make run`, the ones that no check needs among them."""
     job = ("--kind", "pytorchjob", "--job-name", "exp", *P5, "--image", "r/i:1", "--max-restarts",
@@ -347,6 +360,9 @@ def test_without_kubectl_and_dry(tmp_path: Path):
     done = run_stage("launch/cluster.py", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)})
     assert "kubectl is not installed" in done.stderr
     run_stage("launch/cluster.py", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)})
+    done = run_stage("launch/cluster.py", "--cluster-name", "foo", "--context", "bar", cwd=tmp_path,
+                     expect=2, env={"PATH": str(tmp_path)})
+    assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
     done = run_stage("launch/cluster.py", "validat", cwd=tmp_path, expect=2)
     assert "validate" in done.stderr
 

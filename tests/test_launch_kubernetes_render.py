@@ -306,7 +306,9 @@ def test_log_rules_match_what_a_run_prints() -> None:
                     said["dict"])[1] == "6404"
     for before in ("", "16:29:56 [rank=0] "):
         assert re.match(hang["stopPattern"], f"{before}done: 1,000 steps, 8,192,000 tokens")
-    assert not re.match(hang["stopPattern"], "16:29:56 [rank=0] step 3/9: abandoned: x")
+    for other in ("16:29:56 [rank=0] step 3/9: abandoned: x", "already done: outputs/x",
+                  "16:29:56 [rank=0] split_01 is done: 3 files", "[rank=1] done: x"):
+        assert not re.match(hang["stopPattern"], other)
     assert 'f"done: ' in (ROOT / "lib" / "train" / "report.py").read_text()
 
 

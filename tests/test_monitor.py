@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from launch import monitor, stop
-from launch.common.run_files import JsonLines, RunFiles
+from launch.common.run_files import GrowingFile, JsonLines, RunFiles
 from lib.core import lease
 from lib.core.lease import Lease
 from tests.conftest import ROOT, run_stage, start_stage
@@ -137,6 +137,24 @@ def test_a_straggler_is_named(run: Path):
     assert re.search(r"slowest rank +3, in 20 of the last 20, up to 1.62 × the usual", once(run))
 
 
+@pytest.mark.parametrize("partial", [{"perf/slowest_rank": None}, {"perf/slowest_rank": "3"},
+                                     {"perf/slowest_ratio": None}])
+def test_rows_that_lack_the_slowest_rank_or_its_ratio(run: Path, partial: dict[str, object]):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    slow = {**json.loads(lines[-1]), "perf/slowest_ratio": 1.5}
+    files = RunFiles(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(110, 210, 10):
+            file.write(json.dumps({**slow, "step": step, **partial}) + "\n")
+    files.update()
+    assert "slowest" not in "\n".join(monitor.page(files, 100))
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(210, 320, 10):
+            file.write(json.dumps({**slow, "step": step}) + "\n")
+    files.update()
+    assert "3, in 11 of the last 20, up to 1.50 ×" in "\n".join(monitor.page(files, 100))
+
+
 def test_torn_and_missing_files(run: Path):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\x00 no json\n[1]\n{"step": "x"}\n')
@@ -172,6 +190,20 @@ def test_a_file_that_grows_is_read_on_and_one_that_was_replaced_anew(tmp_path: P
     assert [r["step"] for r in lines.update()] == [1, 5, 6]
     path.write_text(row(7))
     assert [r["step"] for r in lines.update()] == [7]
+
+
+def test_a_file_is_read_on_after_a_read_that_failed(tmp_path: Path):
+    path, away = tmp_path / "rank_00000.log", tmp_path / "away"
+    path.write_text("one\n")
+    log = GrowingFile(path)
+    assert log.read() == ([b"one"], True)
+    path.rename(away)
+    path.mkdir()  # which cannot be opened as a file
+    assert log.read() == ([], False)
+    path.rmdir()
+    away.write_text("one\ntwo\n")
+    away.rename(path)
+    assert log.read() == ([b"two"], False)
 
 
 def test_warnings_of_every_rank(run: Path):
@@ -394,3 +426,16 @@ def test_a_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:
     assert process.stdout.readline() == "torn\n"
     (root / "state.json").write_text('{"status": "complete"}')
     assert process.wait(30) == 0
+
+
+def test_the_summary_behind_the_end_of_a_run_is_shown(tmp_path: Path) -> None:
+    log = tmp_path / "logs/rank_00000.log"
+    log.parent.mkdir()
+    log.write_text("last step\n")
+    (tmp_path / "state.json").write_text('{"status": "complete"}')
+    process = subprocess.Popen([*MONITOR, tmp_path, "--log", "--every", "2"], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout.readline() == "last step\n"
+    with log.open("a") as file:
+        file.write("summary\n")
+    assert process.wait(30) == 0 and process.stdout.read() == "summary\n"

@@ -161,6 +161,9 @@ def test_what_is_not_there(hub, stage: StageRunner, tmp_path):
         down = stage(SCRIPT, "--model-name", NAME, expect=2, env={
             "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "hub")})
     assert f"from that cache, without stage 03: -m {NAME}" in down.stderr
+    down = stage(SCRIPT, "--model-name", NAME, "--revision", "v1.0", expect=2, env={
+        "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path / "hub")})
+    assert "out of reach" in down.stderr and "without stage 03" not in down.stderr
     shutil.rmtree(tmp_path / "hub")
     offline = stage(SCRIPT, "--model-name", NAME, expect=2, env={"HF_HUB_OFFLINE": "1"})
     assert "env -u HF_HUB_OFFLINE" in offline.stderr

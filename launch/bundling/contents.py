@@ -144,9 +144,13 @@ def _dataset(name: str) -> PackedDirectory:
 def _tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
     """Return the store of this name with its packs, or all stores of a dataset of this name."""
     root = paths.tokens_root(cache_dir)
-    exact = [place for place in (Path(name), root / name)
+    path = Path(name)
+    if path.name in ("", ".."):  # `.` and `..` end in no name
+        path = path.resolve()
+    exact = [place for place in (path, root / name)
              if manifest.kind_of(place) in (store.KIND, packing.KIND)]
-    chosen = exact[:1] or _stores_of_dataset(name, root)
+    chosen = exact[:1] or _stores_of_dataset(name, root) or \
+        _stores_of_dataset(mixture.split_weight(name)[0], root)
     for packed in exact[:1]:
         tokens = packed.with_name(packed.name.partition(_PACKS)[0])
         chosen = [tokens, *sorted(tokens.parent.glob(f"{tokens.name}{_PACKS}*"))] \
@@ -178,7 +182,7 @@ def _stores_of_dataset(name: str, root: Path) -> list[Path]:
         content = manifest.read_if_any(tokens) or {}
         is_named = tokens.name.rpartition("-")[0] in names
         if is_named or (content.get("kind") == store.KIND
-                        and content["identity"]["inputs"].get("dataset") == fingerprint):
+                        and _inputs(content).get("dataset") == fingerprint):
             stores.add(tokens.name)
     return [tokens for tokens in sorted(root.glob("*")) if (tokens / MANIFEST).is_file()
             and tokens.name.partition(_PACKS)[0] in stores]
@@ -213,12 +217,12 @@ def remarks(opts: Options, chosen: list[PackedDirectory]) -> list[str]:
     """Return what is probably missing: what stage 04 would need there and is not chosen."""
     places = {artifact.to: artifact for artifact in chosen}
     data = [artifact for artifact in chosen if artifact.to.startswith("hf_datasets/")]
-    made_of = {open_dataset(artifact.source).fingerprint: artifact for artifact in data}
+    made_of = [open_dataset(artifact.source).fingerprint for artifact in data]
     lines = []
     for artifact in chosen:
         if artifact.kind == store.KIND:
-            inputs = manifest.read(artifact.source, store.KIND, "token store")["identity"]["inputs"]
-            if inputs["dataset"] not in made_of:
+            content = manifest.read(artifact.source, store.KIND, "token store")
+            if _inputs(content).get("dataset") not in made_of:
                 lines.append(f"{artifact.to} is of a dataset that is not packed: stage 04 needs "
                              "that too (--dataset)")
     for model in (a for a in chosen if a.to.startswith(".cache/models/")):
@@ -245,9 +249,15 @@ def _stores_of(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
     for place in sorted(paths.tokens_root(cache_dir).glob("*")):
         content = manifest.read_if_any(place) or {}
         if content.get("kind") == store.KIND and \
-                wanted.items() <= content["identity"]["inputs"].items():
+                wanted.items() <= _inputs(content).items():
             found.append(place)
     return found
+
+
+def _inputs(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fingerprints of what an artifact was made from, {} if its manifest has none."""
+    inputs = content.get("identity", {}).get("inputs")
+    return inputs if isinstance(inputs, dict) else {}
 
 
 def next_commands(chosen: list[PackedDirectory]) -> list[str]:

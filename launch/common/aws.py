@@ -66,8 +66,6 @@ def context_of(cluster: str, region: str = "", fetch: bool = True) -> str:
     switches the current context.
     Raises UsageError where there is none, or where clusters of several regions bear the name.
     """
-    if shutil.which("kubectl") is None:
-        raise UsageError("kubectl is not installed")
     if not (found := _contexts_of(cluster, region)) and fetch and shutil.which("aws"):
         connect(cluster, region)
         found = _contexts_of(cluster, region)
@@ -107,7 +105,12 @@ def _named(context: str, named: str) -> tuple[str, str]:
 
 
 def _clusters() -> dict[str, str]:
-    """Return the contexts of the kubeconfig, and what it calls the cluster of each."""
+    """Return the contexts of the kubeconfig, and what it calls the cluster of each.
+
+    Raises UsageError without kubectl.
+    """
+    if shutil.which("kubectl") is None:
+        raise UsageError("kubectl is not installed")
     done = subprocess.run(["kubectl", "config", "view", "-o", "json"], capture_output=True,
                           text=True)
     try:

@@ -64,9 +64,11 @@ class GrowingFile:
                     self._offset = max(0, status.st_size - self._tail) if self._tail else 0
                 file.seek(self._offset)
                 new = file.read()
-        except OSError:
+        except FileNotFoundError:
             self._inode, self._offset = -1, 0
             return [], True
+        except OSError:  # the next read may succeed, such as after ESTALE on NFS
+            return [], False
         whole = new[:new.rfind(b"\n") + 1]
         self._offset += len(whole)
         return whole.splitlines(), is_another

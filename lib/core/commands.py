@@ -26,8 +26,11 @@ _RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
 _SECRET = re.compile(r"token$|password|secret|api_key")
 # Names and paths of secrets are public, and so are special tokens.
-_PUBLIC = re.compile(r"token_secret|image_pull_secret|.*_(?:name|file|path|dir|stdin)|"
-                     r"(?:additional_special|bos|cls|eos|mask|pad|sep|unk)_token")
+_PUBLIC = re.compile(r"^(?:token_secret|image_pull_secret)$|_(?:name|file|path|dir|stdin)$|"
+                     r"(?:^|_)(?:additional_special|bos|cls|eos|mask|pad|sep|unk)_token$")
+_VARIABLE = re.compile(r"((?:--[\w-]+=)?([A-Za-z_]\w*)=)(.+)", re.DOTALL)
+_WEIGHT = re.compile(r"[\d./]+")  # of a dataset
+_USER_INFO = re.compile(r"(?<=://)[^/\s]+@")
 REDACTED = "[redacted]"
 _ANCESTORS = 6
 
@@ -173,11 +176,13 @@ def typed() -> list[str]:
 def is_secret(name: str) -> bool:
     """Return whether the value of an option or a field is a secret, by its name."""
     name = name.lstrip("-").replace("-", "_").lower()
-    return bool(_SECRET.search(name)) and not _PUBLIC.fullmatch(name)
+    return bool(_SECRET.search(name)) and not _PUBLIC.search(name)
 
 
 def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
-    """Return a command line with the values of secret options replaced."""
+    """Return a command line with the values of secret options and variables, and the user info
+    of URLs, replaced.
+    """
     shown: list[str] = []
     hide_next = False
     for argument in argv:
@@ -186,17 +191,35 @@ def redacted_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
         if hide_next:
             shown.append(instead)
         else:
-            shown.append(name + "=" + instead if hides and equals else argument)
+            shown.append(name + "=" + instead if hides and equals
+                         else _USER_INFO.sub(f"{instead}@", _redacted_variable(argument, instead)))
         hide_next = hides and not equals
     return shown
 
 
+def _redacted_variable(word: str, instead: str) -> str:
+    """Return `NAME=value`, also behind an option, without the value if the name is of a secret."""
+    found = _VARIABLE.fullmatch(word)
+    if not found or not is_secret(found[2]):
+        return word
+    is_dataset = not found[2].isupper() and _WEIGHT.fullmatch(found[3])
+    return word if is_dataset else found[1] + instead
+
+
 def _joined(words: Sequence[str]) -> str:
     """Return words quoted for the shell; secrets come from the environment."""
-    hidden = redacted_argv(words, REDACTED)
-    return " ".join('"$HF_TOKEN"' if word == REDACTED else
-                    word.removesuffix(REDACTED) + '"$HF_TOKEN"' if word.endswith(f"={REDACTED}")
-                    else shlex.quote(word) for word in hidden)
+    return " ".join(map(_quoted, redacted_argv(words, REDACTED)))
+
+
+def _quoted(word: str) -> str:
+    """Return a word for the shell, with the variable that holds a secret in its place."""
+    if word == REDACTED:
+        return '"$HF_TOKEN"'
+    if not word.endswith(f"={REDACTED}"):
+        return shlex.quote(word)
+    before = word.removesuffix(REDACTED)
+    name = before[:-1].rpartition("=")[2]
+    return before + (f'"${name}"' if name.isidentifier() and name.isupper() else '"$HF_TOKEN"')
 
 
 def _without(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:

@@ -94,8 +94,9 @@ class Parser(argparse.ArgumentParser):
         problems = Problems()
         ours = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
         for key, value in config_file.options_in(config, VOLATILE, ours).items():
-            flag = self._as_ours(f"--{key}")
-            if TYPED_AS.get(flag) == f"--{key}":
+            names: dict[str, str] = {}
+            flag = self._as_ours(f"--{key}", names)
+            if flag in names and value is not None and self._dest(flag) not in given:
                 TYPED_AS[flag] = str(key)
             if flag not in self._option_string_actions:
                 near, hint = unknown.nearest(flag, self._option_string_actions)
@@ -108,10 +109,10 @@ class Parser(argparse.ArgumentParser):
                 action = self._option_string_actions[flag]
                 words = config_file.as_arguments(action, flag, value, f"{config}: {key!r}",
                                                  _JOINED.get(action.type, ""))
-                first, before = named.setdefault(self._dest(flag), (key, words))
                 if value is None:
-                    del named[self._dest(flag)]
-                elif config_file.values(action, before) != config_file.values(action, words):
+                    continue
+                first, before = named.setdefault(self._dest(flag), (key, words))
+                if config_file.values(action, before) != config_file.values(action, words):
                     problems.add(f"{config}: {first!r} and {key!r} mean the same option, and have "
                                  "different values", expected="one of them")
                 from_yaml += words
@@ -167,14 +168,17 @@ class Parser(argparse.ArgumentParser):
             raise self._with_help(together([*unknown.errors(left, self._option_string_actions)]))
         return options
 
-    def _as_ours(self, argument: str) -> str:
-        """Turn `--src_dir=a_b` into `--src-dir=a_b`, and names of other systems into ours."""
+    def _as_ours(self, argument: str, typed_as: dict[str, str] = TYPED_AS) -> str:
+        """Turn `--src_dir=a_b` into `--src-dir=a_b`, and names of other systems into ours.
+
+        typed_as: takes the name of another system, by ours.
+        """
         if not argument.startswith("--"):
             return argument
         name, equals, value = argument.partition("=")
         flag, ours = name.replace("_", "-"), self._option_string_actions
         if flag not in ours and (meant := elsewhere.taken(flag, ours)):
-            TYPED_AS[meant] = name
+            typed_as[meant] = name
             flag = meant
         return flag + equals + value
 

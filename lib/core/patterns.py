@@ -18,6 +18,7 @@ else:
     import sre_parse as _parser
 
 _MOST_REPETITIONS, _MOST_CHARACTERS = 3, 20_000
+_MOST_OPTIONAL = 4  # each one doubles the time at most
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
@@ -28,22 +29,30 @@ def find_problem(pattern: str) -> str:
     try:
         re.compile(pattern)
         parsed = _parser.parse(pattern)
-        inner = [list(_repetitions(body)) for body in _repetitions(parsed)]
+        found = [*_repetitions(parsed)]
+        bodies = [body for body, most in found if most > 1]
+        inner = [[*_repetitions(body)] for body in bodies]
     except (re.error, RecursionError, OverflowError) as error:
         return str(error)
-    if any(inner) or any(_has_alternatives(body) for body in _repetitions(parsed)):
+    if any(inner) or any(map(_has_alternatives, bodies)):
         return "it repeats a part that contains a repetition or alternatives, and may never end"
     if len(inner) > _MOST_REPETITIONS:
         return f"it has more than {_MOST_REPETITIONS} repetitions, and may take very long"
+    if len(found) - len(bodies) > _MOST_OPTIONAL:
+        return f"it has more than {_MOST_OPTIONAL} optional parts, and may take very long"
     return ""
 
 
 def _repetitions(parsed: Any) -> Iterator[Any]:
-    """Yield what each repetition in a parsed pattern repeats, but for those inside of others."""
+    """Yield what each repetition in a parsed pattern repeats, and how often at most.
+
+    Parts of optional ones (`?`) follow, those of others do not.
+    """
     for name, argument in parsed:
-        if str(name) in _REPEATS and argument[1] > 1:
-            yield argument[2]
-        else:
+        least, most = argument[:2] if str(name) in _REPEATS else (1, 1)
+        if most > 1 or least < most:
+            yield argument[2], most
+        if most <= 1:
             for part in _parts(argument):
                 yield from _repetitions(part)
 

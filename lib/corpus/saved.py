@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lib.core import commands, records
-from lib.core.errors import UsageError
+from lib.core.errors import ArtifactError, UsageError
 
 _SPLITS, _INFO, _STATE = "dataset_dict.json", "dataset_info.json", "state.json"
 _KEYS = {_SPLITS: "splits", _INFO: "features", _STATE: "_data_files"}
 _TOKENS = "input_ids"
 _STRINGS = ("string", "large_string")
-_SHOWN = 6
+_SHOWN, _SHOWN_CHARACTERS = 6, 100
 
 
 class ScannedFile(Protocol):
@@ -45,21 +45,35 @@ def is_description(root: Path, place: str) -> bool:
 def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) -> None:
     """Raise UsageError for a dataset whose splits would be mixed, or that holds tokens.
 
-    option: that names the folder. entries: of a scan of it.
+    option: that names the folder. entries: of a scan of it. Raises ArtifactError if the list of
+    splits is damaged.
     """
     for entry in entries:
         parent, _, name = entry.path.rpartition("/")
         if name == _SPLITS and is_description(folder, entry.path):
             _require_one_split(folder, option, parent, entries)
-        elif name == _INFO and is_description(folder, entry.path):
+        elif name == _INFO and _is_read(parent, entries) and is_description(folder, entry.path):
             _require_text(folder / parent)
+
+
+def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
+    """Return whether a scan takes an Arrow file that lies directly in a directory."""
+    return any(not entry.skipped and entry.path.endswith(".arrow")
+               and entry.path.rpartition("/")[0] == parent for entry in entries)
 
 
 def _require_one_split(folder: Path, option: str, parent: str, entries: Iterable[ScannedFile],
                        ) -> None:
-    """Raise UsageError if files of several splits of a DatasetDict would be read."""
-    names = records.mapping(folder / parent / _SPLITS)["splits"]
+    """Raise UsageError if files of several splits of a DatasetDict would be read.
+
+    Raises ArtifactError if its description does not name the splits.
+    """
+    names = records.mapping(folder / parent / _SPLITS)[_KEYS[_SPLITS]]
     splits = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if not splits or splits != names:
+        raise ArtifactError(f"{folder / parent / _SPLITS} is damaged",
+                            expected="a list of names of splits",
+                            found=str(names)[:_SHOWN_CHARACTERS])
     starts = {f"{parent}/{name}/" if parent else f"{name}/": name for name in splits}
     read = {name for entry in entries if not entry.skipped
             for start, name in starts.items() if entry.path.startswith(start)}
@@ -75,9 +89,15 @@ def _require_text(directory: Path) -> None:
     features = records.mapping(directory / _INFO)["features"]
     if not isinstance(features, dict) or _TOKENS not in features:
         return
-    kinds = (feature.get("dtype") for feature in features.values() if isinstance(feature, dict))
-    if not any(kind in _STRINGS for kind in kinds):
+    if not _has_strings(features):
         names = ", ".join([*features][:_SHOWN])
         raise UsageError(f"{directory} is tokenised already, and holds no text",
                          found=f"columns {names}",
                          expected="the text or the conversations that it was made of")
+
+
+def _has_strings(features: Any) -> bool:
+    """Return whether features contain a string at any depth, such as in a list of messages."""
+    if isinstance(features, dict):
+        return features.get("dtype") in _STRINGS or _has_strings([*features.values()])
+    return isinstance(features, list) and any(map(_has_strings, features))

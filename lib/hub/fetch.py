@@ -194,12 +194,15 @@ class RemoteModel(RemoteFiles):
 
 
 @contextmanager
-def mention_cache_in_errors(name: str) -> Iterator[None]:
-    """If the Hub is out of reach, add to the error that the local cache holds the model."""
+def mention_cache_in_errors(name: str, revision: str) -> Iterator[None]:
+    """If the Hub is out of reach, add to the error that the local cache holds the model.
+
+    The cache is searched for `main` alone.
+    """
     try:
         yield
     except OutOfReachError as error:
-        if found := find_whole_snapshot(name):
+        if revision == "main" and (found := find_whole_snapshot(name)):
             there = f"whole in the Hugging Face cache: {found}"
             way = f"stage 04 takes it from that cache, without stage 03: -m {name}"
             error.found = f"{error.found}\n{there}".strip()

@@ -51,9 +51,18 @@ def texts(column: Any) -> list[bytes]:
     return [text or b"" for text in binary.to_pylist()]
 
 
+def values(column: Any) -> list[Any]:
+    """Return the values of an array; ArtifactError if one of them is a string but not UTF-8."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError as error:
+        raise ArtifactError("the dataset is damaged: a string in it is not UTF-8",
+                            found=str(error)) from None
+
+
 def contents(rows: pa.RecordBatch) -> list[list[bytes]]:
     """Return the words of each conversation as UTF-8: contents, thoughts and calls of its turns."""
-    columns = [column.to_pylist() for column in _words(rows)]
+    columns = [values(column) for column in _words(rows)]
     turns = [[text.encode() for text in values if text] for values in zip(*columns, strict=True)]
     return [[text for turn in turns[first:end] for text in turn]
             for first, end in pairwise(ends(rows))]

@@ -14,7 +14,7 @@ from lib.core.paths import MANIFEST
 from lib.tokens import columns, raw_shards
 
 DATASETS_ROOT = Path("hf_datasets")
-OPTION = ("-d", "--dataset-name")
+OPTION = ("-d", "--dataset-name", "--dataset")  # of stage 04, and of launch/airgap.py
 _RAW_ROOT = Path("raw_text")
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/[\w.-]+")
 # Files of data, and not the README, licence and lists that lie beside them on the Hub.

@@ -54,9 +54,9 @@ def open_corpora(arguments: Sequence[str]) -> list[Corpus]:
 
 
 def _open(argument: str) -> Corpus:
-    name, equals, text = argument.rpartition("=")
-    if not equals or find_dataset(argument).exists():  # names may contain the sign
-        return Corpus(None, open_dataset(find_dataset(argument)))
+    name, text = split_weight(argument)
+    if text is None:
+        return Corpus(None, open_dataset(find_dataset(name)))
     try:
         weight = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -64,6 +64,14 @@ def _open(argument: str) -> Corpus:
     if weight <= 0:
         raise UsageError(f"-d {argument}: {text!r} is not a weight", expected="a number above 0")
     return Corpus(weight, open_dataset(find_dataset(name)))
+
+
+def split_weight(argument: str) -> tuple[str, str | None]:
+    """Split `NAME=WEIGHT` as -d takes it; the weight is None for a name alone."""
+    name, equals, text = argument.rpartition("=")
+    if not equals or find_dataset(argument).exists():  # names may contain the sign
+        return argument, None
+    return name, text
 
 
 def fingerprint(corpora: Sequence[Corpus]) -> str:

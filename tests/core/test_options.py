@@ -61,6 +61,7 @@ def test_two_names_of_one_option_have_one_value(with_yaml) -> None:
     for text, names in (("lr: 1e-4\nmax_lr: 2e-4", ("lr", "max_lr")),
                         ("src-dir: a\nsrc_dir: b", ("src-dir", "src_dir")),
                         ("lr: 1e-4\nlearning_rate: 2e-4", ("lr", "learning_rate")),
+                        ("lr: 1e-4\nmax_lr: null\nlearning_rate: 3e-4", ("lr", "learning_rate")),
                         ("include: [a]\ninclude_: x", ())):
         with pytest.raises(UsageError) as caught:
             with_yaml(text)
@@ -85,6 +86,14 @@ def test_errors_quote_the_name_that_was_typed(parser: Parser, with_yaml) -> None
     assert "typed:" not in UsageError("--lr-scheduler is odd").render()
     parser.parse(["--lr", "1"])
     assert "typed:" not in UsageError("--lr 1 is too large").render()
+
+
+def test_errors_quote_no_name_of_a_file_whose_value_is_not_taken(with_yaml) -> None:
+    for text in ("learning_rate: 2e-4", "learning_rate: null"):
+        with_yaml(text, "--lr", "3e-4")
+        assert "typed:" not in UsageError("--lr is odd").render()
+    with_yaml("learning_rate: 2e-4", "--learning_rate", "3e-4")
+    assert "--learning_rate, which is --lr here" in UsageError("--lr is odd").render()
 
 
 def test_another_name_of_the_option_on_the_command_line_wins_too(with_yaml) -> None:
@@ -312,6 +321,20 @@ def test_a_secret_of_any_name_is_not_shown(option: str) -> None:
     for words in ([option, "hf_1"], [f"{option}=hf_1"]):
         assert "hf_1" not in " ".join(commands.redacted_argv(words))
         assert commands.shell(*words).endswith('"$HF_TOKEN"')
+
+
+@pytest.mark.parametrize(("word", "shown"), [
+    ("HF_TOKEN=abc", "HF_TOKEN=[redacted]"),
+    ("--env=DB_PASSWORD=1=2", "--env=DB_PASSWORD=[redacted]"),
+    ("https://user:p@w@host/a@b", "https://[redacted]@host/a@b"), ("MODE=abc", "MODE=abc"),
+    ("--find-links=https://u:pw@host", "--find-links=https://[redacted]@host"),
+    ("my_token=0.5", "my_token=0.5"), ("https://host/a", "https://host/a")])
+def test_secrets_in_variables_and_urls_are_not_shown(word: str, shown: str) -> None:
+    assert commands.redacted_argv(["x", "--env", word]) == ["x", "--env", shown]
+    assert commands.redacted_argv(["--add-bos-token", word]) == ["--add-bos-token", shown]
+    if shown != word:
+        assert "abc" not in commands.shell(word) and "pw" not in commands.shell(word)
+    assert commands.shell("--env", "KEY_PASSWORD=x") == '--env KEY_PASSWORD="$KEY_PASSWORD"'
 
 
 @pytest.mark.parametrize(("names", "text", "expected"), [

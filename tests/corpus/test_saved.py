@@ -9,7 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from lib.core.errors import UsageError
+from lib.core.errors import ArtifactError, UsageError
+from lib.corpus import saved
 from lib.corpus.scan import DESCRIPTION, Rules, scan
 from tests.conftest import ROOT
 
@@ -83,3 +84,27 @@ def test_a_tokenised_dataset_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is tokenised already, and holds no text") as caught:
         run(BUILD, "--data-folder", tmp_path / "prepared", "--save-dir", tmp_path / "out")
     assert "input_ids" in caught.value.found and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("column", [
+    {"messages": [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]]},
+    {"sentences": [["One.", "Two."]]}], ids=["structs", "strings"])
+def test_text_in_a_nested_column_is_no_dataset_of_tokens(tmp_path: Path, column: dict) -> None:
+    datasets.Dataset.from_dict({**column, "input_ids": [[1, 2]]}).save_to_disk(
+        str(tmp_path / "saved"))
+    saved.require_readable(tmp_path / "saved", "--data-folder", scan(tmp_path / "saved", Rules()))
+
+
+def test_a_tokenised_dataset_whose_files_are_left_out_is_no_obstacle(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    datasets.Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(str(raw / "prepared"))
+    (raw / "note.txt").write_text("a note")
+    run(ORGANISE, "--src-dir", raw, "--dst-root", tmp_path / "out", "--include", "*.txt")
+    assert len([*(tmp_path / "out").rglob("*.txt")]) == 1
+
+
+@pytest.mark.parametrize("names", ["train", [], ["train", 5], {"train": 1}])
+def test_splits_that_are_no_list_of_names_are_damage(both: Path, names: object) -> None:
+    (both / "dataset_dict.json").write_text(json.dumps({"splits": names}))
+    with pytest.raises(ArtifactError, match=r"dataset_dict\.json is damaged"):
+        run(BUILD, "--data-folder", both, "--save-dir", "out")

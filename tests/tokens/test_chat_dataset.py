@@ -6,10 +6,14 @@ import json
 import shlex
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from lib.core.conversation import Place
 from lib.core.errors import ArtifactError, UsageError
+from lib.corpus import chat_rows
 from lib.tokens import columns
+from lib.tokens.chat import table_rows
 from lib.tokens.dataset import open_dataset
 from tests.tokens import chats
 
@@ -104,3 +108,18 @@ def test_text_and_conversations_do_not_share_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "text").rename(path / "validation")
     with pytest.raises(UsageError, match="both text and conversations"):
         open_dataset(path)
+
+
+def test_strings_that_are_not_utf8_are_damage(tmp_path: Path) -> None:
+    batch = chat_rows.batch([(chats.talk(1), Place("a", 1, 0))])
+    broken = pa.array([b"[\xff]"], pa.large_binary()).view(pa.large_string())
+    with pytest.raises(ArtifactError, match="is damaged"):
+        list(table_rows.read(batch.set_column(1, "tools", broken)))
+    path = chats.save(tmp_path / "d", train=[chats.talk(1)])
+    shard = next((path / "train").glob("*.arrow"))
+    text = chats.talk(1).messages[0]["content"].encode()
+    shard.write_bytes(shard.read_bytes().replace(text, b"\xff" * len(text)))
+    with pytest.raises(ArtifactError, match="is damaged"):
+        list(open_dataset(path).conversations("train"))
+    with pytest.raises(ArtifactError, match="is damaged"):
+        list(open_dataset(path).texts())

@@ -6,6 +6,7 @@ drop is refused with the same kind of error.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,10 @@ def read(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | Refused, Place]]
     """Yield each row of a chat dataset, or what is wrong with it, and where it is from."""
     messages = columns.messages(rows)
     names = (*TEXTS, CALLS)
-    values = [columns.field_of(messages, name).to_pylist() for name in names]
+    values = [columns.values(columns.field_of(messages, name)) for name in names]
     turns = [{name: value for name, value in zip(names, turn, strict=True) if value is not None}
              for turn in zip(*values, strict=True)]
-    tools, weights, source, line, offset = (rows.column(name).to_pylist() for name in (
+    tools, weights, source, line, offset = (columns.values(rows.column(name)) for name in (
         "tools", "weights", "source", "line", "offset"))
     for row, (first, end) in enumerate(pairwise(columns.ends(rows))):
         place = Place(source[row] or "", line[row], offset[row])
@@ -60,7 +61,7 @@ def _conversation(messages: list[Message], tools: str | None, weights: Sequence[
                                           f"{', '.join(ROLES)}")
         message.setdefault("content", "")
         if CALLS in message:
-            message[CALLS] = _functions(message[CALLS], f"{CALLS} of turn {number}")
+            _read_calls(message, number)
         require_text(message, number)
     require_order([message["role"] for message in messages])
     if weights is not None:
@@ -69,6 +70,17 @@ def _conversation(messages: list[Message], tools: str | None, weights: Sequence[
         if any(weight not in (0, 1) for weight in weights):
             raise Refused("weights", "a weight is neither 0 nor 1")
     return Conversation(messages, _functions(tools, "tools") if tools else None, weights)
+
+
+def _read_calls(message: Message, number: int) -> None:
+    """Read the function calls of a message, and remove the key if there are none."""
+    calls = _functions(message.pop(CALLS), f"{CALLS} of turn {number}")
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused("content", f"a function call of turn {number} names no function")
+    if calls:
+        message[CALLS] = calls
 
 
 def _functions(text: str, what: str) -> list[dict[str, Any]]:
@@ -80,4 +92,9 @@ def _functions(text: str, what: str) -> list[dict[str, Any]]:
                                  f"{DEEPEST} levels deep") from error
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise Refused("content", f"{what} is not a list of objects")
+    try:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise Refused("content", f"{what} contains a number that is not finite, or a text that is "
+                                 "not valid Unicode") from error
     return found
