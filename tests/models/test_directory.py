@@ -127,7 +127,7 @@ def test_pickles_are_not_taken_for_a_model_without_weights(cache):
     Path("old").mkdir()
     Path("old/config.json").write_text("{}")
     Path("old/pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UsageError, match="pickles") as caught:
+    with pytest.raises(UsageError, match="pickled weights") as caught:
         find("old", cache)
     assert "--allow-pickle" in caught.value.hint
     Path("old/model.safetensors").write_bytes(b"")
