@@ -310,7 +310,8 @@ def log_step(run: Run, window: LossWindow, grad_norm: torch.Tensor, learning_rat
 
     Returns where the run has diverged, if a row that was written shows that and the run goes on.
     """
-    step, report = run.state.step, run.report
+    step = run.state.step
+    report = run.report
     # The device has the work of the last step while the host reads the row before.
     divergence = report.write_captured()
     evaluating = run.evaluation.is_due(step) and not stopping  # a launcher waits 30 s
